@@ -1,0 +1,1 @@
+"""Machinery: the Program, capture, rules, pipeline, verifier. Knows no particular pass and no backend."""

@@ -1,0 +1,60 @@
+"""How a user says what a call looks like. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tsopt.compiler.structure import flatten, is_leaf
+from tsopt.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call: positional and keyword arguments."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def example(*args: Any, **kwargs: Any) -> Example:
+    """An example input with positional and keyword arguments, written as the call would be."""
+    return Example(args, kwargs)
+
+
+def as_example(value: Any) -> Example:
+    """Reads an `example_input`: a tensor, a tuple (positional), a dict (keyword) or an `Example`.
+
+    Raises:
+        UsageError: it is something else, or holds no tensor.
+    """
+    if isinstance(value, Example):
+        made = value
+    elif is_leaf(value):
+        made = Example((value,))
+    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        made = Example((), dict(value))
+    elif type(value) is tuple:
+        made = Example(value)
+    elif type(value) is list and value and all(is_leaf(item) for item in value):
+        raise UsageError(
+            "example_input is a list of tensors",
+            why="a list could mean several examples or several arguments",
+            fix="pass a tuple for positional arguments: (x, y); for one argument that is a list: ([x, y],)",
+        )
+    else:
+        raise UsageError(
+            f"example_input is a {type(value).__name__}",
+            fix="pass a tensor, a tuple of positional arguments, a dict of keyword arguments, or "
+            "tsopt.example(*args, **kwargs)",
+        )
+    leaves, _ = flatten((made.args, made.kwargs))
+    for leaf in leaves:
+        if type(leaf).__module__ == "numpy":
+            raise UsageError(
+                "example_input holds a numpy array",
+                why="a model computes with tensors; an array would be frozen into the program as a constant",
+                fix="pass torch.from_numpy(array)",
+            )
+    return made

@@ -1,0 +1,178 @@
+"""Facts about ATen ops, read from their schema and tags. The exceptions sit in one table, each with its reason."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+Arguments = dict[str, Any]
+
+# An op tagged as random that is not, for the arguments given: name -> (is random, why).
+RANDOM_ONLY_IF: dict[str, tuple[Callable[[Arguments], bool], str]] = {
+    "aten::dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
+    "aten::feature_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
+    "aten::alpha_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
+    "aten::feature_alpha_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
+    "aten::rrelu": (lambda a: a["training"], "a fixed slope in eval mode"),
+    "aten::scaled_dot_product_attention": (lambda a: a["dropout_p"] > 0, "draws only for dropout"),
+    "aten::lstm": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
+    "aten::gru": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
+    "aten::rnn_tanh": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
+    "aten::rnn_relu": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
+}
+
+# Ops whose contents are whatever was in memory: as little a constant as a random number.
+UNINITIALIZED = frozenset(
+    {
+        "aten::empty",
+        "aten::empty_like",
+        "aten::empty_strided",
+        "aten::empty_permuted",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::empty_quantized",
+    }
+)
+
+# Namespaces whose functional ops do what their schema says; a custom op may log, count or talk to a device.
+KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
+
+# Ops that return their first argument, or a copy, as their values decide; their schema does not say so.
+MAY_RETURN_INPUT = frozenset(
+    {
+        "aten::dropout",  # eval: the input itself (pytorch 195422)
+        "aten::feature_dropout",
+        "aten::alpha_dropout",
+        "aten::expand_as",
+        "aten::pad",
+    }
+)
+
+
+def is_call(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def is_overload(target: object) -> bool:
+    return isinstance(target, OpOverload)
+
+
+def name_of(node: fx.Node) -> str:
+    """`aten.linear` for the default overload, `aten.add.Tensor` for others, `getitem`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target))
+
+
+@functools.cache
+def parameters(target: OpOverload) -> tuple[tuple[str, bool, Any], ...]:
+    """(name, has a default, default) of each argument of the schema, in order."""
+    return tuple((a.name, a.has_default_value(), a.default_value) for a in target._schema.arguments)
+
+
+def bind(node: fx.Node) -> Arguments:
+    """Arguments by schema name, defaults filled in. Calls without a schema: by position."""
+    if not isinstance(node.target, OpOverload):
+        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
+    bound: Arguments = {}
+    for position, (name, _, default) in enumerate(parameters(node.target)):
+        bound[name] = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+    return bound
+
+
+@functools.cache
+def writes(target: object) -> bool:
+    """Whether the call changes one of its arguments."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether two calls with the same arguments may differ."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    name = target._schema.name
+    if name in UNINITIALIZED:
+        return True
+    exception = RANDOM_ONLY_IF.get(name)
+    if exception is not None:
+        return bool(exception[0](bind(node)))
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether the call matters although nobody uses its result: a write, a check, a call we know nothing of."""
+    target = node.target
+    if target is operator.getitem:
+        return False
+    if not isinstance(target, OpOverload):
+        return True
+    return writes(target) or not target._schema.returns or target.namespace not in KNOWN_PURE
+
+
+def is_pure(node: fx.Node) -> bool:
+    """A function of its arguments alone: may be dropped, merged and computed ahead of time."""
+    return is_call(node) and not has_effect(node) and not is_random(node)
+
+
+@functools.cache
+def _alias_positions(target: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments whose storage a result may share."""
+    returned: set[str] = set()
+    for result in target._schema.returns:
+        if result.alias_info is not None:
+            returned |= set(result.alias_info.before_set)
+    positions = [
+        i
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and returned & set(argument.alias_info.before_set)
+    ]
+    if target._schema.name in MAY_RETURN_INPUT:
+        positions.append(0)
+    return tuple(positions)
+
+
+def may_alias(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose storage the value may share (views, reshape, getitem, dropout in eval ...)."""
+    target = node.target
+    if target is operator.getitem:
+        return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    if not isinstance(target, OpOverload):
+        return list(node.all_input_nodes) if is_call(node) else []
+    found: list[fx.Node] = []
+    for position in _alias_positions(target):
+        argument = node.args[position] if position < len(node.args) else None
+        found += [a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, fx.Node)]
+    return found
+
+
+def storage_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[Any]]:
+    """For each value, the memory it may live in: names that two values share when they may overlap."""
+    roots: dict[fx.Node, frozenset[Any]] = {}
+    for node in nodes:
+        sources = may_alias(node)
+        if not sources:
+            roots[node] = frozenset({(node, None)})
+        elif node.target is operator.getitem and roots[sources[0]] == {(sources[0], None)}:
+            roots[node] = frozenset({(sources[0], node.args[1])})  # one of several results, each new memory
+        else:
+            roots[node] = frozenset().union(*(roots[source] for source in sources))
+    return roots
+
+
+def tensors_of(value: object) -> list[Any]:
+    """The tensors in the value of a node: one, or those of a multi-output op."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in tensors_of(item)]
+    return []

@@ -1,0 +1,207 @@
+"""Runs passes: a private copy each, checks after each, and a ledger of what was done and what was declined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.verify import output_aliases, verify_program
+from tsopt.errors import InvalidProgram, PassError
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rewrite that was made: the rule (or the pass), and where in the user's model."""
+
+    rule: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A rewrite that nearly happened, and the condition that failed."""
+
+    rule: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a pass says it did."""
+
+    done: tuple[Done, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    numerics: Numerics = Numerics.EXACT
+
+
+@dataclass
+class Limits:
+    """What a run allows.
+
+    numerics: the weakest class of rewrite that may be applied.
+    fuel: how many rewrites may still be made; None for no limit. To find a guilty one by bisection.
+    without: names of rules and passes that are left out.
+    """
+
+    numerics: Numerics = Numerics.ROUNDING
+    fuel: int | None = None
+    without: frozenset[str] = frozenset()
+
+    def take(self) -> bool:
+        """Takes a unit of fuel; False when there is none left."""
+        if self.fuel is None:
+            return True
+        self.fuel -= 1
+        return self.fuel >= 0
+
+
+class Pass(Protocol):
+    """Edits the copy that it is given."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, program: Program, limits: Limits) -> Changes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Runs its passes in turn until none of them changes anything; at most `limit` rounds."""
+
+    passes: tuple[Pass | Repeat, ...]
+    limit: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One pass as it was run. `text` is the program afterwards, when asked for; `seconds` includes the checks."""
+
+    name: str
+    changed: bool
+    nodes_before: int
+    nodes_after: int
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    done: tuple[Done, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    numerics: Numerics = Numerics.EXACT
+    text: str = field(default="", repr=False)
+
+
+def run(
+    program: Program,
+    passes: Iterable[Pass | Repeat],
+    limits: Limits | None = None,
+    *,
+    keep_text: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Program, list[PassRecord]]:
+    """Runs a pipeline over a copy of a program, with every invariant checked after every pass.
+
+    Raises:
+        PassError: a pass broke an invariant, misreported a change, or a Repeat did not come to rest.
+    """
+    limits = limits or Limits()
+    records: list[PassRecord] = []
+    allowed = output_aliases(program)
+    verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
+    for item in passes:
+        program = _run_item(program, item, limits, records, allowed, keep_text, progress or (lambda name: None))
+    verify_program(program, aliases=allowed)
+    return program, records
+
+
+def _run_item(
+    program: Program,
+    item: Pass | Repeat,
+    limits: Limits,
+    records: list[PassRecord],
+    allowed: Any,
+    keep_text: bool,
+    progress: Callable[[str], None],
+) -> Program:
+    if not isinstance(item, Repeat):
+        if item.name in limits.without:
+            return program
+        progress(item.name)
+        program, record = _run_pass(program, item, limits, allowed, keep_text)
+        records.append(record)
+        return program
+    for _ in range(item.limit):
+        before = len(records)
+        for inner in item.passes:
+            program = _run_item(program, inner, limits, records, allowed, keep_text, progress)
+        if not any(record.changed for record in records[before:]):
+            return program
+    rules = sorted({done.rule for record in records[before:] for done in record.done})
+    raise PassError(
+        f"a Repeat did not come to rest in {item.limit} rounds",
+        why=f"still being applied: {', '.join(rules)}",
+        fix="two rules undo each other: leave one out (--without RULE)",
+    )
+
+
+def _run_pass(
+    program: Program, item: Pass, limits: Limits, allowed: Any, keep_text: bool
+) -> tuple[Program, PassRecord]:
+    start = time.perf_counter()
+    edited = program.copy()
+    originals = dict(zip(edited.graph.nodes, program.graph.nodes, strict=True))
+    changes = item.run(edited, limits)
+    _prune_weights(edited)
+    changed = edited.fingerprint() != program.fingerprint()
+    if changed != bool(changes.done):
+        said = "a change and made none" if changes.done else "no change and made one"
+        raise PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
+    if not changed:
+        edited = program
+    else:
+        try:
+            verify_program(edited, touched=list(_touched(edited, originals)), aliases=allowed)
+        except InvalidProgram as error:
+            raise PassError(
+                f"the pass {item.name} broke the program",
+                why=str(error),
+                fix=f"leave it out (--without {item.name}) and report this",
+            ) from error
+        edited.numerics = max(program.numerics, changes.numerics)
+    return edited, PassRecord(
+        item.name,
+        changed,
+        program.node_count,
+        edited.node_count,
+        weight_bytes(program),
+        weight_bytes(edited),
+        time.perf_counter() - start,
+        changes.done,
+        changes.declined,
+        changes.numerics,
+        edited.text if keep_text else "",
+    )
+
+
+def _touched(edited: Program, originals: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
+    """Calls that are new or have other arguments than before."""
+    for node in edited.calls():
+        before = originals.get(node)
+        if before is None or [originals.get(n) for n in node.all_input_nodes] != before.all_input_nodes:
+            yield node
+
+
+def _prune_weights(program: Program) -> None:
+    used = set(program.used_weights())
+    for name in [name for name in program.weights if name not in used]:
+        del program.weights[name]
+
+
+def weight_bytes(program: Program) -> int:
+    """Bytes of memory behind the weights, shared memory counted once."""
+    storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in program.weights.values()}
+    return sum(storages.values())

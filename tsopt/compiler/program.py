@@ -1,0 +1,207 @@
+"""Program: a typed functional graph of ATen calls, its weights and its signature; text form and fingerprint.
+
+Never imports a pass or a backend.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsopt.compiler import ops
+from tsopt.compiler.signature import Signature
+from tsopt.compiler.types import TensorType
+
+
+class Numerics(enum.IntEnum):
+    """What a rewrite may do to values; the weakest one applied sets the tolerance of the final check."""
+
+    EXACT = 0  # same bits for every input: inf, the sign of zero, the places of NaN
+    ROUNDING = 1  # the same real function, rounded elsewhere
+    LOSSY = 2  # approximates on purpose; only when asked for
+
+
+@dataclass
+class Program:
+    """A model as a graph.
+
+    Attributes:
+        graph: placeholder, get_attr, call_function and output nodes. `meta["val"]` is a fake tensor,
+            `meta["module"]` the user's module path, `meta["source"]` a `file:line` of the user's code.
+        weights: tensor of each get_attr target, shared with the user's model. State that the model
+            writes is not here: it is an input and an output of the graph (see `Signature`).
+        signature: inputs, outputs and their nesting.
+        state: the live tensors behind the signature's state inputs, by name.
+        numerics: the weakest class of rewrite applied so far.
+        name: the class of the model, for titles.
+    """
+
+    graph: fx.Graph
+    weights: dict[str, torch.Tensor]
+    signature: Signature
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    numerics: Numerics = Numerics.EXACT
+    name: str = "program"
+
+    def copy(self) -> Program:
+        """A copy to edit: own graph, same weights."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        return replace(self, graph=graph, weights=dict(self.weights))
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a GraphModule that shares the weights; flat tensors in, a tuple of flat tensors out."""
+        root = {name: self.weights[name] for name in self.used_weights()}
+        return fx.GraphModule(_plain_names(root), _renamed(self.graph), class_name=self.name)
+
+    def used_weights(self) -> list[str]:
+        return list(dict.fromkeys(str(n.target) for n in self.graph.nodes if n.op == "get_attr"))
+
+    def calls(self) -> Iterator[fx.Node]:
+        return (node for node in self.graph.nodes if ops.is_call(node))
+
+    @property
+    def node_count(self) -> int:
+        """Calls that do something: not the bookkeeping of multi-output ops."""
+        return sum(1 for node in self.calls() if ops.is_overload(node.target))
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        for node in self.graph.nodes:
+            for value in ops.tensors_of(node.meta.get("val")):
+                mode: FakeTensorMode = value.fake_mode
+                return mode
+        return FakeTensorMode()
+
+    @property
+    def text(self) -> str:
+        """The program for humans, goldens and the fingerprint."""
+        return "\n".join([f"program {self.name}", *self.lines()]) + "\n"
+
+    def lines(self, *, origins: bool = True) -> Iterator[str]:
+        """One line for each node; `origins` appends module path and source line."""
+        names = self.value_names()
+        for node in self.graph.nodes:
+            line = f"  {_line(node, names)}"
+            origin = origin_of(node) if origins and ops.is_call(node) else ""
+            yield f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
+
+    def value_names(self) -> dict[fx.Node, str]:
+        """Names that do not depend on what passes created in between: inputs and weights keep theirs, calls count."""
+        names: dict[fx.Node, str] = {}
+        count = 0
+        taken = {item.name for item in self.signature.inputs}
+        inputs = iter(self.signature.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                names[node] = "%" + next(inputs).name
+            elif node.op == "get_attr":
+                short = str(node.target)
+                names[node] = f"%{short}" if short not in taken else f"%weight:{short}"
+            elif ops.is_call(node):
+                names[node] = f"%{count}"
+                count += 1
+        return names
+
+    def fingerprint(self, *, contents: bool = False) -> str:
+        """sha256 of the text without origins; with `contents`, of the bytes of the weights as well."""
+        digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
+        digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
+        if contents:
+            for name in sorted(self.used_weights()):
+                raw = self.weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(name.encode() + raw.numpy().tobytes())
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _plain_names(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {attribute_name(name): value for name, value in weights.items()}
+
+
+def attribute_name(weight: str) -> str:
+    """A weight's path as one identifier: module trees would let `a.b` and a tensor called `a` collide."""
+    return "w_" + "".join(c if c.isalnum() and c.isascii() else f"_{ord(c):x}_" if c != "." else "_" for c in weight)
+
+
+def _renamed(graph: fx.Graph) -> fx.Graph:
+    out = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = out.node_copy(node, mapping.__getitem__)
+        if node.op == "get_attr":
+            mapping[node].target = attribute_name(str(node.target))
+    return out
+
+
+def type_of(node: fx.Node) -> TensorType | tuple[TensorType, ...] | None:
+    """The recorded type of a value; a tuple for multi-output ops."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(TensorType.of(item) for item in ops.tensors_of(value))
+    return None
+
+
+def tensor_type(node: fx.Node) -> TensorType:
+    """The recorded type of a value that is one tensor."""
+    found = type_of(node)
+    if not isinstance(found, TensorType):
+        raise TypeError(f"{node.name} is not one tensor")
+    return found
+
+
+def origin_of(node: fx.Node) -> str:
+    """`encoder.layer.0.attention, model.py:12`: where in the user's model a value comes from."""
+    return ", ".join(part for part in (node.meta.get("module"), node.meta.get("source")) if part)
+
+
+def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    if node.op == "output":
+        return f"return {format_value(node.args[0], names)[1:-1].rstrip(',')}"
+    left = f"{names[node]}: {format_type(type_of(node))} ="
+    if node.op == "placeholder":
+        return f"{left} input"
+    if node.op == "get_attr":
+        return f"{left} weight"
+    arguments = [format_value(arg, names) for arg in node.args]
+    arguments += [f"{key}={format_value(value, names)}" for key, value in node.kwargs.items()]
+    return f"{left} {ops.name_of(node)}({', '.join(arguments)})"
+
+
+def format_type(found: TensorType | tuple[TensorType, ...] | None) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(map(str, found))})"
+    if found is None:
+        return "none"
+    return str(found) if found.contiguous else f"{found}/{','.join(map(str, found.stride))}"
+
+
+def format_value(value: object, names: Mapping[fx.Node, str]) -> str:
+    """An argument as text; equal text means equal arguments (`1`, `1.0` and `True` differ, so do `0.0`, `-0.0`)."""
+    if isinstance(value, fx.Node):
+        return names.get(value, f"%{value.name}")
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(format_value(item, names) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, slice):
+        return f"slice({', '.join(format_value(v, names) for v in (value.start, value.stop, value.step))})"
+    return repr(value)

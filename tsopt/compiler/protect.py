@@ -1,0 +1,101 @@
+"""Leaves things as they were: the user's model, random state, gradients, threads and warnings.
+
+Owns one context manager; capture, verification and timing run inside it.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Containers = (dict, list, set)
+
+
+@contextmanager
+def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bool = True) -> Iterator[None]:
+    """Runs a block in which the model may be called and traced, then puts back what that changed.
+
+    Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the
+    values of buffers, random number generators, default dtype, thread count, grad mode, warning filters.
+
+    Args:
+        written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
+        inference: run the block without gradients.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    attributes = [_snapshot(module) for module in modules]
+    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
+    values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
+    rng, np_rng, py_rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        with warnings.catch_warnings(), torch.set_grad_enabled(not inference and torch.is_grad_enabled()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for module, saved in zip(modules, attributes, strict=True):
+            _restore(module, saved)
+        with torch.no_grad():
+            for tensor, value in values:
+                if not _same_bytes(tensor, value):
+                    tensor.detach().copy_(value)
+        torch.set_rng_state(rng)
+        np.random.set_state(np_rng)
+        random.setstate(py_rng)
+        if cuda_rng is not None:
+            torch.cuda.set_rng_state_all(cuda_rng)
+        torch.set_default_dtype(dtype)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+@contextmanager
+def training_flags(model: Any, value: bool) -> Iterator[None]:
+    """Sets the flag on every module without calling `train()`, which models override with effects of their own."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    before = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = value
+        yield
+    finally:
+        for module, flag in zip(modules, before, strict=True):
+            module.training = flag
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+    return not lazy and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # NOTE: writing back without need would raise the version counter of a buffer that nobody touched.
+    return torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    attributes = dict(module.__dict__)
+    contents = {name: type(v)(v) for name, v in attributes.items() if type(v) in Containers}
+    return attributes, contents
+
+
+def _restore(module: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    attributes, contents = saved
+    for name in [name for name in module.__dict__ if name not in attributes]:
+        del module.__dict__[name]
+    module.__dict__.update(attributes)
+    for name, content in contents.items():
+        held = attributes[name]
+        if isinstance(held, list):
+            held[:] = content
+        else:
+            held.clear()
+            held.update(content)

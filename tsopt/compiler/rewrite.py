@@ -1,0 +1,276 @@
+"""Rules: a pattern, and what to put in its place. The driver that applies them everywhere, until nothing fits.
+
+The driver owns what no rule has to think of: the type of the replaced value stays the same to the stride,
+values used elsewhere are kept, outputs do not start to share memory, new nodes are typed and say where
+they come from.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from tsopt.compiler import ops
+from tsopt.compiler.infer import infer, infer_weight
+from tsopt.compiler.match import Match, Pattern, match, pattern
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.program import Numerics, Program, format_type, origin_of, tensor_type, type_of
+from tsopt.compiler.types import TensorType
+from tsopt.errors import PassError, RuleError
+
+USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
+OTHER_LAYOUT = "the value would have another memory layout"
+NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
+
+
+class Impossible(Exception):
+    """A call that a rule wanted to make is refused by the op; the driver declines the rule there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A rule's answer when a condition fails."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Patterns, what replaces them, and the class of its numerics. `doc` is the equation."""
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    body: Callable[..., fx.Node | Skip | None]
+    numerics: Numerics
+    doc: str
+
+
+def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> Callable[[Callable[..., Any]], Rule]:
+    """Makes a rule of a function `(at, *holes)` that returns the new value.
+
+    It returns `at.skip(reason)` for a near miss, which the user is told of, and None where the pattern is
+    just too wide (a reshape that does reshape).
+    """
+
+    def make(body: Callable[..., Any]) -> Rule:
+        doc = (body.__doc__ or "").strip().splitlines()
+        if not doc:
+            raise TypeError(f"the rule {body.__name__} needs its equation as docstring")
+        return Rule(body.__name__, tuple(pattern(p) for p in patterns), body, numerics, doc[0])
+
+    return make
+
+
+class Site:
+    """The place where a rule is tried: what a rule may ask and make."""
+
+    def __init__(self, program: Program, root: fx.Node) -> None:
+        self.program, self.root = program, root
+        self.created: list[fx.Node] = []
+
+    def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call, typed, in the place of the root."""
+        with self.program.graph.inserting_before(self.root):
+            node = self.program.graph.call_function(target, args, kwargs)
+        self.created.append(node)
+        node.meta = {key: self.root.meta[key] for key in ("module", "source") if key in self.root.meta}
+        try:
+            node.meta["val"] = infer(self.program, target, args, kwargs)
+        except Exception as error:  # the op's own checks decide what fits
+            raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
+        return node
+
+    def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
+        """A new weight, under a fresh name that begins with `hint`."""
+        name, number = hint, 1
+        while name in self.program.weights:
+            number += 1
+            name = f"{hint}.{number}"
+        self.program.weights[name] = value
+        with self.program.graph.inserting_before(self.root):
+            node = self.program.graph.create_node("get_attr", name)
+        self.created.append(node)
+        node.meta = {"val": infer_weight(self.program, value)}
+        return node
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(reason)
+
+    def type(self, node: fx.Node) -> TensorType:
+        return tensor_type(node)
+
+    def value(self, node: object) -> torch.Tensor | None:
+        """The tensor of a weight; None for a computed value."""
+        if isinstance(node, fx.Node) and node.op == "get_attr":
+            return self.program.weights[str(node.target)]
+        return None
+
+    def same_type(self, node: object) -> bool:
+        """Whether a value has the dtype, shape and device of the root."""
+        if not isinstance(node, fx.Node) or not isinstance(type_of(node), TensorType):
+            return False
+        a, b = tensor_type(node), tensor_type(self.root)
+        return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+
+    def discard(self) -> None:
+        """Takes back what was made here."""
+        for node in reversed(self.created):
+            if node.op == "get_attr":
+                del self.program.weights[str(node.target)]
+            self.program.graph.erase_node(node)
+        self.created.clear()
+
+
+@dataclass(frozen=True)
+class RulePass:
+    """Applies rules to every value, in graph order, and again to whatever changed, until none fits."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        return _Driver(self, program, limits).run()
+
+
+class _Driver:
+    def __init__(self, owner: RulePass, program: Program, limits: Limits) -> None:
+        self.owner, self.program, self.limits = owner, program, limits
+        self.by_root: dict[Any, list[tuple[Rule, Pattern]]] = {}
+        for item in owner.rules:
+            if item.numerics <= limits.numerics and item.name not in limits.without:
+                for wanted in item.patterns:
+                    self.by_root.setdefault(wanted.root.target, []).append((item, wanted))
+        self.done: list[Done] = []
+        self.declined: dict[tuple[str, fx.Node], Declined] = {}
+        self.numerics = Numerics.EXACT
+        self.erased: set[fx.Node] = set()
+        self.queue: deque[fx.Node] = deque()
+        self.queued: set[fx.Node] = set()
+
+    def run(self) -> Changes:
+        nodes = list(self.program.calls())
+        bound = 20 * len(nodes) + 100
+        self.push(nodes)
+        while self.queue:
+            node = self.queue.popleft()
+            self.queued.discard(node)
+            if node in self.erased or node.target not in self.by_root:
+                continue
+            for item, wanted in self.by_root[node.target]:
+                found = match(wanted, node)
+                if found is None:
+                    continue
+                if self.try_rule(item, found, node):
+                    break
+                if self.limits.fuel is not None and self.limits.fuel < 0:
+                    return self.changes()
+            if len(self.done) > bound:
+                names = sorted({done.rule for done in self.done[-50:]})
+                raise PassError(
+                    f"the pass {self.owner.name} does not come to an end",
+                    why=f"still being applied: {', '.join(names)}",
+                    fix=f"leave one out: --without {names[0]}",
+                )
+        return self.changes()
+
+    def changes(self) -> Changes:
+        alive = tuple(d for (_, node), d in self.declined.items() if node not in self.erased)
+        return Changes(tuple(self.done), alive, self.numerics)
+
+    def push(self, nodes: Iterator[fx.Node] | list[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self.queued and ops.is_call(node):
+                self.queued.add(node)
+                self.queue.append(node)
+
+    def try_rule(self, item: Rule, found: Match, node: fx.Node) -> bool:
+        site = Site(self.program, node)
+        used_elsewhere = any(set(inner.users) - set(found.nodes) for inner in found.nodes if inner is not node)
+        try:
+            result = item.body(site, *found.holes.values())
+        except Impossible as refused:
+            result = site.skip(str(refused))
+        if result is None or isinstance(result, Skip):
+            site.discard()
+            return self.decline(item, node, result.reason) if result else False
+        reason = USED_ELSEWHERE if used_elsewhere else self.objection(item, node, result)
+        if reason:
+            site.discard()
+            return self.decline(item, node, reason)
+        if not self.limits.take():
+            site.discard()
+            return False
+        self.done.append(Done(item.name, origin_of(node)))
+        self.numerics = max(self.numerics, item.numerics)
+        users = list(node.users)
+        node.replace_all_uses_with(result)
+        self.erase_dead(node)
+        self.push([*site.created, result, *users])
+        return True
+
+    def decline(self, item: Rule, node: fx.Node, reason: str) -> bool:
+        self.declined[item.name, node] = Declined(item.name, origin_of(node), reason)
+        return False
+
+    def objection(self, item: Rule, node: fx.Node, result: object) -> str | None:
+        if not isinstance(result, fx.Node):
+            raise RuleError(f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)")
+        before, after = type_of(node), type_of(result)
+        if not isinstance(before, TensorType) or not isinstance(after, TensorType):
+            if before != after:
+                raise RuleError(f"the rule {item.name} replaces {format_type(before)} by {format_type(after)}")
+            return None
+        if (before.dtype, before.shape, before.device) != (after.dtype, after.shape, after.device):
+            raise RuleError(
+                f"the rule {item.name} replaces {before} by {after}", where=origin_of(node), fix="guard with at.same_type"
+            )
+        if not before.same_layout(after.stride):
+            return OTHER_LAYOUT
+        return NEW_ALIAS if shares_new_memory(self.program, node, result) else None
+
+    def erase_dead(self, node: fx.Node) -> None:
+        todo = [node]
+        while todo:
+            dead = todo.pop()
+            if dead in self.erased or dead.users or dead.op in ("placeholder", "output"):
+                continue
+            if ops.is_call(dead) and dead is not node and not ops.is_pure(dead):
+                continue
+            sources = dead.all_input_nodes
+            self.program.graph.erase_node(dead)
+            self.erased.add(dead)
+            todo += sources
+
+
+def shares_new_memory(program: Program, node: fx.Node, result: fx.Node) -> bool:
+    """Whether putting `result` for `node` makes an output share memory that it did not share before."""
+    if not _reaches_output(node):
+        return False
+    roots = ops.storage_roots(program.graph.nodes)
+    gained = roots[result] - roots[node]
+    if not gained:
+        return False
+    if any(source.op in ("placeholder", "get_attr") for source, _ in gained):
+        return True
+    mine = [value for value in program.output_node.args[0] if roots[value] & roots[node]]
+    others = [value for value in program.output_node.args[0] if value not in mine]
+    return any(roots[value] & gained for value in others)
+
+
+def _reaches_output(node: fx.Node) -> bool:
+    """Whether the memory of a value, or a view of it, is returned."""
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and any(source in seen for source in ops.may_alias(user)):
+                seen.add(user)
+                todo.append(user)
+    return False

@@ -1,0 +1,258 @@
+"""Nested values as flat tensors and back: what went in and came out of the user's model.
+
+Owns the description of a nesting (`Structure`) and its JSON form. Registers nothing with anybody's
+pytree registry and needs no torch: a leaf is whatever speaks DLPack (torch tensors, numpy arrays).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from tsopt.errors import ArtifactError, CaptureError
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """One node of a nesting.
+
+    kind is `leaf` (a tensor, `index` into the flat list), `const` (a value kept as it was), `tuple`,
+    `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping,
+    if it is one, then attributes). Two structures are equal when the same call would be made: constants
+    count by type and value. An object met twice is `same` the second time, by the number of the first.
+    """
+
+    kind: str
+    cls: type | None = None
+    keys: tuple[Any, ...] = ()
+    children: tuple[Structure, ...] = ()
+    index: int = -1
+    value: Any = None
+
+    def __str__(self) -> str:
+        if self.kind in ("leaf", "same"):
+            return "*"
+        if self.kind == "const":
+            return repr(self.value)
+        if self.kind in ("tuple", "list"):
+            inner = ", ".join(str(child) for child in self.children)
+            return f"({inner})" if self.kind == "tuple" else f"[{inner}]"
+        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
+        name = "" if self.kind == "dict" or self.cls is None else self.cls.__name__
+        return f"{name}{{{inner}}}"
+
+    @property
+    def leaf_count(self) -> int:
+        return len({index for index, _ in self.paths()})
+
+    def paths(self, prefix: str = "") -> Iterator[tuple[int, str]]:
+        """(index, readable path) of each leaf, in order; a shared leaf comes up more than once."""
+        if self.kind == "leaf":
+            yield self.index, prefix
+            return
+        for key, child in zip(self._labels(), self.children, strict=True):
+            yield from child.paths(f"{prefix}.{key}" if prefix else str(key))
+
+    def _labels(self) -> Sequence[Any]:
+        if self.kind in ("tuple", "list"):
+            return range(len(self.children))
+        return [key[1] if self.kind == "object" else key for key in self.keys]
+
+
+def is_leaf(value: object) -> bool:
+    return hasattr(value, "__dlpack__")
+
+
+def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure]:
+    """Splits a nesting into its tensors and its Structure.
+
+    Args:
+        share: a tensor met twice is one leaf (outputs: the caller gets the same object twice again).
+
+    Raises:
+        CaptureError: the value contains itself.
+    """
+    leaves: list[Any] = []
+    seen: dict[int, int] = {}
+    open_ids: set[int] = set()
+    objects: dict[int, int] = {}
+
+    def leaf(item: Any) -> Structure:
+        if share and id(item) in seen:
+            return Structure("leaf", index=seen[id(item)])
+        seen[id(item)] = len(leaves)
+        leaves.append(item)
+        return Structure("leaf", index=len(leaves) - 1)
+
+    def walk(item: Any) -> Structure:
+        if is_leaf(item):
+            return leaf(item)
+        parts = _parts(item)
+        if parts is None:
+            return Structure("const", type(item), value=item)
+        if id(item) in open_ids:
+            raise CaptureError(
+                f"a {type(item).__name__} contains itself",
+                why="inputs and outputs must be trees of tensors",
+                fix="pass the tensors it holds instead",
+            )
+        if share and id(item) in objects:
+            return Structure("same", index=objects[id(item)])
+        open_ids.add(id(item))
+        kind, keys, children = parts
+        nodes = tuple(walk(child) for child in children)
+        open_ids.discard(id(item))
+        if kind == "object" and not _holds_leaf(nodes):
+            return Structure("const", type(item), value=item)
+        if kind == "object":
+            objects[id(item)] = len(objects)
+        return Structure(kind, type(item), keys, nodes)
+
+    return leaves, walk(value)
+
+
+def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
+    return any(node.kind == "leaf" or _holds_leaf(node.children) for node in nodes)
+
+
+def _parts(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
+    """(kind, keys, children) of a container; None for what is kept as a constant."""
+    if isinstance(item, (*SCALARS, type, FunctionType, ModuleType)):
+        return None
+    cls = type(item)
+    if isinstance(item, tuple):
+        return ("namedtuple" if hasattr(item, "_fields") else "tuple"), tuple(getattr(item, "_fields", ())), item
+    if cls is list:
+        return "list", (), item
+    if cls in (dict, OrderedDict):
+        return "dict", tuple(item), list(item.values())
+    if hasattr(item, "named_parameters"):
+        return None  # an nn.Module in a call is configuration, not data
+    items = [(("item", key), child) for key, child in item.items()] if isinstance(item, dict) else []
+    names = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)] if dataclasses.is_dataclass(item) else []
+    names += [name for name in getattr(item, "__dict__", ()) if name not in names]
+    pairs = items + [(("attr", name), getattr(item, name)) for name in names]
+    if not pairs:
+        return None
+    return "object", tuple(key for key, _ in pairs), [child for _, child in pairs]
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten`: the same types, keys and constants around other tensors."""
+    return _unflatten(structure, leaves, [])
+
+
+def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) -> Any:
+    kind = structure.kind
+    if kind == "leaf":
+        return leaves[structure.index]
+    if kind == "const":
+        return structure.value
+    if kind == "same":
+        return objects[structure.index]
+    children = [_unflatten(child, leaves, objects) for child in structure.children]
+    if kind == "list":
+        return children
+    cls = structure.cls
+    if kind == "tuple":
+        return tuple(children) if cls is None else cls(children)
+    if kind == "object":
+        objects.append(_rebuild(cls or SimpleNamespace, structure.keys, children))
+        return objects[-1]
+    if cls is None:
+        raise ArtifactError("the stored output structure is damaged", why=f"a {kind} without a class")
+    if kind == "dict":
+        return cls(zip(structure.keys, children, strict=True))
+    if kind == "namedtuple":
+        return cls(*children)
+    raise ArtifactError("the stored output structure is damaged", why=f"unknown kind {kind!r}")
+
+
+def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
+    # NOTE: never through __init__: it may check, copy or count, and ran already in the user's model.
+    made = cls.__new__(cls)
+    for (place, key), child in zip(keys, children, strict=True):
+        if place == "item" and isinstance(made, dict):
+            (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, key, child)
+        else:
+            object.__setattr__(made, key, child)
+    return made
+
+
+def to_json(structure: Structure) -> dict[str, Any]:
+    """A JSON value. Classes are named, not stored; constants must be JSON scalars, dtypes or devices."""
+    out: dict[str, Any] = {"kind": structure.kind}
+    if structure.kind in ("leaf", "same"):
+        return out | {"index": structure.index}
+    if structure.kind == "const":
+        return out | _const_to_json(structure.value)
+    if structure.kind in ("namedtuple", "object") and structure.cls is not None:
+        out["class"] = f"{structure.cls.__module__}:{structure.cls.__qualname__}"
+    if structure.keys:
+        out["keys"] = [list(key) if isinstance(key, tuple) else key for key in structure.keys]
+    return out | {"children": [to_json(child) for child in structure.children]}
+
+
+def _const_to_json(value: object) -> dict[str, Any]:
+    if value is None or type(value) in (bool, int, str):
+        return {"value": value}
+    if type(value) is float:
+        return {"float": value.hex()}
+    if type(value).__module__ == "torch":
+        return {"torch": type(value).__name__, "text": str(value)}
+    return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
+
+
+def from_json(data: Any) -> Structure:
+    """Reads what `to_json` wrote, from a file that nobody vouches for.
+
+    A class is looked up among the modules already imported and taken only when it is a named tuple or a
+    dataclass; anything else comes back as a plain namespace with the same attributes. Nothing is imported.
+
+    Raises:
+        ArtifactError: the data is not a structure.
+    """
+    match data:
+        case {"kind": "leaf" | "same" as kind, "index": int(index)} if index >= 0:
+            return Structure(kind, index=index)
+        case {"kind": "const"}:
+            value = _const_from_json(data)
+            return Structure("const", type(value), value=value)
+        case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
+            keys = tuple(tuple(key) if isinstance(key, list) else key for key in data.get("keys", ()))
+            if kind not in ("tuple", "list") and len(keys) != len(children):
+                raise ArtifactError("the stored output structure is damaged", why="as many keys as children expected")
+            cls = dict if kind == "dict" else _known_class(str(data.get("class", "")))
+            nodes = tuple(from_json(child) for child in children)
+            if kind == "namedtuple" and cls is None:
+                keys, kind = tuple(("attr", key) for key in keys), "object"
+            return Structure(kind, cls, keys, nodes)
+        case _:
+            raise ArtifactError("the stored output structure is damaged", why=f"not a structure: {str(data)[:80]}")
+
+
+def _const_from_json(data: Mapping[str, Any]) -> Any:
+    if "float" in data:
+        return float.fromhex(str(data["float"]))
+    if "torch" in data and data["torch"] in ("dtype", "device") and "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        text = str(data["text"])
+        return torch.device(text) if data["torch"] == "device" else getattr(torch, text.removeprefix("torch."), None)
+    return data.get("value")
+
+
+def _known_class(name: str) -> type | None:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
+        return found
+    return None

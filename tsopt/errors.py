@@ -1,0 +1,66 @@
+"""The error classes. Owns what a message must say; imports nothing of tsopt and never torch."""
+
+from __future__ import annotations
+
+
+class TsoptError(Exception):
+    """What went wrong, where, why, and what to do about it.
+
+    Args:
+        what: one sentence, the fact.
+        where: the user's module path, file and line, or the file on disk.
+        why: the cause, in the words of whoever refused.
+        fix: what to write or run next.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        rows = (("where", where), ("why", why), ("fix", fix))
+        super().__init__("\n".join([what, *(f"  {name}: {text}" for name, text in rows if text)]))
+
+
+class UsageError(TsoptError):
+    """An option, a flag or a model file is not what it must be."""
+
+
+class CaptureError(TsoptError):
+    """The model cannot be turned into a Program."""
+
+
+class InvalidProgram(TsoptError):
+    """A Program breaks one of its numbered invariants."""
+
+
+class RuleError(TsoptError):
+    """A rewrite rule returned something that does not fit the value it replaces."""
+
+
+class PassError(TsoptError):
+    """A pass broke the Program, misreported what it did, or did not come to an end."""
+
+
+class BackendError(TsoptError):
+    """A backend cannot take this Program, or its library is missing."""
+
+
+class SignatureError(TsoptError):
+    """A call does not fit the signature that the program was captured for."""
+
+
+class AccuracyError(TsoptError):
+    """A candidate does not compute what the model computes."""
+
+    exit_code = 1
+
+
+class ArtifactError(TsoptError):
+    """A bundle on disk is missing, damaged, hostile, or from a newer version."""

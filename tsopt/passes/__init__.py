@@ -1,0 +1,25 @@
+"""Policy: which rewrites, in which order. One idea a file; rules read like a table."""
+
+from __future__ import annotations
+
+from tsopt.compiler.pipeline import Pass, Repeat
+from tsopt.compiler.rewrite import RulePass
+from tsopt.passes import affine, algebra, canonical
+from tsopt.passes.cse import CommonSubexpressions
+from tsopt.passes.dce import DeadCode
+from tsopt.passes.fold import FoldConstants
+
+CANONICAL = RulePass("canonical", canonical.RULES)
+ALGEBRA = RulePass("algebra", algebra.RULES)
+AFFINE = RulePass("affine", affine.RULES)
+
+STANDARD: tuple[Pass | Repeat, ...] = (
+    DeadCode(),  # what export left unused would count as a second use and stop rules
+    CANONICAL,  # one form for each thing: the rules after it are written for that form
+    FoldConstants(),  # masks, position ids and tables become weights, which other rules look for
+    CommonSubexpressions(),  # before the chains: a value computed twice would look used elsewhere
+    Repeat((ALGEBRA, AFFINE)),  # a folded batch norm brings two chains together, and the reverse
+    FoldConstants("fold-again"),  # what algebra made constant
+    CommonSubexpressions("cse-again"),  # what algebra made equal
+    DeadCode("dce-again"),  # what all of them left behind
+)

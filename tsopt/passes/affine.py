@@ -1,0 +1,166 @@
+"""Folding of scales and shifts into the weights of the convolution or linear layer before them. All ROUNDING.
+
+The new weights are computed in float64 and rounded once. Source of the method: Jacob et al. 2018,
+arXiv:1712.05877, section 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.ops import aten, bind
+from tsopt.compiler.program import Numerics
+from tsopt.compiler.rewrite import Site, Skip, rule
+
+CONVOLUTIONS = (
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.conv1d.padding,
+    aten.conv2d.padding,
+    aten.conv3d.padding,
+)
+TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+LITERAL_PADDED = CONVOLUTIONS[:3]
+
+COMPUTED = "a weight is computed at run time"
+NO_STATISTICS = "batch norm without running statistics uses those of the batch"
+TRAINING = "batch norm in training mode uses the statistics of the batch"
+NOT_FINITE = "a folded weight would not be finite"
+
+
+def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> fx.Node | Skip:
+    """The layer with `y * scale + shift` (float64, one value for each output channel) inside its weights."""
+    arguments = bind(layer)
+    weight, bias = at.value(arguments["weight"]), arguments["bias"]
+    old_bias = None if bias is None else at.value(bias)
+    if weight is None or (bias is not None and old_bias is None):
+        return at.skip(COMPUTED)
+    # NOTE: `out` of the weight's dtype: products in float64, rounded once, and no float64 copy of the weight.
+    new = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    if layer.target in TRANSPOSED:
+        groups = arguments["groups"]
+        split = (groups, weight.shape[0] // groups, *weight.shape[1:])
+        torch.mul(weight.reshape(split), scale.reshape(groups, 1, -1, *[1] * (weight.dim() - 2)), out=new.view(split))
+    else:
+        torch.mul(weight, scale.reshape(-1, *[1] * (weight.dim() - 1)), out=new)
+    new_bias = (shift if old_bias is None else old_bias.double() * scale + shift).to(weight.dtype)
+    if not bool(new.isfinite().all() and new_bias.isfinite().all()) and bool(weight.isfinite().all()):
+        return at.skip(NOT_FINITE)
+    name = str(arguments["weight"].target)
+    arguments["weight"] = at.constant(new, f"{name}.folded")
+    arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
+    return at.call(layer.target, *arguments.values())
+
+
+def _batch_norm_patterns() -> list[Any]:
+    def over(conv: Any) -> Any:
+        return lambda x, w, b, s, p, d, g, gamma, beta, mean, var, training, eps, m, c: aten.batch_norm.default(
+            conv(x, w, b, s, p, d, g), gamma, beta, mean, var, training, m, eps, c
+        )
+
+    def over_transposed(conv: Any) -> Any:
+        return lambda x, w, b, s, p, o, g, d, gamma, beta, mean, var, training, eps, m, c: aten.batch_norm.default(
+            conv(x, w, b, s, p, o, g, d), gamma, beta, mean, var, training, m, eps, c
+        )
+
+    def over_linear(x, w, b, gamma, beta, mean, var, training, eps, m, c):
+        return aten.batch_norm.default(aten.linear.default(x, w, b), gamma, beta, mean, var, training, m, eps, c)
+
+    return [*map(over, CONVOLUTIONS), *map(over_transposed, TRANSPOSED), over_linear]
+
+
+@rule(*_batch_norm_patterns(), numerics=Numerics.ROUNDING)
+def conv_batch_norm(at, *holes):
+    """batch_norm(conv(x, w, b)) -> conv(x, w * s, (b - mean) * s + beta), s = gamma / sqrt(var + eps)"""
+    norm = bind(at.root)
+    layer = norm["input"]
+    if norm["training"]:
+        return at.skip(TRAINING)
+    if norm["running_mean"] is None or norm["running_var"] is None:
+        return at.skip(NO_STATISTICS)
+    if layer.target is aten.linear.default and len(at.type(layer).shape) != 2:
+        return at.skip("the channels of the norm are not the features of the linear layer")
+    gamma, beta, mean, var = (at.value(norm[k]) for k in ("weight", "bias", "running_mean", "running_var"))
+    if mean is None or var is None or any(norm[k] is not None and at.value(norm[k]) is None for k in ("weight", "bias")):
+        return at.skip(COMPUTED)
+    scale = (var.double() + norm["eps"]).rsqrt()
+    if gamma is not None:
+        scale = scale * gamma.double()
+    shift = -mean.double() * scale
+    return fold(at, layer, scale, shift if beta is None else shift + beta.double())
+
+
+def _layer_patterns(then: Any) -> list[Any]:
+    def over(conv: Any) -> Any:
+        return lambda x, w, b, s, p, d, g, k: then(conv(x, w, b, s, p, d, g), k)
+
+    def over_transposed(conv: Any) -> Any:
+        return lambda x, w, b, s, p, o, g, d, k: then(conv(x, w, b, s, p, o, g, d), k)
+
+    return [
+        *map(over, CONVOLUTIONS),
+        *map(over_transposed, TRANSPOSED),
+        lambda x, w, b, k: then(aten.linear.default(x, w, b), k),
+    ]
+
+
+@rule(*_layer_patterns(lambda y, k: aten.mul.Tensor(y, k)), numerics=Numerics.ROUNDING)
+def conv_mul(at, *holes):
+    """conv(x, w, b) * k -> conv(x, w * k, b * k), k a constant for each channel"""
+    layer, factor = at.root.args[:2]
+    scale = per_channel(at, layer, factor)
+    return None if scale is None else fold(at, layer, scale, torch.zeros_like(scale))
+
+
+@rule(*_layer_patterns(lambda y, k: aten.add.Tensor(y, k)), numerics=Numerics.ROUNDING)
+def conv_add(at, *holes):
+    """conv(x, w, b) + k -> conv(x, w, b + k), k a constant for each channel"""
+    layer, term = at.root.args[:2]
+    shift = per_channel(at, layer, term)
+    return None if shift is None else fold(at, layer, torch.ones_like(shift), shift)
+
+
+def per_channel(at: Site, layer: fx.Node, factor: object) -> torch.Tensor | None:
+    """A literal or constant as one float64 value for each output channel of a layer; None when it is not."""
+    if not at.same_type(layer):
+        return None
+    shape = at.type(layer).shape
+    axis = len(shape) - 1 if layer.target is aten.linear.default else 1
+    if layer.target is not aten.linear.default and len(shape) == bind(layer)["weight"].meta["val"].dim() - 1:
+        axis = 0  # a convolution without batch
+    if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+        return torch.full((shape[axis],), float(factor), dtype=torch.float64)
+    value = at.value(factor)
+    if value is None or value.is_complex():
+        return None
+    full = (1,) * (len(shape) - value.dim()) + tuple(value.shape)
+    if any(size != 1 for i, size in enumerate(full) if i != axis):
+        return None
+    return value.double().reshape(-1).expand(shape[axis])
+
+
+def _padded(conv: Any) -> Any:
+    return lambda x, pad, mode, value, w, b, s, p, d, g: conv(
+        aten.pad.default(x, pad, mode, value), w, b, s, p, d, g
+    )
+
+
+@rule(*map(_padded, LITERAL_PADDED), numerics=Numerics.ROUNDING)
+def pad_conv(at, x, pad, mode, value, w, b, s, p, d, g):
+    """conv(pad(x, p, 0), w, padding=q) -> conv(x, w, padding=p + q)"""
+    spatial = len(at.type(w).shape) - 2
+    if mode != "constant" or value not in (None, 0, 0.0):
+        return at.skip("it does not pad with zeros")
+    before, after = list(pad[0::2])[::-1], list(pad[1::2])[::-1]
+    if before != after or len(before) > spatial or min(before, default=0) < 0:
+        return at.skip("the padding is not the same on both sides of spatial axes alone")
+    added = [0] * (spatial - len(before)) + before
+    own = list(p) * spatial if len(p) == 1 else list(p)
+    return at.call(at.root.target, x, w, b, s, [i + j for i, j in zip(own, added, strict=True)], d, g)
+
+
+RULES = (conv_batch_norm, conv_mul, conv_add, pad_conv)

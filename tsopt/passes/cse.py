@@ -1,0 +1,64 @@
+"""Common-subexpression elimination: the same pure call on the same values is made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from tsopt.compiler import ops
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.program import Program, format_value, origin_of
+from tsopt.compiler.rewrite import NEW_ALIAS, shares_new_memory
+
+SMALL = 1  # elements: larger weights are the same only when they are the same memory
+
+
+@dataclass(frozen=True, slots=True)
+class CommonSubexpressions:
+    """Merges calls with the same overload and the same arguments by type and bits; random and writing calls never.
+
+    Equal scalars (the `eps` and `-inf` that tracing makes one of for each use) are merged as well.
+    """
+
+    name: str = "cse"
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        first: dict[object, fx.Node] = {}
+        ids: dict[fx.Node, str] = {}
+        done: list[Done] = []
+        declined: list[Declined] = []
+        for number, node in enumerate(list(program.graph.nodes)):
+            ids[node] = f"%{number}"
+            key = self._key(program, node, ids)
+            if key is None:
+                continue
+            earlier = first.setdefault(key, node)
+            if earlier is node:
+                continue
+            if shares_new_memory(program, node, earlier):
+                declined.append(Declined("same_call", origin_of(node), NEW_ALIAS))
+                continue
+            if not limits.take():
+                break
+            done.append(Done("same_call" if ops.is_call(node) else "same_weight", origin_of(node) or str(node.target)))
+            node.replace_all_uses_with(earlier)
+            program.graph.erase_node(node)
+        return Changes(tuple(done), tuple(declined))
+
+    def _key(self, program: Program, node: fx.Node, ids: dict[fx.Node, str]) -> object:
+        if node.op == "get_attr":
+            return _weight_key(program.weights[str(node.target)])
+        if not ops.is_pure(node):
+            return None
+        bound = ops.bind(node)
+        arguments = tuple((name, format_value(value, ids), type(value).__name__) for name, value in bound.items())
+        return node.target, arguments
+
+
+def _weight_key(weight: torch.Tensor) -> object:
+    kind = (weight.dtype, tuple(weight.shape), weight.stride(), weight.device)
+    if weight.numel() > SMALL:
+        return (*kind, weight.data_ptr())
+    return (*kind, bytes(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()))

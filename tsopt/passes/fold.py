@@ -1,0 +1,129 @@
+"""Constant folding: what does not depend on the input is computed once, by torch itself, at compile time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tsopt.compiler import ops
+from tsopt.compiler.infer import infer_weight
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.program import Program, origin_of, type_of
+from tsopt.compiler.types import TensorType
+
+MEBI = 1 << 20
+TOO_LARGE = "the result would be much larger than what it is made of"
+TRAPS = "an integer division that kills the process or raises at run time"
+RAISES = "it raises: the error stays where the user expects it"
+
+# Integer ops whose divisor must be looked at before they run: INT_MIN by -1 is a SIGFPE in torch and in ORT.
+DIVIDES = ("div", "divide", "floor_divide", "remainder", "fmod", "true_divide", "__rshift__", "__lshift__")
+
+
+@dataclass(frozen=True)
+class FoldConstants:
+    """Evaluates pure calls on constants with torch on this machine, on clones, with eager's own dtype promotion.
+
+    Only values that something input-dependent uses are stored. Not folded: random and uninitialized values,
+    ops with effects, integer divisions that trap, results larger than `floor` bytes and than `growth` times
+    the constants they are made of (an `expand` of a scalar to a gigabyte stays an `expand`).
+    """
+
+    name: str = "fold"
+    floor: int = 16 * MEBI
+    growth: float = 2.0
+    ceiling: int = field(default=256 * MEBI)
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        values: dict[fx.Node, object] = {}
+        sources: dict[fx.Node, dict[int, int]] = {}
+        done: list[Done] = []
+        declined: list[Declined] = []
+        for node in list(program.graph.nodes):
+            if node.op == "get_attr":
+                weight = program.weights[str(node.target)]
+                values[node] = weight
+                sources[node] = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()}
+            if not ops.is_call(node) or not all(source in values for source in node.all_input_nodes):
+                continue
+            if not ops.is_pure(node):
+                continue
+            sources[node] = {k: v for source in node.all_input_nodes for k, v in sources[source].items()}
+            reason = self._evaluate(node, values, sum(sources[node].values()))
+            if reason:
+                declined.append(Declined("fold_constant", origin_of(node), reason))
+        for node, value in values.items():
+            needed = any(user not in values for user in node.users)
+            if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
+                continue
+            if any(user.op == "output" for user in node.users):
+                declined.append(Declined("fold_constant", origin_of(node), "an output would be a weight"))
+                continue
+            if not limits.take():
+                break
+            _store(program, node, value)
+            done.append(Done("fold_constant", origin_of(node)))
+        return Changes(tuple(done), tuple(declined))
+
+    def _evaluate(self, node: fx.Node, values: dict[fx.Node, object], source_bytes: int) -> str | None:
+        allowed = min(self.ceiling, max(self.floor, int(self.growth * source_bytes)))
+        if sum(_dense_bytes(t) for t in ops.tensors_of(node.meta.get("val"))) > allowed:
+            return TOO_LARGE
+        if _traps(node, values):
+            return TRAPS
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source])
+        try:
+            with torch.no_grad():
+                values[node] = node.target(*args, **kwargs)
+        except Exception as error:  # the model's own error, at the time when the model would raise it
+            return f"{RAISES} ({type(error).__name__})"
+        return None
+
+
+def _store(program: Program, node: fx.Node, value: torch.Tensor) -> None:
+    expected = type_of(node)
+    if isinstance(expected, TensorType) and not TensorType.of(value).matches(expected):
+        value = torch.empty_strided(expected.shape, expected.stride, dtype=value.dtype).copy_(value)
+    base = f"folded.{node.name}"
+    name, number = base, 1
+    while name in program.weights:
+        number += 1
+        name = f"{base}.{number}"
+    # NOTE: a view of a weight stays a view (no second copy); a view of a larger temporary would keep it alive.
+    own = value.untyped_storage().nbytes() <= 2 * value.numel() * value.element_size()
+    shared = any(value.untyped_storage().data_ptr() == w.untyped_storage().data_ptr() for w in program.weights.values())
+    program.weights[name] = value.detach() if own or shared else value.detach().clone()
+    with program.graph.inserting_before(node):
+        made = program.graph.create_node("get_attr", name)
+    made.meta = {"val": infer_weight(program, program.weights[name])}
+    node.replace_all_uses_with(made)
+    program.graph.erase_node(node)
+
+
+def _dense_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _traps(node: fx.Node, values: dict[fx.Node, object]) -> bool:
+    """An integer division by zero, or of the smallest integer by -1."""
+    name = ops.name_of(node).split(".")[1] if "." in ops.name_of(node) else ""
+    if name not in DIVIDES or len(node.args) < 2:
+        return False
+    top, bottom = (values.get(a, a) if isinstance(a, fx.Node) else a for a in node.args[:2])
+    if _is_float(top) or _is_float(bottom):
+        return False
+    top, bottom = torch.as_tensor(top), torch.as_tensor(bottom)
+    if bool((bottom == 0).any()) and name not in ("__rshift__", "__lshift__"):
+        return True
+    if top.dtype == torch.bool:
+        return False
+    lowest = torch.iinfo(top.dtype).min
+    return lowest < 0 and bool((bottom == -1).any()) and bool((top == lowest).any())
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, (float, complex)) or (
+        isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    )
