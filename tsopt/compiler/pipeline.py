@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import fx
 
 from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.verify import output_aliases, verify_program
+from tsopt.compiler.verify import AliasGroups, output_aliases, verify_program
 from tsopt.errors import InvalidProgram, PassError
 
 
@@ -110,34 +110,43 @@ def run(
     """
     limits = limits or Limits()
     records: list[PassRecord] = []
-    allowed = output_aliases(program)
+    state = _Run(limits, keep_text, progress or (lambda name: None), output_aliases(program), records)
     verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
     for item in passes:
-        program = _run_item(program, item, limits, records, allowed, keep_text, progress or (lambda name: None))
-    verify_program(program, aliases=allowed)
+        program = _run_item(program, item, state)
+    verify_program(program, aliases=state.aliases)
     return program, records
 
 
-def _run_item(
-    program: Program,
-    item: Pass | Repeat,
-    limits: Limits,
-    records: list[PassRecord],
-    allowed: Any,
-    keep_text: bool,
-    progress: Callable[[str], None],
-) -> Program:
+@dataclass
+class _Run:
+    limits: Limits
+    keep_text: bool
+    progress: Callable[[str], None]
+    aliases: AliasGroups
+    records: list[PassRecord]
+    fingerprint: tuple[Program | None, str] = (None, "")
+
+    def fingerprint_of(self, program: Program) -> str:
+        """Computed once for each program that comes out of a pass."""
+        if self.fingerprint[0] is not program:
+            self.fingerprint = program, program.fingerprint()
+        return self.fingerprint[1]
+
+
+def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
+    records = state.records
     if not isinstance(item, Repeat):
-        if item.name in limits.without:
+        if item.name in state.limits.without:
             return program
-        progress(item.name)
-        program, record = _run_pass(program, item, limits, allowed, keep_text)
+        state.progress(item.name)
+        program, record = _run_pass(program, item, state)
         records.append(record)
         return program
     for _ in range(item.limit):
         before = len(records)
         for inner in item.passes:
-            program = _run_item(program, inner, limits, records, allowed, keep_text, progress)
+            program = _run_item(program, inner, state)
         if not any(record.changed for record in records[before:]):
             return program
     rules = sorted({done.rule for record in records[before:] for done in record.done})
@@ -148,15 +157,14 @@ def _run_item(
     )
 
 
-def _run_pass(
-    program: Program, item: Pass, limits: Limits, allowed: Any, keep_text: bool
-) -> tuple[Program, PassRecord]:
+def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassRecord]:
     start = time.perf_counter()
     edited = program.copy()
     originals = dict(zip(edited.graph.nodes, program.graph.nodes, strict=True))
-    changes = item.run(edited, limits)
+    changes = item.run(edited, state.limits)
     _prune_weights(edited)
-    changed = edited.fingerprint() != program.fingerprint()
+    before, after = state.fingerprint_of(program), edited.fingerprint()
+    changed = before != after
     if changed != bool(changes.done):
         said = "a change and made none" if changes.done else "no change and made one"
         raise PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
@@ -164,7 +172,7 @@ def _run_pass(
         edited = program
     else:
         try:
-            verify_program(edited, touched=list(_touched(edited, originals)), aliases=allowed)
+            verify_program(edited, touched=list(_touched(edited, originals)), aliases=state.aliases)
         except InvalidProgram as error:
             raise PassError(
                 f"the pass {item.name} broke the program",
@@ -172,6 +180,7 @@ def _run_pass(
                 fix=f"leave it out (--without {item.name}) and report this",
             ) from error
         edited.numerics = max(program.numerics, changes.numerics)
+        state.fingerprint = edited, after
     return edited, PassRecord(
         item.name,
         changed,
@@ -183,7 +192,7 @@ def _run_pass(
         changes.done,
         changes.declined,
         changes.numerics,
-        edited.text if keep_text else "",
+        edited.text if state.keep_text else "",
     )
 
 

@@ -152,11 +152,16 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
 def type_of(node: fx.Node) -> TensorType | tuple[TensorType, ...] | None:
     """The recorded type of a value; a tuple for multi-output ops."""
     value = node.meta.get("val")
+    cached = node.meta.get("type")
+    if cached is not None and cached[0] is value:
+        return cached[1]  # type: ignore[no-any-return]
+    found: TensorType | tuple[TensorType, ...] | None = None
     if isinstance(value, torch.Tensor):
-        return TensorType.of(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(TensorType.of(item) for item in ops.tensors_of(value))
-    return None
+        found = TensorType.of(value)
+    elif isinstance(value, (list, tuple)):
+        found = tuple(TensorType.of(item) for item in ops.tensors_of(value))
+    node.meta["type"] = (value, found)
+    return found
 
 
 def tensor_type(node: fx.Node) -> TensorType:

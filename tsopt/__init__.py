@@ -1,0 +1,121 @@
+"""tsopt: the fastest verified form of a PyTorch model that this machine can run, with one call.
+
+>>> import torch, tsopt
+>>> fast = tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), seconds=0.1)
+>>> fast(torch.randn(1, 4)).shape
+torch.Size([1, 2])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tsopt._version import __version__
+
+if TYPE_CHECKING:
+    from tsopt.compiler.capture import capture
+    from tsopt.compiler.example import Example, example
+    from tsopt.compiler.pipeline import Repeat
+    from tsopt.compiler.program import Numerics, Program
+    from tsopt.compiler.rewrite import Rule, RulePass, rule
+    from tsopt.errors import (
+        AccuracyError,
+        ArtifactError,
+        BackendError,
+        CaptureError,
+        InvalidProgram,
+        PassError,
+        RuleError,
+        SignatureError,
+        TsoptError,
+        UsageError,
+    )
+    from tsopt.api import optimize, transform
+    from tsopt.passes import STANDARD
+    from tsopt.runtime.accuracy import verify
+    from tsopt.runtime.artifact import load
+    from tsopt.runtime.backend import Executable, compile
+    from tsopt.runtime.dispatch import Optimized
+    from tsopt.runtime.race import benchmark
+    from tsopt.runtime.report import Report
+
+# name -> the module it lives in, imported at first use: `import tsopt` must not wait for torch.
+_PLACES = {
+    "capture": "tsopt.compiler.capture",
+    "Example": "tsopt.compiler.example",
+    "example": "tsopt.compiler.example",
+    "Repeat": "tsopt.compiler.pipeline",
+    "Numerics": "tsopt.compiler.program",
+    "Program": "tsopt.compiler.program",
+    "Rule": "tsopt.compiler.rewrite",
+    "RulePass": "tsopt.compiler.rewrite",
+    "rule": "tsopt.compiler.rewrite",
+    "AccuracyError": "tsopt.errors",
+    "ArtifactError": "tsopt.errors",
+    "BackendError": "tsopt.errors",
+    "CaptureError": "tsopt.errors",
+    "InvalidProgram": "tsopt.errors",
+    "PassError": "tsopt.errors",
+    "RuleError": "tsopt.errors",
+    "SignatureError": "tsopt.errors",
+    "TsoptError": "tsopt.errors",
+    "UsageError": "tsopt.errors",
+    "optimize": "tsopt.api",
+    "transform": "tsopt.api",
+    "STANDARD": "tsopt.passes",
+    "verify": "tsopt.runtime.accuracy",
+    "load": "tsopt.runtime.artifact",
+    "Executable": "tsopt.runtime.backend",
+    "compile": "tsopt.runtime.backend",
+    "Optimized": "tsopt.runtime.dispatch",
+    "benchmark": "tsopt.runtime.race",
+    "Report": "tsopt.runtime.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    place = _PLACES.get(name)
+    if place is None:
+        raise AttributeError(f"module 'tsopt' has no attribute {name!r}")
+    found = getattr(importlib.import_module(place), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PLACES, "__version__"])
+
+
+__all__ = [
+    "STANDARD",
+    "AccuracyError",
+    "ArtifactError",
+    "BackendError",
+    "CaptureError",
+    "Example",
+    "Executable",
+    "InvalidProgram",
+    "Numerics",
+    "Optimized",
+    "PassError",
+    "Program",
+    "Repeat",
+    "Report",
+    "Rule",
+    "RulePass",
+    "RuleError",
+    "SignatureError",
+    "TsoptError",
+    "UsageError",
+    "__version__",
+    "benchmark",
+    "capture",
+    "compile",
+    "example",
+    "load",
+    "optimize",
+    "rule",
+    "transform",
+    "verify",
+]

@@ -1,0 +1,217 @@
+"""The one call. Wires capture, passes and the race together; owns no machinery."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tsopt.compiler.capture import capture
+from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.program import Numerics, Program
+from tsopt.errors import AccuracyError, UsageError
+from tsopt.passes import STANDARD
+from tsopt.runtime.backend import Executable, get_backend
+from tsopt.runtime.dispatch import POLICIES, Optimized
+from tsopt.runtime.environment import environment
+from tsopt.runtime.race import STANDARD_BACKENDS, race
+from tsopt.runtime.report import Report
+
+LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
+SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
+
+
+def optimize(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    level: int = 2,
+    backends: Sequence[str] = STANDARD_BACKENDS,
+    passes: Iterable[Pass | Repeat] = STANDARD,
+    without: Iterable[str] = (),
+    threads: int | None = None,
+    seconds: float = 10.0,
+    seed: int = 0,
+    eval_mode: bool = False,
+    allow_nan: bool = False,
+    on_new_signature: str = "capture",
+    progress: Callable[[str], None] | None = None,
+) -> Optimized:
+    """Makes the fastest verified form of a model that this machine can run.
+
+    Args:
+        model: an nn.Module, a function of tensors or an ExportedProgram. Left as it was.
+        example_input: a tensor; a tuple = positional arguments; a dict = keyword arguments; or
+            `tsopt.example(*args, **kwargs)`.
+        level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere.
+        backends: who races; eager itself always does.
+        passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
+        without: names of rules and passes to leave out.
+        threads: intra-op threads for the candidates; None takes torch's own number.
+        seconds: about how long to time.
+        seed: for the inputs that the verdicts are made on.
+        eval_mode: capture a model that is in training mode as if it were in eval mode.
+        allow_nan: take weights that hold NaN.
+        on_new_signature: what a call of another form does: `capture` it once, go `eager`, or `error`.
+        progress: told the name of each step.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        AccuracyError: the model fails on its example, or nothing about it can be verified.
+        UsageError: an option is not what it must be.
+    """
+    example = as_example(example_input)
+    _check_options(on_new_signature, backends, threads, seconds)
+    tell = progress or (lambda text: None)
+    tell("capture")
+    start = time.perf_counter()
+    captured = capture(model, example, eval_mode=eval_mode, allow_nan=allow_nan)
+    capture_seconds = time.perf_counter() - start
+    optimized, records = transform_with_records(captured, level=level, passes=passes, without=without, progress=tell)
+    outcome = race(
+        _as_eval(model, eval_mode),
+        captured,
+        optimized,
+        example,
+        backends=backends,
+        threads=threads,
+        seconds=seconds,
+        seed=seed,
+        progress=tell,
+    )
+    report = Report(
+        captured.name,
+        outcome.rows,
+        outcome.winner,
+        outcome.why,
+        tuple(records),
+        (captured.node_count, optimized.node_count),
+        capture_seconds,
+        environment(),
+        optimized.numerics.name,
+    )
+
+    def another(form: Example) -> Executable:
+        backend = outcome.executable.backend if outcome.executable is not None else "eager"
+        return _another(model, form, backend, level, passes, without, threads, seed, eval_mode)
+
+    called = _as_eval(model, eval_mode)
+    return Optimized(called, optimized, outcome.executable, report, example, another, on_new_signature)
+
+
+def _another(
+    model: Callable[..., Any],
+    form: Example,
+    backend: str,
+    level: int,
+    passes: Iterable[Pass | Repeat],
+    without: Iterable[str],
+    threads: int | None,
+    seed: int,
+    eval_mode: bool,
+) -> Executable:
+    """The winner's backend for another form of call, verified and raced against eager for a moment."""
+    captured = capture(model, form, eval_mode=eval_mode, allow_nan=True)
+    optimized = transform(captured, level=level, passes=passes, without=without)
+    outcome = race(
+        _as_eval(model, eval_mode),
+        captured,
+        optimized,
+        form,
+        backends=(backend,),
+        threads=threads,
+        seconds=SHORT_RACE,
+        seed=seed,
+    )
+    if outcome.executable is None:
+        reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
+        raise AccuracyError(f"{backend} does not win for this form: {reason}")
+    return outcome.executable
+
+
+def transform(
+    program: Program,
+    passes: Iterable[Pass | Repeat] = STANDARD,
+    *,
+    level: int = 2,
+    without: Iterable[str] = (),
+    fuel: int | None = None,
+) -> Program:
+    """Runs passes over a copy of a program, every invariant checked after each.
+
+    Args:
+        level: 0 none, 1 EXACT, 2 EXACT and ROUNDING.
+        without: names of rules and passes to leave out.
+        fuel: how many rewrites to make; bisect it to find the one that breaks a model.
+    """
+    return transform_with_records(program, passes, level=level, without=without, fuel=fuel)[0]
+
+
+def transform_with_records(
+    program: Program,
+    passes: Iterable[Pass | Repeat] = STANDARD,
+    *,
+    level: int = 2,
+    without: Iterable[str] = (),
+    fuel: int | None = None,
+    keep_text: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Program, list[PassRecord]]:
+    """`transform`, with the record of each pass."""
+    if level not in LEVELS:
+        raise UsageError(f"there is no level {level}", fix=f"one of {', '.join(f'-O{n}' for n in LEVELS)}")
+    numerics = LEVELS[level]
+    if numerics is None:
+        return program, []
+    passes, left_out = tuple(passes), frozenset(without)
+    unknown = left_out - set(names_of(passes))
+    if unknown:
+        raise UsageError(f"no rule or pass is called {min(unknown)!r}", fix="tsopt inspect MODEL --passes lists them")
+    limits = Limits(numerics, fuel, left_out)
+    tell = progress or (lambda text: None)
+    return run(program, passes, limits, keep_text=keep_text, progress=lambda name: tell(f"pass {name}"))
+
+
+def names_of(passes: Iterable[Pass | Repeat]) -> list[str]:
+    """Names of all passes and rules of a pipeline."""
+    names: list[str] = []
+    for item in passes:
+        if isinstance(item, Repeat):
+            names += names_of(item.passes)
+        else:
+            names += [item.name, *(rule.name for rule in getattr(item, "rules", ()))]
+    return names
+
+
+def _check_options(policy: str, backends: Sequence[str], threads: int | None, seconds: float) -> None:
+    if policy not in POLICIES:
+        raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
+    if isinstance(backends, str):
+        raise UsageError("backends is a string", fix=f"pass a tuple: backends=({backends!r},)")
+    if threads is not None and threads < 1:
+        raise UsageError(f"threads={threads}", fix="a number of at least 1")
+    if seconds <= 0:
+        raise UsageError(f"seconds={seconds}", fix="a time above 0")
+    for name in backends:
+        get_backend(name)
+
+
+def _as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
+    """The model as it is called: under `eval_mode`, with the flags set for the time of the call."""
+    from torch import nn
+    from torch.export import ExportedProgram
+
+    from tsopt.compiler.protect import training_flags
+
+    if isinstance(model, ExportedProgram):
+        return model.module(check_guards=False)
+    if not eval_mode or not isinstance(model, nn.Module) or not any(m.training for m in model.modules()):
+        return model
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with training_flags(model, False):
+            return model(*args, **kwargs)
+
+    return called
+

@@ -1,0 +1,209 @@
+"""Program <-> files: the graph as JSON that names nothing but known ops, the weights as safetensors.
+
+Reading executes no code from the file: an op is looked up by its exact overload name among functional
+ATen ops, and the program is verified before anybody runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsopt.compiler import ops
+from tsopt.compiler.infer import infer
+from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.signature import Signature
+from tsopt.compiler.types import TensorType
+from tsopt.compiler.verify import verify_program
+from tsopt.errors import ArtifactError, BackendError, TsoptError
+
+GRAPH, WEIGHTS = "program.json", "weights.safetensors"
+MAX_NODES, MAX_RANK, MAX_TEXT = 1_000_000, 64, 1 << 28
+
+
+def write_program(program: Program, directory: Path) -> None:
+    """Writes `program.json` and `weights.safetensors` into an existing directory.
+
+    Raises:
+        BackendError: an op outside ATen, which another process would not know.
+    """
+    numbers = {node: i for i, node in enumerate(program.graph.nodes)}
+    nodes = [_node_json(node, numbers) for node in program.graph.nodes]
+    data = {
+        "name": program.name,
+        "numerics": program.numerics.name,
+        "signature": program.signature.to_json(),
+        "nodes": nodes,
+    }
+    (directory / GRAPH).write_text(json.dumps(data))
+    tensors = {name: program.weights[name] for name in program.used_weights()}
+    tensors |= {f"state:{name}": tensor for name, tensor in program.state.items()}
+    # safetensors keeps no strides and no sharing: a view is written as what it shows.
+    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, directory / WEIGHTS)
+
+
+def read_program(directory: Path) -> Program:
+    """Reads what `write_program` wrote.
+
+    Raises:
+        ArtifactError: damaged, or not what it says.
+    """
+    try:
+        if (directory / GRAPH).stat().st_size > MAX_TEXT:
+            raise ArtifactError("the stored program is too large", where=str(directory / GRAPH))
+        data = json.loads((directory / GRAPH).read_text())
+        tensors = load_file(directory / WEIGHTS)
+        return _Reader(data, tensors).program()
+    except TsoptError:
+        raise
+    except Exception as error:  # the file decides what goes wrong; all of it means the same
+        raise ArtifactError(
+            "the stored program cannot be read", where=str(directory / GRAPH), why=f"{type(error).__name__}: {error}"[:300]
+        ) from error
+
+
+def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"op": node.op}
+    if node.op == "get_attr":
+        value = node.meta["val"]
+        return out | {"target": str(node.target), "stride": list(value.stride())}
+    if node.op == "call_function":
+        out["target"] = "getitem" if node.target is operator.getitem else str(node.target)
+        if isinstance(node.target, OpOverload) and node.target.namespace not in ops.KNOWN_PURE:
+            raise BackendError(f"{node.target} is a custom op and cannot be stored")
+        origin = {key: node.meta[key] for key in ("module", "source") if key in node.meta}
+        out |= {"meta": origin} if origin else {}
+    if node.op != "placeholder":
+        out |= {"args": _value_json(node.args, numbers), "kwargs": _value_json(dict(node.kwargs), numbers)}
+    return out
+
+
+def _value_json(value: Any, numbers: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return {"node": numbers[value]}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, list):
+        return {"list": [_value_json(item, numbers) for item in value]}
+    if isinstance(value, tuple):
+        return {"tuple": [_value_json(item, numbers) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _value_json(item, numbers) for key, item in value.items()}}
+    if isinstance(value, complex):
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
+        return {"torch": type(value).__name__, "text": str(value)}
+    raise BackendError(f"an argument of type {type(value).__name__} cannot be stored")
+
+
+class _Reader:
+    def __init__(self, data: Any, tensors: dict[str, torch.Tensor]) -> None:
+        self.data, self.tensors = data, tensors
+        self.graph = fx.Graph()
+        self.nodes: list[fx.Node] = []
+        self.weights: dict[str, torch.Tensor] = {}
+        self.mode = FakeTensorMode()
+
+    def program(self) -> Program:
+        signature = Signature.from_json(self.data["signature"])
+        state = {item.name: self.tensors[f"state:{item.name}"] for item in signature.state_inputs}
+        made = Program(
+            self.graph,
+            self.weights,
+            signature,
+            state,
+            Numerics[self.data["numerics"]],
+            str(self.data["name"]) if str(self.data["name"]).isidentifier() else "Model",
+        )
+        inputs = iter(signature.inputs)
+        if len(self.data["nodes"]) > MAX_NODES:
+            raise ArtifactError("the stored program has too many nodes")
+        for item in self.data["nodes"]:
+            self.nodes.append(self.node(item, inputs, made))
+        verify_program(made, touched=())  # types were derived while reading
+        return made
+
+    def node(self, item: Any, inputs: Any, program: Program) -> fx.Node:
+        if item["op"] == "placeholder":
+            made = self.graph.placeholder(f"input_{len(self.nodes)}")
+            made.meta = {"val": self.fake(next(inputs).type)}
+            return made
+        if item["op"] == "get_attr":
+            tensor = self.tensors[item["target"]]
+            stride = tuple(int(s) for s in item["stride"])
+            if tensor.stride() != stride:
+                tensor = _restrided(tensor, stride)
+            self.weights[item["target"]] = tensor
+            made = self.graph.create_node("get_attr", item["target"])
+            made.meta = {"val": self.mode.from_tensor(tensor, static_shapes=True)}
+            return made
+        args, kwargs = self.value(item["args"]), self.value(item["kwargs"])
+        if item["op"] == "output":
+            return self.graph.output(*args)
+        if item["op"] != "call_function":
+            raise ArtifactError(f"a stored node is a {item['op']!r}")
+        made = self.graph.call_function(_overload(item["target"]), args, kwargs)
+        made.meta = {k: str(v) for k, v in item.get("meta", {}).items() if k in ("module", "source")}
+        made.meta["val"] = infer(program, made.target, args, kwargs)
+        return made
+
+    def fake(self, type_: TensorType) -> Any:
+        with self.mode:
+            return torch.empty_strided(
+                type_.shape, type_.stride, dtype=getattr(torch, type_.dtype), device=type_.device
+            )
+
+    def value(self, data: Any) -> Any:
+        match data:
+            case None | bool() | int() | str():
+                return data
+            case {"node": int(index)}:
+                return self.nodes[index]
+            case {"float": str(text)}:
+                return float.fromhex(text)
+            case {"list": list(items)}:
+                return [self.value(item) for item in items]
+            case {"tuple": list(items)}:
+                return tuple(self.value(item) for item in items)
+            case {"dict": dict(items)}:
+                return {str(key): self.value(item) for key, item in items.items()}
+            case {"complex": [str(real), str(imag)]}:
+                return complex(float.fromhex(real), float.fromhex(imag))
+            case {"torch": "device", "text": str(text)}:
+                return torch.device(text)
+            case {"torch": "dtype" | "layout" | "memory_format" as kind, "text": str(text)}:
+                found = getattr(torch, text.removeprefix("torch."), None)
+                if type(found).__name__ == kind:
+                    return found
+        raise ArtifactError(f"a stored argument is damaged: {str(data)[:80]}")
+
+
+def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    if any(step < 0 for step in stride) or span > 2 * max(tensor.numel(), 1):
+        raise ArtifactError("a stored weight has impossible strides", why=f"{stride} for shape {tuple(tensor.shape)}")
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+
+
+def _overload(name: Any) -> Any:
+    """The op of an exact name such as `aten.add.Tensor`; nothing else can be reached from a file."""
+    if name == "getitem":
+        return operator.getitem
+    parts = str(name).split(".")
+    if len(parts) == 3 and parts[0] in ops.KNOWN_PURE and all(part.isidentifier() for part in parts):
+        namespace = getattr(torch.ops, parts[0])
+        packet = getattr(namespace, parts[1], None)
+        found = getattr(packet, parts[2], None)
+        if isinstance(found, OpOverload) and not ops.writes(found):
+            return found
+    raise ArtifactError(f"the stored program calls {str(name)[:80]!r}, which is no functional ATen op")

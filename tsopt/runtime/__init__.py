@@ -1,0 +1,1 @@
+"""Everything that executes: backends, verification, timing, the race, bundles, the report."""

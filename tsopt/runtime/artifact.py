@@ -1,0 +1,272 @@
+"""The bundle `name.tsopt/`: written as a whole or not at all, read with every hash checked first.
+
+No pickle. Files that are code (TorchScript) are read only with `trust=True`. Reading an ONNX bundle needs
+neither torch nor onnx, only ONNX Runtime and numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt._version import __version__
+from tsopt.compiler.signature import Signature
+from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.runtime.backend import Executable
+
+if TYPE_CHECKING:
+    from tsopt.compiler.example import Example
+    from tsopt.runtime.report import Report
+
+FORMAT = 1
+MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
+MAX_MANIFEST = 1 << 26
+CHUNK = 1 << 20
+
+
+def save(
+    executable: Executable, path: str | Path, model: Callable[..., Any], example: Example, report: Report
+) -> Path:
+    """Writes a bundle beside its place and moves it there.
+
+    Raises:
+        ArtifactError: the place cannot be written, or holds something that is no bundle.
+    """
+    target = Path(path)
+    if executable.save is None:
+        raise ArtifactError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
+    check_target(target)
+    with staged(target) as staging:
+        try:
+            executable.save(staging)
+            _write_check(staging / CHECK, model, example)
+            (staging / REPORT).write_text(json.dumps(report.to_json()))
+            _write_manifest(staging, executable, report)
+        except OSError as error:
+            raise ArtifactError("the bundle cannot be written", where=str(target), why=str(error)) from error
+    return target
+
+
+class staged:
+    """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __enter__(self) -> Path:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.staging = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
+        except OSError as error:
+            raise ArtifactError(
+                "the output cannot be written", where=str(self.target), why=error.strerror or str(error),
+                fix="choose a directory that you may write to (-o)",
+            ) from error
+        return self.staging
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            return
+        try:
+            self._move()
+        except OSError as error:
+            raise ArtifactError("the output cannot be written", where=str(self.target), why=str(error)) from error
+        finally:
+            shutil.rmtree(self.staging, ignore_errors=True)
+
+    def _move(self) -> None:
+        for file in self.staging.iterdir():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private
+        if self.target.exists():
+            old = self.staging.with_name(self.staging.name + ".old")
+            self.target.rename(old)
+            self.staging.rename(self.target)
+            shutil.rmtree(old)
+        else:
+            self.staging.rename(self.target)
+
+
+def check_target(target: Path) -> None:
+    """Raises ArtifactError where a bundle would overwrite something that is none."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError("the output exists and is no bundle", where=str(target), fix="remove it or choose another name")
+    if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
+        raise ArtifactError(
+            "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
+        )
+
+
+def _write_check(path: Path, model: Callable[..., Any], example: Example) -> None:
+    """The example's inputs and eager's answers: what `tsopt verify` compares with."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tsopt.compiler.protect import protected
+    from tsopt.compiler.structure import flatten, unflatten
+
+    leaves, structure = flatten((example.args, example.kwargs))
+    tensors = {f"input.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(leaves)}
+    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+    with protected(model):
+        torch.manual_seed(0)
+        outputs, _ = flatten(model(*args, **kwargs), share=True)
+    tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
+    save_file(tensors, path)
+
+
+def _write_manifest(staging: Path, executable: Executable, report: Report) -> None:
+    members = {
+        file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(staging.iterdir())
+    }
+    winner = report.row(report.winner)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "tsopt": __version__,
+        "model": report.model,
+        "backend": executable.backend,
+        "options": executable.options,
+        "code": executable.code,
+        "numerics": report.numerics,
+        "environment": report.environment.to_json(),
+        "signature": executable.signature.to_json(),
+        "claims": {"winner": report.winner, "speedup": report.speedup, "verified": str(winner.accuracy or "")},
+        "notes": list(executable.notes),
+        "members": members,
+    }
+    manifest["sha256"] = _digest(manifest)
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def load(path: str | Path, *, trust: bool = False) -> Executable:
+    """Reads a bundle; called as the model was.
+
+    Args:
+        trust: run code from the bundle, where it holds code (TorchScript).
+
+    Raises:
+        ArtifactError: missing, damaged, changed since it was written, from a newer version, or code without trust.
+    """
+    directory = Path(path)
+    manifest = read_manifest(directory)
+    try:
+        signature = Signature.from_json(manifest["signature"])
+        backend, options = str(manifest["backend"]), dict(manifest["options"])
+        return _open(directory, backend, options, signature, trust)
+    except TsoptError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(directory, repr(error)) from error
+
+
+def _open(
+    directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool
+) -> Executable:
+    threads = options.get("threads") if isinstance(options.get("threads"), int) else None
+    if backend == "onnxruntime":
+        return _open_onnx(directory, options, signature)
+    if backend == "eager":
+        from tsopt.compiler.serialize import read_program
+        from tsopt.runtime.eager import EagerBackend
+
+        return EagerBackend(threads=threads).compile(read_program(directory))
+    if backend == "torchscript":
+        return _open_torchscript(directory, threads, signature, trust)
+    raise ArtifactError(
+        f"the bundle needs the backend {backend[:40]!r}", where=str(directory), fix="load it with a version that has it"
+    )
+
+
+def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
+    try:
+        from tsopt.runtime.ort import FILE, load_session
+    except ImportError as error:
+        raise BackendError("ONNX Runtime is not installed", why=str(error), fix="pip install onnxruntime") from error
+    if signature.state_inputs:
+        raise ArtifactError("the bundle's model writes state, which an ONNX bundle does not hold", where=str(directory))
+    return Executable("onnxruntime", signature, load_session(directory / FILE, signature, options), options=options)
+
+
+def _open_torchscript(directory: Path, threads: int | None, signature: Signature, trust: bool) -> Executable:
+    if not trust:
+        raise ArtifactError(
+            "the bundle holds TorchScript, which is code",
+            where=str(directory),
+            why="loading it runs what its author wrote",
+            fix="if you know where it comes from: tsopt.load(path, trust=True)",
+        )
+    from tsopt.runtime.torchscript import load_runner
+
+    return Executable("torchscript", signature, load_runner(directory, threads, signature), code=True)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a bundle whose every file is what the manifest says. Raises ArtifactError."""
+    place = directory / MANIFEST
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise ArtifactError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
+    if not place.is_file() or place.is_symlink():
+        raise ArtifactError("the directory is no bundle", where=str(directory), why=f"it has no {MANIFEST}")
+    if place.stat().st_size > MAX_MANIFEST:
+        raise _damaged(directory, "the manifest is too large")
+    try:
+        manifest = json.loads(place.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _damaged(directory, f"the manifest is no JSON: {error}") from error
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise _damaged(directory, f"the format is {str(version)[:40]!r}")
+    if version > FORMAT:
+        raise ArtifactError(
+            f"the bundle has format {version}, this tsopt reads up to {FORMAT}",
+            where=str(directory),
+            fix="pip install -U torch-tsopt",
+        )
+    if manifest.get("sha256") != _digest(manifest):
+        raise _damaged(directory, "the manifest was changed after it was written")
+    _check_members(directory, manifest.get("members"))
+    return manifest
+
+
+def _check_members(directory: Path, members: Any) -> None:
+    if not isinstance(members, dict):
+        raise _damaged(directory, "no list of members")
+    extra = {file.name for file in directory.iterdir()} - set(members) - {MANIFEST}
+    if extra:
+        raise _damaged(directory, f"{sorted(extra)[0]!r} is not in the manifest")
+    for name, fact in members.items():
+        file = directory / name
+        if Path(name).name != name or file.is_symlink() or not file.is_file() or file.stat().st_nlink != 1:
+            raise _damaged(directory, f"{name!r} is missing, a link, or outside")
+        if file.stat().st_size != fact.get("size"):
+            raise _damaged(directory, f"{name!r} has {file.stat().st_size} bytes, the manifest says {fact.get('size')}")
+        if _sha256(file) != fact.get("sha256"):
+            raise _damaged(directory, f"{name!r} was changed after it was written")
+
+
+def _damaged(directory: Path, why: str) -> ArtifactError:
+    return ArtifactError("the bundle is damaged", where=str(directory), why=why, fix="export the model again")

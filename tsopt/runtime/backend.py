@@ -1,0 +1,220 @@
+"""What a backend is, what it makes, and the table of backends. Imports no backend and none of their libraries."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from tsopt.compiler.signature import Signature, mismatch
+from tsopt.compiler.types import TensorType
+from tsopt.errors import BackendError, UsageError
+
+if TYPE_CHECKING:
+    from tsopt.compiler.program import Program
+
+# name -> where it lives. Literal, so that nothing registers itself and nothing is imported before it is used.
+BACKENDS: dict[str, str] = {
+    "eager": "tsopt.runtime.eager:EagerBackend",
+    "torchscript": "tsopt.runtime.torchscript:TorchScriptBackend",
+    "onnxruntime": "tsopt.runtime.ort:OnnxRuntimeBackend",
+    "null": "tsopt.runtime.null:NullBackend",
+}
+
+Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A value of the program that a backend cannot take: where it comes from, and why."""
+
+    where: str
+    why: str
+
+
+class Backend(Protocol):
+    """A frozen dataclass of its own options."""
+
+    @property
+    def name(self) -> str: ...
+
+    def missing(self) -> str | None:
+        """None when usable here, or what to install."""
+
+    def unsupported(self, program: Program) -> list[Unsupported]: ...
+
+    def compile(self, program: Program) -> Executable:
+        """Compiles a program. Raises BackendError when it cannot."""
+
+
+class Executable:
+    """A compiled program, called as the model was.
+
+    Checks that the call fits the signature it was compiled for, runs, checks that the backend kept the
+    output contract, writes state back, and nests the outputs as the model did.
+
+    Args:
+        backend: name of the backend.
+        signature: inputs and outputs.
+        run: flat inputs (the user's, then state) to flat outputs (writes, then the user's).
+        state: the live tensors of the state inputs, in order.
+        save: writes the files that rebuild it into a directory; `options` rebuild its session.
+        code: whether reading those files back executes code (then a bundle asks for trust).
+        notes: what a caller should know of how the backend differs from eager.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        signature: Signature,
+        run: Runner,
+        *,
+        state: Sequence[Any] = (),
+        save: Callable[[Path], None] | None = None,
+        options: Mapping[str, Any] | None = None,
+        code: bool = False,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.backend = backend
+        self.signature = signature
+        self.save = save
+        self.options = dict(options or {})
+        self.code = code
+        self.notes = tuple(notes)
+        self.state = list(state)
+        self._run = run
+        self._guard = Guard(signature)
+        self._outputs = [(o.type.shape, o.type.dtype) for o in signature.outputs]
+        self._writes = len(signature.writes)
+        positions = {item.name: i for i, item in enumerate(signature.inputs)}
+        self._targets = [positions[str(item.writes)] for item in signature.writes]
+        self._single = signature.result.kind == "leaf" and not self._writes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._guard.leaves(args, kwargs)
+        if leaves is None:
+            leaves = self.signature.bind(args, kwargs)
+        return self.run_leaves(leaves)
+
+    def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
+        return self._guard.leaves(args, kwargs)
+
+    def run_leaves(self, leaves: Sequence[Any]) -> Any:
+        """Runs on tensors that fit, in signature order."""
+        inputs = [*leaves, *self.state]
+        outputs = self._run(inputs)
+        for value, (shape, dtype) in zip(outputs, self._outputs, strict=True):
+            if tuple(value.shape) != shape or str(value.dtype).removeprefix("torch.") != dtype:
+                raise self._broken(outputs)
+        if self._single:
+            return outputs[0]
+        for position, value in zip(self._targets, outputs, strict=False):
+            _write(inputs[position], value)
+        return self.signature.unbind(outputs[self._writes :])
+
+    def _broken(self, outputs: Sequence[Any]) -> BackendError:
+        for item, value in zip(self.signature.outputs, outputs, strict=True):
+            reason = mismatch(item.type, value)
+            if reason:
+                return BackendError(
+                    f"{self.backend} returned something else than the model: output {item.name!r} {reason}",
+                    fix="use another backend for this model",
+                )
+        return BackendError(f"{self.backend} broke the output contract")
+
+
+class Guard:
+    """Decides fast whether a call is of the captured form; None sends the caller to the thorough check."""
+
+    def __init__(self, signature: Signature) -> None:
+        args, kwargs = signature.outer.children
+        self.simple = all(child.kind == "leaf" for child in (*args.children, *kwargs.children))
+        self.count = len(args.children)
+        self.keys = tuple(kwargs.keys)
+        self.expected = [_expectation(item.type) for item in signature.user_inputs]
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        if not self.simple or len(args) != self.count or len(kwargs) != len(self.keys):
+            return None
+        if self.keys:
+            try:
+                args = [*args, *[kwargs[key] for key in self.keys]]
+            except KeyError:
+                return None
+        for value, (kind, dtype, shape, device) in zip(args, self.expected, strict=True):
+            if type(value) is not kind or value.dtype != dtype or value.shape != shape:
+                return None
+            if device is not None and value.device != device:
+                return None
+        return args
+
+
+def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is None:
+        numpy = importlib.import_module("numpy")
+        return numpy.ndarray, type_.dtype, type_.shape, None
+    return torch.Tensor, getattr(torch, type_.dtype), type_.shape, torch.device(type_.device)
+
+
+def _write(target: Any, value: Any) -> None:
+    import sys
+
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(target, torch.Tensor):
+        target[...] = value
+        return
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def get_backend(name: str, **options: Any) -> Backend:
+    """A backend by name, with its options.
+
+    Raises:
+        UsageError: no backend or no option of that name.
+        BackendError: its library is missing.
+    """
+    place = BACKENDS.get(name)
+    if place is None:
+        raise UsageError(f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}")
+    module, _, cls_name = place.partition(":")
+    cls = getattr(importlib.import_module(module), cls_name)
+    known = [item.name for item in fields(cls) if item.init and item.name != "name"]
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"the backend {name} has no option {option!r}", fix=f"its options: {', '.join(known) or 'none'}"
+            )
+    backend = cast(Backend, cls(**options))
+    hint = backend.missing()
+    if hint:
+        raise BackendError(f"the backend {name} cannot be used here", why=hint, fix="tsopt doctor shows what is usable")
+    return backend
+
+
+def compile(program: Program, backend: str | Backend = "onnxruntime", **options: Any) -> Executable:
+    """Compiles a program with one backend.
+
+    Args:
+        backend: a name (`eager`, `torchscript`, `onnxruntime`, `null`) or a Backend.
+        options: the backend's own, such as `threads=2`.
+
+    Raises:
+        BackendError: the backend cannot take the program; the message names the op and its place.
+    """
+    made = get_backend(backend, **options) if isinstance(backend, str) else backend
+    refused = made.unsupported(program)
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise BackendError(
+            f"{made.name} cannot take this model: {refused[0].why}{more}",
+            where=refused[0].where or None,
+            fix="use another backend, or let optimize() choose",
+        )
+    return made.compile(program.copy())

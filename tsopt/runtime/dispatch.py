@@ -1,0 +1,120 @@
+"""Optimized: what `optimize` hands back. Runs the winner; a call of another form is captured once, or goes eager."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsopt.compiler.example import Example
+from tsopt.compiler.program import Program
+from tsopt.compiler.structure import flatten
+from tsopt.compiler.types import TensorType
+from tsopt.errors import SignatureError, TsoptError
+from tsopt.runtime import artifact
+from tsopt.runtime.backend import Executable, compile
+from tsopt.runtime.report import Report
+
+log = logging.getLogger("tsopt")
+POLICIES = ("capture", "eager", "error")
+MAX_FORMS = 16  # captured forms kept; more than that is a model with dynamic shapes
+
+
+class Optimized:
+    """A drop-in for the model it was made from: called the same, returns the same, without gradients.
+
+    Attributes:
+        report: what was raced and why the winner won.
+        program: the optimized program.
+        backend: name of the winner's backend; `eager` when the model itself is the fastest.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        program: Program,
+        executable: Executable | None,
+        report: Report,
+        example: Example,
+        another: Callable[[Example], Executable],
+        on_new_signature: str = "capture",
+    ) -> None:
+        self.model, self.program, self.report = model, program, report
+        self.backend = "eager" if executable is None else executable.backend
+        self._executable, self._example = executable, example
+        self._another, self._policy = another, on_new_signature
+        self._forms: dict[Any, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        executable = self._executable
+        if executable is None:
+            return self._eager(*args, **kwargs)
+        leaves = executable.accepts(args, kwargs)
+        if leaves is not None:
+            return executable.run_leaves(leaves)
+        return self._thorough(executable, args, kwargs)
+
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            leaves = executable.signature.bind(args, kwargs)
+        except SignatureError:
+            if self._policy == "error":
+                raise
+            return self._form(args, kwargs)(*args, **kwargs)
+        return executable.run_leaves(leaves)
+
+    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        if self._policy == "eager":
+            return self._eager
+        leaves, structure = flatten((args, kwargs))
+        types = tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        try:
+            found = self._forms.get((structure, types))
+        except TypeError:  # a constant that cannot be hashed cannot be recognized again
+            return self._eager
+        if found is not None:
+            return found
+        with self._lock:
+            if (structure, types) not in self._forms:
+                self._forms[structure, types] = self._capture(Example(args, kwargs), ", ".join(map(str, types)))
+            return self._forms[structure, types]
+
+    def _capture(self, example: Example, form: str) -> Callable[..., Any]:
+        if len(self._forms) >= MAX_FORMS:
+            self._note("any further form", f"eager, {MAX_FORMS} forms are kept")
+            return self._eager
+        try:
+            executable = self._another(example)
+        except TsoptError as error:
+            self._note(form, f"eager, because: {error.what}")
+            return self._eager
+        self._note(form, f"captured for {executable.backend}")
+        return executable
+
+    def _note(self, form: str, outcome: str) -> None:
+        log.info("call of another form, %s: %s", form, outcome)
+        if (form, outcome) not in self.report.signatures:
+            self.report = self.report.with_signature(form, outcome)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a bundle that `tsopt.load` reads; atomically: a complete bundle or none.
+
+        When eager won, the optimized program is stored, to be run by torch.
+
+        Raises:
+            ArtifactError: the path cannot be written or holds something else.
+        """
+        executable = self._executable or compile(self.program, "eager")
+        return artifact.save(executable, path, self.model, self._example, self.report)
+
+    def __repr__(self) -> str:
+        return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

@@ -1,0 +1,79 @@
+"""The machine and the versions that a measurement was made with. Imports torch only to ask it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
+PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What decides how fast things are."""
+
+    cpu: str
+    flags: tuple[str, ...]
+    cores: int
+    threads: int
+    platform: str
+    python: str
+    versions: dict[str, str]
+    gpu: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.cpu}, {self.cores} cores, {self.threads} threads, {' '.join(self.flags)}; {versions}"
+
+
+def environment() -> Environment:
+    """Reads the machine."""
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    cpu, flags = _cpu()
+    return Environment(
+        cpu,
+        tuple(flag for flag in FLAGS if flag in flags),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch.get_num_threads(),
+        platform.platform(terse=True),
+        platform.python_version(),
+        versions(),
+        gpu,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:  # onnxruntime-gpu and its like
+                found[name] = "installed"
+    return found
+
+
+def _cpu() -> tuple[str, set[str]]:
+    info = Path("/proc/cpuinfo")
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    if not info.exists():
+        return name, flags
+    for line in info.read_text(errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        if key.strip() in ("flags", "Features"):
+            return name, set(value.split())
+    return name, flags

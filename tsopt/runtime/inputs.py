@@ -1,0 +1,73 @@
+"""Other inputs of the same kind as the example: what a verdict is tried on, and what timing rotates through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsopt.compiler.example import Example
+from tsopt.compiler.structure import flatten, unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """A call to try: how it was made, and the call."""
+
+    kind: str
+    example: Example
+
+    def clone(self) -> Example:
+        """The same values in other memory: what a model writes to its input stays there."""
+        leaves, structure = flatten((self.example.args, self.example.kwargs))
+        args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+        return Example(args, kwargs)
+
+
+def input_sets(example: Example, seed: int) -> list[InputSet]:
+    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001.
+
+    Integers and booleans are drawn from the example's own values, so that an index stays an index.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    leaves, structure = flatten((example.args, example.kwargs))
+
+    def rebuilt(kind: str, values: Sequence[Any]) -> InputSet:
+        args, kwargs = unflatten(structure, values)
+        return InputSet(kind, Example(args, kwargs))
+
+    sets = [InputSet("example", example)]
+    sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (1, 2)]
+    if any(leaf.is_floating_point() for leaf in leaves):
+        for kind, scale in (("random", 1.0), ("large", 100.0), ("tiny", 1e-3)):
+            sets.append(rebuilt(kind, [_normal(leaf, scale, generator) for leaf in leaves]))
+    else:
+        sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
+    return sets
+
+
+def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.numel() == 0:
+        return leaf
+    flat = leaf.detach().reshape(-1)
+    if leaf.is_floating_point() and bool((flat == flat[0]).all()):
+        return _normal(leaf, 1.0, generator)
+    places = torch.randint(flat.numel(), (flat.numel(),), generator=generator).to(flat.device)
+    return _like(leaf, flat[places].reshape(leaf.shape))
+
+
+def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    if not leaf.is_floating_point() or leaf.numel() == 0:
+        return _drawn(leaf, generator)
+    values = leaf.detach().float()
+    spread = float(values.std()) if leaf.numel() > 1 else 0.0
+    noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+    return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
+
+
+def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if values.stride() == leaf.stride() or any(step == 0 for step in leaf.stride()):
+        return values
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)

@@ -1,0 +1,177 @@
+"""Program -> ONNX Runtime session. Guards what the exporter and the runtime get wrong without saying so.
+
+Importable without torch: a bundle runs where only ONNX Runtime is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.compiler.signature import Signature
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backend import Executable, Runner, Unsupported
+
+if TYPE_CHECKING:
+    from tsopt.compiler.program import Program
+
+FILE = "model.onnx"
+DTYPES = frozenset(
+    "float64 float32 float16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
+)
+DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
+NEGATIVE_INDEX = "ONNX Runtime accepts negative indices where PyTorch raises IndexError"
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxRuntimeBackend:
+    """ONNX Runtime on the CPU.
+
+    threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
+    opset: ONNX opset; None takes the exporter's default.
+    """
+
+    threads: int | None = None
+    opset: int | None = None
+    name: str = "onnxruntime"
+
+    def missing(self) -> str | None:
+        wanted = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+        return f"pip install {' '.join(wanted)}" if wanted else None
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return list(_refusals(program))
+
+    def compile(self, program: Program) -> Executable:
+        import torch
+
+        from tsopt.runtime.onnx_export import to_onnx
+
+        model = to_onnx(program, self.opset)
+        proto, weights = model.detached()
+        threads = self.threads or torch.get_num_threads()
+        session = open_session(proto, threads, weights)
+        indexed = any(str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls())
+
+        def save(directory: Path) -> None:
+            model.save(directory / FILE)
+
+        return Executable(
+            self.name,
+            program.signature,
+            session_runner(session, program.signature),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options={"threads": threads},
+            notes=[NEGATIVE_INDEX] if indexed else [],
+        )
+
+
+def _refusals(program: Program) -> list[Unsupported]:
+    from tsopt.compiler import ops
+    from tsopt.compiler.program import origin_of
+
+    found: list[Unsupported] = []
+    for item in (*program.signature.inputs, *program.signature.outputs):
+        if item.type.dtype not in DTYPES:
+            found.append(Unsupported(item.name, f"ONNX Runtime has no {item.type.dtype} at its interface"))
+        if item.type.device != "cpu":
+            found.append(Unsupported(item.name, f"the model is on {item.type.device}; this backend runs on the CPU"))
+    for node in program.calls():
+        if ops.is_random(node):
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
+        elif ops.has_effect(node):
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
+        elif _may_trap(node):
+            found.append(
+                Unsupported(origin_of(node), "an integer division by a computed value can kill the process in ONNX Runtime")
+            )
+    return found
+
+
+def _may_trap(node: Any) -> bool:
+    import torch
+
+    parts = str(node.target).split(".")
+    if len(parts) < 2 or parts[1] not in DIVISIONS or len(node.args) < 2:
+        return False
+    values = [arg.meta["val"] if hasattr(arg, "meta") else torch.as_tensor(arg) for arg in node.args[:2]]
+    if any(value.is_floating_point() or value.is_complex() for value in values):
+        return False
+    rounds = parts[1] != "div" or node.kwargs.get("rounding_mode") is not None
+    literal = isinstance(node.args[1], int) and node.args[1] not in (0, -1)
+    return rounds and not literal
+
+
+def open_session(model: bytes | str, threads: int | None, weights: Mapping[str, Any] | None = None) -> Any:
+    """A session with all graph optimizations.
+
+    Args:
+        weights: arrays for the model's external initializers, handed over without a copy.
+
+    Raises:
+        BackendError: the runtime refuses the model.
+    """
+    import numpy as np
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    if threads:
+        options.intra_op_num_threads = threads
+    # NOTE: ONNX Runtime reads this memory for as long as the session lives, and copies what is not contiguous.
+    arrays = {name: np.ascontiguousarray(array) for name, array in (weights or {}).items()}
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    if values:
+        options.add_external_initializers(list(values), list(values.values()))
+    try:
+        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
+        raise BackendError(
+            "ONNX Runtime refuses the exported model", why=f"{type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    return _Session(session, arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A session and the memory that it reads its weights from."""
+
+    session: Any
+    weights: dict[str, Any]
+
+
+def session_runner(held: Any, signature: Signature) -> Runner:
+    """Flat tensors in and out of a session through shared memory; numpy arrays where torch is not installed."""
+    session = held.session
+    inputs = [item.name for item in session.get_inputs()]
+    outputs = [item.name for item in session.get_outputs()]
+    if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
+        raise ArtifactError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
+    run: Callable[..., Sequence[Any]] = session.run
+    from_numpy = _from_numpy()
+    if from_numpy is None:
+        return lambda values: run(outputs, dict(zip(inputs, values, strict=True)))
+    if len(inputs) == 1:
+        only = inputs[0]
+        return lambda values: [from_numpy(v) for v in run(outputs, {only: values[0].detach().numpy()})]
+    return lambda values: [
+        from_numpy(v) for v in run(outputs, {n: v.detach().numpy() for n, v in zip(inputs, values, strict=True)})
+    ]
+
+
+def _from_numpy() -> Callable[[Any], Any] | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.from_numpy
+
+
+def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+    """The runner of a stored model."""
+    threads = options.get("threads")
+    return session_runner(open_session(str(path), threads if isinstance(threads, int) else None), signature)

@@ -1,0 +1,138 @@
+"""Interleaved timing: every candidate in turn, the same warm-up, medians, and intervals by bootstrap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tsopt.compiler.example import Example
+
+WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
+SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock does not show
+PAUSE = 3e-3  # seconds between candidates: idle threads of the last one spin for about that long
+HOPELESS = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
+MIN_ROUNDS, MAX_ROUNDS = 7, 60
+BOOTSTRAP = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds per call of one candidate, a value for each round."""
+
+    samples: tuple[float, ...]
+    first_call: float
+    calls_per_sample: int = 1
+
+    def percentile(self, q: float) -> float:
+        return float(np.percentile(self.samples, q))
+
+    @property
+    def p50(self) -> float:
+        return self.percentile(50)
+
+    @property
+    def p90(self) -> float:
+        return self.percentile(90)
+
+    @property
+    def std_percent(self) -> float:
+        return 100 * float(np.std(self.samples)) / float(np.mean(self.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times faster than the baseline: ratio of medians, and its 95 % interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        if self.low > 1.0:
+            return "faster"
+        return "slower" if self.high < 1.0 else "same"
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass
+class _Lane:
+    call: Callable[..., Any]
+    group: int = 1
+    first: float = 0.0
+    samples: list[float] = field(default_factory=list)
+
+
+def measure(
+    calls: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[Example],
+    *,
+    seconds: float = 10.0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Timing]:
+    """Times callables side by side.
+
+    In every round each of them is called once untimed, then timed, on the inputs in rotation (a candidate
+    that remembers its last answer gains nothing), in an order that rotates as well.
+
+    Args:
+        inputs: calls to make, of one signature.
+        seconds: about how long to go on; at least MIN_ROUNDS rounds, at most MAX_ROUNDS.
+    """
+    lanes = {name: _Lane(call) for name, call in calls.items()}
+    for name, lane in lanes.items():
+        if progress:
+            progress(f"warm-up {name}")
+        lane.first = _time(lane.call, inputs[0], 1)
+        spent = [_time(lane.call, inputs[i % len(inputs)], 1) for i in range(WARM_UP)]
+        lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
+    end = time.perf_counter() + seconds
+    names = list(lanes)
+    for number in range(MAX_ROUNDS):
+        if progress:
+            progress(f"round {number + 1}")
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            _sample(lanes[name], inputs[number % len(inputs)])
+        if number + 1 >= MIN_ROUNDS:
+            if time.perf_counter() > end:
+                break
+            names = _hopeful(lanes, names)
+    return {name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group) for name, lane in lanes.items()}
+
+
+def _sample(lane: _Lane, example: Example) -> None:
+    time.sleep(PAUSE)
+    _time(lane.call, example, 1)
+    lane.samples.append(_time(lane.call, example, lane.group) / lane.group)
+
+
+def _time(call: Callable[..., Any], example: Example, times: int) -> float:
+    args, kwargs = example.args, example.kwargs
+    start = time.perf_counter()
+    for _ in range(times):
+        call(*args, **kwargs)
+    return time.perf_counter() - start
+
+
+def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
+    # The first one is the baseline: everybody's ratio needs its samples.
+    best = min(float(np.median(lanes[name].samples)) for name in names)
+    return [n for i, n in enumerate(names) if i == 0 or float(np.median(lanes[n].samples)) < HOPELESS * best]
+
+
+def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0) -> Speedup:
+    """Ratio of medians with a bootstrap interval over rounds (Efron and Tibshirani 1993, chapter 13)."""
+    rounds = min(len(candidate.samples), len(baseline.samples))
+    mine, base = np.array(candidate.samples[:rounds]), np.array(baseline.samples[:rounds])
+    # Rounds are drawn as pairs: what slows the machine slows both.
+    picks = np.random.default_rng(seed).integers(rounds, size=(BOOTSTRAP, rounds))
+    ratios = np.median(base[picks], axis=1) / np.median(mine[picks], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return Speedup(float(np.median(base) / np.median(mine)), float(low), float(high))

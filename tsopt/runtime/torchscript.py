@@ -1,0 +1,78 @@
+"""Program -> TorchScript: traced, frozen, optimized for inference.
+
+TorchScript is deprecated upstream; it stays in this one file, and its warnings stay away from the user.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tsopt.compiler.program import Program
+from tsopt.compiler.signature import Signature
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.eager import torch_runner
+
+FILE = "model.ts"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchScriptBackend:
+    """threads: intra-op threads during a call; None leaves torch's own setting."""
+
+    threads: int | None = None
+    name: str = "torchscript"
+
+    def missing(self) -> str | None:
+        return None if hasattr(torch.jit, "trace") else "this torch has no TorchScript any more"
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return []
+
+    def compile(self, program: Program) -> Executable:
+        module = program.module().eval()
+        types = [item.type for item in program.signature.inputs]
+        inputs = tuple(
+            torch.zeros(1, dtype=getattr(torch, t.dtype), device=t.device).expand(t.shape).contiguous() for t in types
+        )
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                traced = torch.jit.trace(module, inputs, check_trace=False, strict=False)
+                frozen = torch.jit.freeze(traced)
+                script = torch.jit.optimize_for_inference(frozen)
+        except Exception as error:  # TorchScript raises whatever its C++ throws
+            raise BackendError(
+                "TorchScript cannot take this model", why=f"{type(error).__name__}: {str(error).strip()[:200]}"
+            ) from error
+
+        def save(directory: Path) -> None:
+            # NOTE: what optimize_for_inference made (MKL-DNN constants) cannot be serialized; it is made again on load.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.jit.save(frozen, str(directory / FILE))
+
+        return Executable(
+            self.name,
+            program.signature,
+            torch_runner(script, program.signature, self.threads),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options={"threads": self.threads},
+            code=True,
+        )
+
+
+def load_runner(directory: Path, threads: int | None, signature: Signature) -> Runner:
+    """Reads a saved module and optimizes it for this machine. Runs code from the file: the caller asked for trust."""
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location="cpu"))
+    except RuntimeError as error:
+        raise ArtifactError("the TorchScript file cannot be read", why=str(error)[:200]) from error
+    return torch_runner(script, signature, threads)
