@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 
 if TYPE_CHECKING:
+    from tsopt.api import optimize, transform
     from tsopt.compiler.capture import capture
     from tsopt.compiler.example import Example, example
     from tsopt.compiler.pipeline import Repeat
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
         TsoptError,
         UsageError,
     )
-    from tsopt.api import optimize, transform
     from tsopt.passes import STANDARD
     from tsopt.runtime.accuracy import verify
     from tsopt.runtime.artifact import load
@@ -103,8 +103,8 @@ __all__ = [
     "Repeat",
     "Report",
     "Rule",
-    "RulePass",
     "RuleError",
+    "RulePass",
     "SignatureError",
     "TsoptError",
     "UsageError",

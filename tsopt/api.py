@@ -214,4 +214,3 @@ def _as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
             return model(*args, **kwargs)
 
     return called
-

@@ -115,9 +115,7 @@ def _plain(target: object) -> bool:
     return ops.is_overload(target) or target is operator.getitem
 
 
-def _lower(
-    exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str
-) -> Program:
+def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str) -> Program:
     """The exported program with weights as get_attr nodes and written state as inputs and outputs."""
     signature = exported.graph_signature
     written = {spec.target: spec.arg.name for spec in signature.output_specs if spec.kind in WRITES}
@@ -164,11 +162,13 @@ def _lower(
             outputs.append(Output(labels.get(position, "") or "output", _static_type(node)))
             position += 1
     graph = lowering.finish([lowering.mapping[value] for value in returned])
-    state = {item.name: lowering.tensor(str(spec.target)) for spec in signature.input_specs for item, node in states
-             if spec.arg.name == node.name}
-    return Program(
-        graph, lowering.weights, Signature(tuple(inputs), tuple(outputs), outer, result), state, name=name
-    )
+    state = {
+        item.name: lowering.tensor(str(spec.target))
+        for spec in signature.input_specs
+        for item, node in states
+        if spec.arg.name == node.name
+    }
+    return Program(graph, lowering.weights, Signature(tuple(inputs), tuple(outputs), outer, result), state, name=name)
 
 
 class _Lowering:
@@ -205,7 +205,7 @@ class _Lowering:
     def call(self, node: fx.Node) -> None:
         if not _plain(node.target):
             raise CaptureError(
-                f"{getattr(node.target, '__name__', node.target)} is control flow or a region that a Program cannot hold",
+                f"{getattr(node.target, '__name__', node.target)} is control flow, which a Program cannot hold",
                 where=origin_of_meta(node.meta) or None,
                 fix="compute both branches and select with torch.where, or optimize the parts of the model one by one",
             )
@@ -325,15 +325,20 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
-    if not allow_nan and tensor.is_floating_point() and tensor.numel():
-        # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
-        if bool(tensor.detach().sum().isnan()) and bool((bad := tensor.detach().isnan()).any()):
-            raise CaptureError(
-                f"a weight holds {int(bad.sum())} NaN of {tensor.numel()} values",
-                where=name,
-                why="whatever depends on it is NaN, and no comparison could tell right from wrong",
-                fix="load a sound checkpoint, or pass allow_nan=True to go on all the same",
-            )
+    if not allow_nan and (bad := _nan_count(tensor)):
+        raise CaptureError(
+            f"a weight holds {bad} NaN of {tensor.numel()} values",
+            where=name,
+            why="whatever depends on it is NaN, and no comparison could tell right from wrong",
+            fix="load a sound checkpoint, or pass allow_nan=True (--allow-nan) to go on all the same",
+        )
+
+
+def _nan_count(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
+    return int(tensor.detach().isnan().sum()) if bool(tensor.detach().sum().isnan()) else 0
 
 
 def _check_inputs(model: object, example: Example) -> None:
@@ -345,8 +350,11 @@ def _check_inputs(model: object, example: Example) -> None:
         if not isinstance(leaf, torch.Tensor):
             raise CaptureError(f"an input is a {type(leaf).__name__}", where=where, fix="pass a torch.Tensor")
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
-            raise CaptureError("an input is sparse, nested, quantized or on the meta device", where=where,
-                               fix="pass a dense tensor with values")
+            raise CaptureError(
+                "an input is sparse, nested, quantized or on the meta device",
+                where=where,
+                fix="pass a dense tensor with values",
+            )
         if first is not None and leaf.device != first.device and leaf.dim() > 0:
             raise CaptureError(
                 f"the model is on {first.device}, an input on {leaf.device}",

@@ -74,7 +74,7 @@ def match(wanted: Pattern, node: fx.Node) -> Match | None:
 
 
 def _has_node(value: Any) -> bool:
-    return any(isinstance(item, fx.Node) or isinstance(item, (list, tuple)) and _has_node(item) for item in value)
+    return any(isinstance(item, fx.Node) or (isinstance(item, (list, tuple)) and _has_node(item)) for item in value)
 
 
 def same(a: Any, b: Any) -> bool:

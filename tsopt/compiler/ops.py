@@ -151,7 +151,9 @@ def may_alias(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for position in _alias_positions(target):
         argument = node.args[position] if position < len(node.args) else None
-        found += [a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, fx.Node)]
+        found += [
+            a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, fx.Node)
+        ]
     return found
 
 

@@ -9,7 +9,7 @@ import enum
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -73,6 +73,11 @@ class Program:
     def node_count(self) -> int:
         """Calls that do something: not the bookkeeping of multi-output ops."""
         return sum(1 for node in self.calls() if ops.is_overload(node.target))
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The returned values: writes first, then the user's."""
+        return list(cast("tuple[fx.Node, ...]", self.output_node.args[0]))
 
     @property
     def output_node(self) -> fx.Node:

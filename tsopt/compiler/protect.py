@@ -78,7 +78,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     # NOTE: writing back without need would raise the version counter of a buffer that nobody touched.
-    return torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

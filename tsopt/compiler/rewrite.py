@@ -220,7 +220,9 @@ class _Driver:
 
     def objection(self, item: Rule, node: fx.Node, result: object) -> str | None:
         if not isinstance(result, fx.Node):
-            raise RuleError(f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)")
+            raise RuleError(
+                f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)"
+            )
         before, after = type_of(node), type_of(result)
         if not isinstance(before, TensorType) or not isinstance(after, TensorType):
             if before != after:
@@ -228,7 +230,9 @@ class _Driver:
             return None
         if (before.dtype, before.shape, before.device) != (after.dtype, after.shape, after.device):
             raise RuleError(
-                f"the rule {item.name} replaces {before} by {after}", where=origin_of(node), fix="guard with at.same_type"
+                f"the rule {item.name} replaces {before} by {after}",
+                where=origin_of(node),
+                fix="guard with at.same_type",
             )
         if not before.same_layout(after.stride):
             return OTHER_LAYOUT
@@ -258,8 +262,8 @@ def shares_new_memory(program: Program, node: fx.Node, result: fx.Node) -> bool:
         return False
     if any(source.op in ("placeholder", "get_attr") for source, _ in gained):
         return True
-    mine = [value for value in program.output_node.args[0] if roots[value] & roots[node]]
-    others = [value for value in program.output_node.args[0] if value not in mine]
+    mine = [value for value in program.outputs if roots[value] & roots[node]]
+    others = [value for value in program.outputs if value not in mine]
     return any(roots[value] & gained for value in others)
 
 

@@ -66,7 +66,9 @@ def read_program(directory: Path) -> Program:
         raise
     except Exception as error:  # the file decides what goes wrong; all of it means the same
         raise ArtifactError(
-            "the stored program cannot be read", where=str(directory / GRAPH), why=f"{type(error).__name__}: {error}"[:300]
+            "the stored program cannot be read",
+            where=str(directory / GRAPH),
+            why=f"{type(error).__name__}: {error}"[:300],
         ) from error
 
 
@@ -192,7 +194,10 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     if any(step < 0 for step in stride) or span > 2 * max(tensor.numel(), 1):
         raise ArtifactError("a stored weight has impossible strides", why=f"{stride} for shape {tuple(tensor.shape)}")
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor)
+    base = tensor
+    for dim, step in enumerate(stride):  # an expanded weight: one value seen many times
+        base = base.narrow(dim, 0, 1) if step == 0 and base.shape[dim] > 1 else base
+    return torch.empty_strided(base.shape, stride, dtype=base.dtype).copy_(base).expand(tensor.shape)
 
 
 def _overload(name: Any) -> Any:

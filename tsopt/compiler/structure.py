@@ -136,7 +136,9 @@ def _parts(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     if hasattr(item, "named_parameters"):
         return None  # an nn.Module in a call is configuration, not data
     items = [(("item", key), child) for key, child in item.items()] if isinstance(item, dict) else []
-    names = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)] if dataclasses.is_dataclass(item) else []
+    names = (
+        [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)] if dataclasses.is_dataclass(item) else []
+    )
     names += [name for name in getattr(item, "__dict__", ()) if name not in names]
     pairs = items + [(("attr", name), getattr(item, name)) for name in names]
     if not pairs:
@@ -177,7 +179,7 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) 
 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
     # NOTE: never through __init__: it may check, copy or count, and ran already in the user's model.
-    made = cls.__new__(cls)
+    made: Any = object.__new__(cls) if not issubclass(cls, dict) else dict.__new__(cls)
     for (place, key), child in zip(keys, children, strict=True):
         if place == "item" and isinstance(made, dict):
             (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, key, child)

@@ -61,7 +61,9 @@ class TensorType:
         """Whether strides address the same places: those of dimensions of size 1 and of empty tensors do not count."""
         if self.numel == 0:
             return True
-        return all(size == 1 or mine == other for size, mine, other in zip(self.shape, self.stride, stride, strict=True))
+        return all(
+            size == 1 or mine == other for size, mine, other in zip(self.shape, self.stride, stride, strict=True)
+        )
 
     def matches(self, other: TensorType) -> bool:
         """Equal but for strides that cannot be told apart."""

@@ -120,7 +120,7 @@ def output_aliases(program: Program) -> AliasGroups:
     roots = ops.storage_roots(program.graph.nodes)
     first: dict[object, int] = {}
     found: set[tuple[int, object]] = set()
-    for position, value in enumerate(program.output_node.args[0]):
+    for position, value in enumerate(program.outputs):
         for root in roots[value]:
             source = root[0]
             if source.op in ("placeholder", "get_attr"):

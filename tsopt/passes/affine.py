@@ -57,7 +57,8 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     name = str(arguments["weight"].target)
     arguments["weight"] = at.constant(new, f"{name}.folded")
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
-    return at.call(layer.target, *arguments.values())
+    target: Any = layer.target
+    return at.call(target, *arguments.values())
 
 
 def _batch_norm_patterns() -> list[Any]:
@@ -89,7 +90,11 @@ def conv_batch_norm(at, *holes):
     if layer.target is aten.linear.default and len(at.type(layer).shape) != 2:
         return at.skip("the channels of the norm are not the features of the linear layer")
     gamma, beta, mean, var = (at.value(norm[k]) for k in ("weight", "bias", "running_mean", "running_var"))
-    if mean is None or var is None or any(norm[k] is not None and at.value(norm[k]) is None for k in ("weight", "bias")):
+    if (
+        mean is None
+        or var is None
+        or any(norm[k] is not None and at.value(norm[k]) is None for k in ("weight", "bias"))
+    ):
         return at.skip(COMPUTED)
     scale = (var.double() + norm["eps"]).rsqrt()
     if gamma is not None:
@@ -148,9 +153,7 @@ def per_channel(at: Site, layer: fx.Node, factor: object) -> torch.Tensor | None
 
 
 def _padded(conv: Any) -> Any:
-    return lambda x, pad, mode, value, w, b, s, p, d, g: conv(
-        aten.pad.default(x, pad, mode, value), w, b, s, p, d, g
-    )
+    return lambda x, pad, mode, value, w, b, s, p, d, g: conv(aten.pad.default(x, pad, mode, value), w, b, s, p, d, g)
 
 
 @rule(*map(_padded, LITERAL_PADDED), numerics=Numerics.ROUNDING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -73,10 +74,11 @@ class FoldConstants:
             return TOO_LARGE
         if _traps(node, values):
             return TRAPS
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values[source])
+        target: Any = node.target
+        args, kwargs = cast(Any, fx.node.map_arg((node.args, dict(node.kwargs)), cast(Any, values.__getitem__)))
         try:
             with torch.no_grad():
-                values[node] = node.target(*args, **kwargs)
+                values[node] = target(*args, **kwargs)
         except Exception as error:  # the model's own error, at the time when the model would raise it
             return f"{RAISES} ({type(error).__name__})"
         return None

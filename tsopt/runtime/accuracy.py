@@ -100,7 +100,9 @@ def compare(
         return Comparison(False, "bits", difference, f"not bit-equal, max difference {difference:.3g}")
     if reference.dtype not in TOLERANCES:
         count = int((result != reference).sum())
-        return Comparison(False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ")
+        return Comparison(
+            False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ"
+        )
     if reference.is_complex():
         result, reference = torch.view_as_real(result), torch.view_as_real(reference)
     places = _special_places(result, reference)
@@ -114,7 +116,9 @@ def compare(
     if float(excess.max()) <= 0:
         return Comparison(True, "element", difference)
     bad = int((excess > 0).sum())
-    failed = f"{bad} of {ref.numel()} values beyond rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
+    failed = (
+        f"{bad} of {ref.numel()} values beyond rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
+    )
     truth = reference64() if reference64 is not None and reference.dtype != torch.float64 else None
     if truth is None:
         return Comparison(False, "element", difference, failed)
@@ -229,7 +233,8 @@ class Reference64:
             values[node] = _widen(self.program.weights[str(node.target)])
         elif ops.is_call(node):
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = node.target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
+            target: Any = node.target
+            values[node] = target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
 
 
 def _widen(value: torch.Tensor) -> torch.Tensor:
@@ -274,7 +279,9 @@ def _margin(
         value, dim = values[bound["self"]], bound["dim"]
         if dim is None:
             value, dim = value.reshape(-1), 0
-        mine, eager = (i if bound["keepdim"] and bound["dim"] is not None else i.unsqueeze(dim) for i in (result, reference))
+        mine, eager = (
+            i if bound["keepdim"] and bound["dim"] is not None else i.unsqueeze(dim) for i in (result, reference)
+        )
         a, b = value.gather(dim, mine), value.gather(dim, eager)
         return (a - b).abs().reshape(result.shape), b.abs().reshape(result.shape)
     if name.split(".")[1:2] and name.split(".")[1] in COMPARISONS and len(output.args) == 2:
@@ -385,7 +392,7 @@ class Oracle:
         assert_program = self.program
         if assert_program is None:
             return []
-        return list(assert_program.output_node.args[0])[len(assert_program.signature.writes) :]
+        return list(assert_program.outputs)[len(assert_program.signature.writes) :]
 
     def _wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
         wide = self._wide_values(expected)
@@ -415,9 +422,7 @@ class _Seeded(AbstractContextManager[Any]):
         return self.inner.__exit__(*details)
 
 
-def _structure_fault(
-    mine: Structure, theirs: Structure, leaves: Sequence[Any], expected: Sequence[Any]
-) -> str:
+def _structure_fault(mine: Structure, theirs: Structure, leaves: Sequence[Any], expected: Sequence[Any]) -> str:
     if len(leaves) != len(expected):
         return f"{len(leaves)} output tensors, eager returns {len(expected)}"
     return "" if mine == theirs else f"output of the form {mine}, eager returns {theirs}"[:300]
@@ -451,7 +456,9 @@ def verify(
     try:
         verdict = oracle.judge(candidate, exact=exact)
     except Exception as error:  # the candidate's own failure
-        raise BackendError("the candidate fails where the model does not", why=f"{type(error).__name__}: {error}") from error
+        raise BackendError(
+            "the candidate fails where the model does not", why=f"{type(error).__name__}: {error}"
+        ) from error
     if not verdict.ok:
         raise AccuracyError("the candidate does not compute what the model computes", why=verdict.reason)
     return verdict

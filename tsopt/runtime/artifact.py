@@ -30,9 +30,7 @@ MAX_MANIFEST = 1 << 26
 CHUNK = 1 << 20
 
 
-def save(
-    executable: Executable, path: str | Path, model: Callable[..., Any], example: Example, report: Report
-) -> Path:
+def save(executable: Executable, path: str | Path, model: Callable[..., Any], example: Example, report: Report) -> Path:
     """Writes a bundle beside its place and moves it there.
 
     Raises:
@@ -65,7 +63,9 @@ class staged:
             self.staging = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
         except OSError as error:
             raise ArtifactError(
-                "the output cannot be written", where=str(self.target), why=error.strerror or str(error),
+                "the output cannot be written",
+                where=str(self.target),
+                why=error.strerror or str(error),
                 fix="choose a directory that you may write to (-o)",
             ) from error
         return self.staging
@@ -82,12 +82,13 @@ class staged:
             shutil.rmtree(self.staging, ignore_errors=True)
 
     def _move(self) -> None:
-        for file in self.staging.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private
+        for file in self.staging.iterdir():
+            file.chmod(0o666 & ~mask)
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private, safetensors its files
         if self.target.exists():
             old = self.staging.with_name(self.staging.name + ".old")
             self.target.rename(old)
@@ -100,7 +101,9 @@ class staged:
 def check_target(target: Path) -> None:
     """Raises ArtifactError where a bundle would overwrite something that is none."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ArtifactError("the output exists and is no bundle", where=str(target), fix="remove it or choose another name")
+        raise ArtifactError(
+            "the output exists and is no bundle", where=str(target), fix="remove it or choose another name"
+        )
     if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
         raise ArtifactError(
             "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
@@ -126,9 +129,7 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example) -> Non
 
 
 def _write_manifest(staging: Path, executable: Executable, report: Report) -> None:
-    members = {
-        file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(staging.iterdir())
-    }
+    members = {file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(staging.iterdir())}
     winner = report.row(report.winner)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -182,9 +183,7 @@ def load(path: str | Path, *, trust: bool = False) -> Executable:
         raise _damaged(directory, repr(error)) from error
 
 
-def _open(
-    directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool
-) -> Executable:
+def _open(directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool) -> Executable:
     threads = options.get("threads") if isinstance(options.get("threads"), int) else None
     if backend == "onnxruntime":
         return _open_onnx(directory, options, signature)

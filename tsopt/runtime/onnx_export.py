@@ -131,9 +131,7 @@ def _explain(error: Exception, program: Program) -> BackendError:
         cause = cause.__cause__
     found = _OVERLOAD.search(text)
     op = next((group for group in found.groups() if group), "") if found else ""
-    place = next(
-        (n for n in program.calls() if op and str(n.target).startswith(op.replace("::", "."))), None
-    )
+    place = next((n for n in program.calls() if op and str(n.target).startswith(op.replace("::", "."))), None)
     where = f"{place.meta.get('module', '')} {place.meta.get('source', '')}".strip() if place is not None else ""
     what = f"the ONNX exporter has no translation for {op}" if op else "the ONNX exporter cannot take this model"
     return BackendError(what, where=where or None, why=f"{type(error).__name__}: {_last_line(text)}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILE = "model.onnx"
 DTYPES = frozenset(
-    "float64 float32 float16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
+    {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
 NEGATIVE_INDEX = "ONNX Runtime accepts negative indices where PyTorch raises IndexError"
@@ -54,7 +54,9 @@ class OnnxRuntimeBackend:
         proto, weights = model.detached()
         threads = self.threads or torch.get_num_threads()
         session = open_session(proto, threads, weights)
-        indexed = any(str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls())
+        indexed = any(
+            str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls()
+        )
 
         def save(directory: Path) -> None:
             model.save(directory / FILE)
@@ -75,11 +77,13 @@ def _refusals(program: Program) -> list[Unsupported]:
     from tsopt.compiler.program import origin_of
 
     found: list[Unsupported] = []
-    for item in (*program.signature.inputs, *program.signature.outputs):
-        if item.type.dtype not in DTYPES:
-            found.append(Unsupported(item.name, f"ONNX Runtime has no {item.type.dtype} at its interface"))
-        if item.type.device != "cpu":
-            found.append(Unsupported(item.name, f"the model is on {item.type.device}; this backend runs on the CPU"))
+    ends = [(item.name, item.type) for item in program.signature.inputs]
+    ends += [(item.name, item.type) for item in program.signature.outputs]
+    for name, kind in ends:
+        if kind.dtype not in DTYPES:
+            found.append(Unsupported(name, f"ONNX Runtime has no {kind.dtype} at its interface"))
+        if kind.device != "cpu":
+            found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on the CPU"))
     for node in program.calls():
         if ops.is_random(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
@@ -87,7 +91,9 @@ def _refusals(program: Program) -> list[Unsupported]:
             found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
         elif _may_trap(node):
             found.append(
-                Unsupported(origin_of(node), "an integer division by a computed value can kill the process in ONNX Runtime")
+                Unsupported(
+                    origin_of(node), "an integer division by a computed value can kill the process in ONNX Runtime"
+                )
             )
     return found
 

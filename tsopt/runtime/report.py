@@ -112,7 +112,11 @@ class Report:
     @property
     def markdown(self) -> str:
         """The table and the passes as GitHub markdown."""
-        lines = [f"### {self.model}: {self.winner}, {self.why}", "", *_markdown(COLUMNS, [r.cells() for r in self.rows])]
+        lines = [
+            f"### {self.model}: {self.winner}, {self.why}",
+            "",
+            *_markdown(COLUMNS, [r.cells() for r in self.rows]),
+        ]
         lines += ["", *_markdown(PASS_COLUMNS, pass_cells(self.passes)), "", str(self.environment)]
         return "\n".join(lines)
 
@@ -122,7 +126,7 @@ class Report:
             "winner": self.winner,
             "why": self.why,
             "rows": [_row_json(row) for row in self.rows],
-            "passes": [_pass_json(record) for record in self.passes],
+            "passes": [pass_json(record) for record in self.passes],
             "nodes": {"before": self.nodes[0], "after": self.nodes[1]},
             "capture_seconds": self.capture_seconds,
             "numerics": self.numerics,
@@ -176,7 +180,10 @@ def _ms(value: float) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
@@ -208,7 +215,8 @@ def _row_json(row: Row) -> dict[str, Any]:
     return out | {"compile_seconds": row.compile_seconds, "notes": list(row.notes)}
 
 
-def _pass_json(record: PassRecord) -> dict[str, Any]:
+def pass_json(record: PassRecord) -> dict[str, Any]:
+    """One record for machines."""
     return {
         "name": record.name,
         "changed": record.changed,

@@ -104,7 +104,9 @@ def measure(
             if time.perf_counter() > end:
                 break
             names = _hopeful(lanes, names)
-    return {name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group) for name, lane in lanes.items()}
+    return {
+        name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group) for name, lane in lanes.items()
+    }
 
 
 def _sample(lane: _Lane, example: Example) -> None:

@@ -1,0 +1,40 @@
+# Everything runs in .venv, made on first use from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types fuzz bench clean
+
+help: ## show this
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tsopt needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime side by side
+	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
+
+test: lint types ## lint, types, tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+fuzz: $(READY) ## the slow campaigns of the tests
+	TSOPT_FUZZ=1 $(BIN)/python -m pytest -m "" tests
+
+bench: $(READY) ## eight real models, eager against compiled; writes bench/results
+	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json
+	$(BIN)/python bench/side_by_side.py
+
+clean: ## remove what was made
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

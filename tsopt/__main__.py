@@ -1,0 +1,5 @@
+"""`python -m tsopt`."""
+
+from tsopt.cli.app import run
+
+run()

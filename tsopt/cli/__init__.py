@@ -1,0 +1,1 @@
+"""The command line: commands over the public API. `tsopt --help` imports no torch."""

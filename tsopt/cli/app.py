@@ -1,0 +1,322 @@
+"""The commands. Each reads its options, calls the public API and shows what came back.
+
+Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tsopt._version import __version__
+from tsopt.errors import TsoptError, UsageError
+
+app = typer.Typer(
+    name="tsopt",
+    help="Turns a PyTorch model into the fastest verified form that this machine can run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Format(str, Enum):
+    """What `tsopt export` writes."""
+
+    tsopt = "tsopt"
+    onnx = "onnx"
+    torchscript = "torchscript"
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Python file, or FILE.py:NAME for another name than `model`.")
+]
+Input = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for several."
+    ),
+]
+Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="For the model file and the inputs that are made.")]
+Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
+AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
+Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
+Seconds = Annotated[float, typer.Option("--seconds", help="About how long to time.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
+
+
+def _output(as_json: bool = False, quiet: bool = False) -> Any:
+    from tsopt.cli.console import Output
+
+    made = Output(as_json=as_json, quiet=quiet)
+    _State.output = made
+    return made
+
+
+class _State:
+    """The output of the running command, for errors that reach main."""
+
+    output: Any = None
+
+
+def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
+    from tsopt.cli.model_file import load_model_file
+
+    return load_model_file(model, inputs or [], seed)
+
+
+def _optimized(
+    model: str,
+    inputs: list[str] | None,
+    out: Any,
+    *,
+    level: int,
+    threads: int | None,
+    seed: int,
+    eval_mode: bool,
+    allow_nan: bool,
+    without: list[str] | None,
+    seconds: float,
+) -> Any:
+    with out.progress(Path(model).name) as tell:
+        tell("import torch")
+        loaded = _load(model, inputs, seed)
+        from tsopt.api import optimize
+
+        return optimize(
+            loaded.model,
+            loaded.example_input,
+            level=level,
+            threads=threads,
+            seed=seed,
+            eval_mode=eval_mode,
+            allow_nan=allow_nan,
+            without=without or (),
+            seconds=seconds,
+            progress=tell,
+        )
+
+
+@app.command()
+def export(
+    model: Model,
+    format: Annotated[
+        list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File or directory; beside the model by default.")
+    ] = None,
+    input: Input = None,
+    level: Level = 2,
+    opset: Annotated[
+        int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's default if not given.")
+    ] = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    eval: Eval = False,
+    allow_nan: AllowNan = False,
+    without: Without = None,
+    seconds: Seconds = 10.0,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Optimize a model, race it against eager, and write the winner."""
+    out = _output(json, quiet)
+    from tsopt.cli.export import targets, write
+
+    formats = [item.value for item in format or [Format.tsopt]]
+    places = targets(model, formats, output)
+    fast = _optimized(
+        model,
+        input,
+        out,
+        level=level,
+        threads=threads,
+        seed=seed,
+        eval_mode=eval,
+        allow_nan=allow_nan,
+        without=without,
+        seconds=seconds,
+    )
+    with out.progress(Path(model).name) as tell:
+        for kind, path in places.items():
+            tell(f"write {path}")
+            write(fast, kind, path, opset)
+    out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
+
+
+@app.command()
+def bench(
+    model: Model,
+    input: Input = None,
+    level: Level = 2,
+    threads: Threads = None,
+    seed: Seed = 0,
+    eval: Eval = False,
+    allow_nan: AllowNan = False,
+    without: Without = None,
+    seconds: Seconds = 10.0,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time eager and every candidate side by side; writes nothing."""
+    out = _output(json, quiet)
+    fast = _optimized(
+        model,
+        input,
+        out,
+        level=level,
+        threads=threads,
+        seed=seed,
+        eval_mode=eval,
+        allow_nan=allow_nan,
+        without=without,
+        seconds=seconds,
+    )
+    out.report(fast.report)
+
+
+@app.command()
+def inspect(
+    model: Model,
+    diff: Annotated[bool, typer.Option("--diff", help="Only what each pass changed.")] = False,
+    passes: Annotated[
+        bool, typer.Option("--passes", help="What each pass and rule did and declined, not the text.")
+    ] = False,
+    why: Annotated[
+        str | None, typer.Option("--why", metavar="RULE", help="Where a rule was applied or declined.")
+    ] = None,
+    input: Input = None,
+    level: Level = 2,
+    seed: Seed = 0,
+    eval: Eval = False,
+    allow_nan: AllowNan = False,
+    without: Without = None,
+    json: AsJson = False,
+) -> None:
+    """Show the program as captured and after each pass that changed it."""
+    out = _output(json)
+    with out.progress(Path(model).name) as tell:
+        loaded = _load(model, input, seed)
+        from tsopt.api import names_of, transform_with_records
+        from tsopt.compiler.capture import capture
+        from tsopt.passes import STANDARD
+
+        if why is not None and why not in names_of(STANDARD):
+            raise UsageError(f"no rule or pass is called {why!r}", fix=f"one of: {', '.join(names_of(STANDARD))}")
+        tell("capture")
+        program = capture(loaded.model, loaded.example_input, eval_mode=eval, allow_nan=allow_nan)
+        _, records = transform_with_records(program, level=level, without=without or (), keep_text=True, progress=tell)
+    from tsopt.cli.inspection import show_passes, show_texts, show_why, to_json
+
+    if json:
+        out.json(to_json(program, records))
+    elif why is not None:
+        show_why(out, records, why)
+    elif passes:
+        show_passes(out, records)
+    else:
+        show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A .tsopt directory.")],
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="Compare with this model, on fresh inputs too.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Run code from the bundle, where it holds code.")] = False,
+    input: Input = None,
+    seed: Seed = 0,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check that a bundle is whole and still gives what the model gave. Exit code 1 when it does not."""
+    out = _output(json, quiet)
+    from tsopt.cli.verification import against_model, against_record
+
+    verdict = (
+        against_record(bundle, trust)
+        if model is None
+        else against_model(bundle, trust, _load(model, input, seed), seed)
+    )
+    out.json({"bundle": str(bundle), "ok": True, "verdict": verdict})
+    out.say(f"{bundle}: {verdict}")
+
+
+@app.command()
+def doctor(json: AsJson = False) -> None:
+    """Show this machine, and which backends it can use, and what is missing."""
+    out = _output(json)
+    from tsopt.cli.diagnosis import diagnose
+
+    diagnose(out)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"tsopt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; the exit code. A user's mistake never leaves a traceback."""
+    arguments = _split_levels(sys.argv[1:] if arguments is None else arguments)
+    try:
+        command: Callable[..., Any] = typer.main.get_command(app)
+        result = command(arguments, prog_name="tsopt", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except TsoptError as error:
+        (_State.output or _output("--json" in arguments)).error(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
+        return _unexpected(error)
+
+
+def _split_levels(arguments: list[str]) -> list[str]:
+    """`-O2` as `-O 2`: the form that compilers have taught everybody."""
+    out: list[str] = []
+    for item in arguments:
+        out += ["-O", item[2:]] if item.startswith("-O") and item[2:].isdigit() else [item]
+    return out
+
+
+def _unexpected(error: Exception) -> int:
+    if type(error).__name__ == "Abort":
+        sys.stderr.write("interrupted\n")
+        return 130
+    if hasattr(error, "show") and hasattr(error, "exit_code"):
+        error.show()
+        return int(error.exit_code)
+    if isinstance(error, BrokenPipeError):
+        return 0
+    raise error
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main())

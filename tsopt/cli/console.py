@@ -1,0 +1,92 @@
+"""What the user sees: progress with phase and time, tables, and errors. Knows no command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from tsopt.errors import TsoptError
+    from tsopt.runtime.report import Report
+
+STYLES = {"faster": "green", "slower": "yellow", "wrong": "red", "failed": "red", "unsupported": "dim"}
+
+
+class Output:
+    """Where results and progress go: results to stdout, progress and errors to stderr."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        # A pipe has no width: a table cut at 80 columns would be worth nothing in a log.
+        wide = None if sys.stdout.isatty() else 160
+        self.out = Console(width=wide, soft_wrap=False, highlight=False)
+        self.err = Console(stderr=True, highlight=False)
+
+    @contextmanager
+    def progress(self, title: str) -> Iterator[Callable[[str], None]]:
+        """A line with the phase and the time since the start, on a terminal; nothing with -q or --json."""
+        if self.quiet or self.as_json or not self.err.is_terminal:
+            yield lambda text: None
+            return
+        start = time.perf_counter()
+        with self.err.status(title) as status:
+            yield lambda text: status.update(f"{title}: {text} [dim]{time.perf_counter() - start:.0f} s[/dim]")
+
+    def say(self, text: str = "") -> None:
+        if not self.quiet and not self.as_json:
+            self.out.print(Text(text), soft_wrap=True)
+
+    def json(self, value: Any) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], *, style_column: int | None = None) -> None:
+        if self.quiet or self.as_json:
+            return
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in header:
+            table.add_column(name, overflow="fold", no_wrap=name in ("p50 ms", "p90 ms", "nodes"))
+        for row in rows:
+            style = STYLES.get(row[style_column], "") if style_column is not None else ""
+            table.add_row(*(Text(cell) for cell in row), style=style)
+        self.out.print(table)
+
+    def report(self, report: Report) -> None:
+        """The race, the passes, the reasons, the files."""
+        from tsopt.runtime.report import COLUMNS, PASS_COLUMNS, pass_cells
+
+        self.json(report.to_json())
+        self.say(f"{report.model}: {report.winner} wins, {report.why}\n")
+        self.table(COLUMNS, [row.cells() for row in report.rows], style_column=4)
+        for row in report.rows:
+            if row.reason:
+                self.say(f"  {row.name}: {row.reason}")
+        self.say()
+        self.table(PASS_COLUMNS, pass_cells(report.passes))
+        # The text form has the same tables; what follows them is the same for both.
+        tail = report.text.splitlines()
+        first = next(i for i, line in enumerate(tail) if line.startswith("op nodes"))
+        self.say("\n" + "\n".join(tail[first:]))
+
+    def error(self, error: TsoptError) -> None:
+        if self.as_json:
+            fields = {"error": error.what, "where": error.where, "why": error.why, "fix": error.fix}
+            sys.stdout.write(json.dumps(fields, indent=1) + "\n")
+            return
+        self.err.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
+        for name, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
+            if text:
+                self.err.print(Text.assemble((f"  {name}: ", "bold"), _printable(text)), soft_wrap=True)
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a file's text must not drive the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

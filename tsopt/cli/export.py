@@ -1,0 +1,70 @@
+"""What `tsopt export` writes, and where. Each file is complete or not there."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from tsopt.errors import ArtifactError, UsageError
+from tsopt.runtime.artifact import check_target, staged
+from tsopt.runtime.backend import compile
+
+SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
+
+
+def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
+    """Path for each format, checked before hours of work rather than after.
+
+    Raises:
+        UsageError, ArtifactError: a path cannot be written or is something else.
+    """
+    stem = re.sub(r"[^\w.-]", "_", Path(model.split(".py")[0]).name) or "model"
+    single = output is not None and not output.is_dir() and len(formats) == 1
+    if single and output is not None:
+        places = {formats[0]: output}
+    elif output is not None and output.suffix in SUFFIX.values() and len(formats) > 1:
+        raise UsageError(f"-o {output} is one file, and {len(formats)} formats are asked for", fix="give a directory")
+    else:
+        places = {kind: (output or Path()) / f"{stem}{SUFFIX[kind]}" for kind in formats}
+    if any("\n" in str(path) or str(path) in ("-", "") for path in places.values()):
+        raise UsageError("-o is not a usable path", fix="give a file or directory name")
+    for kind, path in places.items():
+        _check_parent(path)
+        if kind == "tsopt":
+            check_target(path)
+        elif path.is_dir():
+            raise ArtifactError("the output is a directory", where=str(path), fix="give a file name")
+    return places
+
+
+def _check_parent(path: Path) -> None:
+    parent = path.parent
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ArtifactError(
+            "the output cannot be written",
+            where=str(path),
+            why=f"{parent} is not a directory that you may write to",
+            fix="choose another place (-o)",
+        )
+
+
+def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:
+    """Writes one format of an Optimized."""
+    if kind == "tsopt":
+        fast.save(path)
+        return
+    with staged(path.parent / f"{path.name}.parts") as directory:
+        if kind == "onnx":
+            from tsopt.runtime.onnx_export import to_onnx
+
+            to_onnx(fast.program, opset).save(directory / path.name)
+        else:
+            compile(fast.program, "torchscript").save(directory)  # type: ignore[misc]
+            (directory / "model.ts").rename(directory / path.name)
+        for file in directory.iterdir():
+            os.replace(file, path.parent / file.name)
+    (path.parent / f"{path.name}.parts").rmdir()

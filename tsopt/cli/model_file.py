@@ -1,0 +1,208 @@
+"""Runs the user's `model.py[:name]` and finds the model and its example input in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tsopt.errors import UsageError
+
+NAMES = ("example_input", "example_inputs")
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What a model file offers."""
+
+    path: Path
+    model: Callable[..., Any]
+    example_input: Any
+
+
+def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
+    """Executes the file and picks the model.
+
+    Args:
+        spec: `path.py`, `path.py:name`; the name is a model, or a class or function that makes one.
+        inputs: `--input` values, which replace the file's `example_input`.
+        seed: set before the file runs, and again for each made input.
+
+    Raises:
+        UsageError: no such file or name, the file raises, or it has no example input.
+    """
+    path, name = _split(spec)
+    import torch
+
+    torch.manual_seed(seed)
+    module = _execute(path)
+    model = _model(module, path, name)
+    if inputs:
+        return ModelFile(path, model, parse_inputs(inputs, seed))
+    for candidate in NAMES:
+        if hasattr(module, candidate):
+            value = getattr(module, candidate)
+            is_maker = callable(value) and not hasattr(value, "__dlpack__")
+            return ModelFile(path, model, _call(value, path, candidate) if is_maker else value)
+    raise UsageError(
+        f"{path.name} defines no example_input",
+        where=str(path),
+        why="capture needs to see what a call looks like",
+        fix="add a line such as `example_input = torch.randn(1, 3, 224, 224)`, or pass --input x:1x3x224x224:f32",
+    )
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    text, _, name = spec.rpartition(":")
+    if not text or name.endswith(".py") or "/" in name:
+        text, name = spec, ""
+    path = Path(text)
+    if path.is_dir():
+        raise UsageError(f"{text} is a directory", fix="give a Python file that defines `model` and `example_input`")
+    if not path.is_file():
+        near = [p.name for p in path.parent.glob("*.py")][:5] if path.parent.is_dir() else []
+        raise UsageError(
+            f"there is no file {text}",
+            where=str(path.parent.resolve()),
+            fix=f"Python files there: {', '.join(sorted(near))}" if near else "check the path",
+        )
+    return path, name
+
+
+def _execute(path: Path) -> Any:
+    # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` beside the model
+    # would shadow the standard library.
+    name = f"tsopt_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file", fix="give a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    here = str(path.parent.resolve())
+    sys.path.append(here)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise UsageError(
+            f"{path.name} ends the program (sys.exit({error.code!r})) while it is read",
+            where=str(path),
+            fix='put what should run as a script under `if __name__ == "__main__":`',
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"{path.name} raises {type(error).__name__}",
+            where=_where(error, path),
+            why=str(error)[:300] or None,
+            fix=f"make `python {path.name}` run first",
+        ) from error
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+    return module
+
+
+def _where(error: BaseException, path: Path) -> str:
+    if isinstance(error, SyntaxError):
+        return f"{path}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+    return f"{path}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
+
+
+def _model(module: Any, path: Path, name: str) -> Callable[..., Any]:
+    from torch import nn
+
+    found = getattr(module, name or "model", None)
+    if found is None:
+        offers = [key for key, value in vars(module).items() if _is_model(value, module)]
+        raise UsageError(
+            f"{path.name} defines no {name or 'model'!r}",
+            where=str(path),
+            fix=f"name one of: {', '.join(f'{path.name}:{key}' for key in offers)}" if offers else "add `model = ...`",
+        )
+    if (isinstance(found, type) and issubclass(found, nn.Module)) or (
+        not isinstance(found, nn.Module) and callable(found) and _takes_nothing(found)
+    ):
+        found = _call(found, path, name or "model")
+    if not callable(found):
+        raise UsageError(
+            f"{name or 'model'!r} in {path.name} is a {type(found).__name__}",
+            where=str(path),
+            fix="make it an nn.Module, a function of tensors, or a function that returns one of them",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _is_model(value: Any, module: Any) -> bool:
+    from torch import nn
+
+    made_here = getattr(value, "__module__", None) == module.__name__
+    return isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module) and made_here)
+
+
+def _takes_nothing(function: Any) -> bool:
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _call(maker: Callable[[], Any], path: Path, name: str) -> Any:
+    try:
+        return maker()
+    except Exception as error:
+        raise UsageError(
+            f"{name}() in {path.name} raises {type(error).__name__}",
+            where=_where(error, path),
+            why=str(error)[:300],
+            fix=f"{name} is called without arguments; give them defaults, or define `model = {name}(...)`",
+        ) from error
+
+
+_INPUT = re.compile(r"^(?:(?P<name>[^:]+):)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
+
+
+def parse_inputs(texts: list[str], seed: int) -> Any:
+    """`x:1x3x224x224:f32` -> tensors of random values; with names keyword arguments, without positional ones.
+
+    Raises:
+        UsageError: wrong syntax or dtype, or names on some of them only.
+    """
+    import torch
+
+    from tsopt.compiler.types import LONG
+
+    generator = torch.Generator().manual_seed(seed)
+    made: list[tuple[str | None, Any]] = []
+    for text in texts:
+        match = _INPUT.match(text)
+        if match is None:
+            raise UsageError(
+                f"--input {text} is not understood", fix="write NAME:SHAPE:DTYPE, such as x:1x3x224x224:f32"
+            )
+        kind = match["dtype"] or "f32"
+        dtype = getattr(torch, LONG.get(kind, kind), None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--input {text}: no dtype {kind!r}", fix=f"one of: {', '.join(LONG)}")
+        shape = () if match["shape"] == "scalar" else tuple(int(n) for n in match["shape"].split("x"))
+        made.append((match["name"], _random(shape, dtype, generator)))
+    named = [name is not None for name, _ in made]
+    if any(named) and not all(named):
+        raise UsageError("some --input have a name and some have none", fix="name all of them or none")
+    return {str(name): value for name, value in made} if all(named) else tuple(value for _, value in made)
+
+
+def _random(shape: tuple[int, ...], dtype: Any, generator: Any) -> Any:
+    import torch
+
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    # Small enough to be an index into any table; 2 for bool.
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
