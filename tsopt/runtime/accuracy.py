@@ -389,10 +389,8 @@ class Oracle:
         return found
 
     def _outputs(self) -> list[fx.Node]:
-        assert_program = self.program
-        if assert_program is None:
-            return []
-        return list(assert_program.outputs)[len(assert_program.signature.writes) :]
+        program = self.program
+        return [] if program is None else program.outputs[len(program.signature.writes) :]
 
     def _wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
         wide = self._wide_values(expected)

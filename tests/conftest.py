@@ -1,0 +1,40 @@
+"""Fixtures that several rooms of the tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write what the programs are now")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    """Compares a text with tests/golden/NAME.txt; `--update-golden` writes it."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.exists(), f"no golden {path.name}: run pytest --update-golden and read what it wrote"
+        assert text == path.read_text()
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def fuzz_factor() -> int:
+    """How many times more examples the slow campaigns run."""
+    return 30 if os.environ.get("TSOPT_FUZZ") else 1
