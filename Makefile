@@ -33,8 +33,9 @@ fuzz: $(READY) ## the slow campaigns of the tests
 	TSOPT_FUZZ=1 $(BIN)/python -m pytest -m "" tests
 
 bench: $(READY) ## eight real models, eager against compiled; writes bench/results
-	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json
-	$(BIN)/python bench/side_by_side.py
+	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json
+	$(BIN)/python -m bench.side_by_side
+	$(BIN)/python -m bench.overhead
 
 clean: ## remove what was made
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,86 @@
+"""The models that tsopt is measured on: transformers configurations with random weights, and two small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import nn
+
+import tsopt
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is called, batch 1."""
+
+    make: Callable[[], nn.Module]
+    example: Callable[[], tsopt.Example]
+
+    def load(self, seed: int = 0) -> tuple[nn.Module, tsopt.Example]:
+        torch.manual_seed(seed)
+        return perturbed(self.make()).eval(), self.example()
+
+
+class Tagger(nn.Module):
+    """A bidirectional LSTM over embeddings, a label for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 128)
+        self.lstm = nn.LSTM(128, 128, batch_first=True, bidirectional=True)
+        self.labels = nn.Linear(256, 20)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        return self.labels(hidden)
+
+
+def perturbed(model: nn.Module) -> nn.Module:
+    """Batch norm statistics as training leaves them: fresh ones (0 and 1) would hide an error in folding."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            nn.init.normal_(module.running_mean, std=0.2)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.2)
+    return model
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def resnet(depths: list[int], sizes: list[int], layer: str) -> nn.Module:
+    config = transformers.ResNetConfig(depths=depths, hidden_sizes=sizes, layer_type=layer)
+    return transformers.ResNetForImageClassification(config)
+
+
+def image() -> tsopt.Example:
+    return tsopt.example(torch.randn(1, 3, 224, 224))
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(0, 1000, (1, length))
+
+
+MODELS: dict[str, Case] = {
+    "mlp": Case(mlp, lambda: tsopt.example(torch.randn(1, 64))),
+    "lstm": Case(Tagger, lambda: tsopt.example(tokens(64))),
+    "resnet18": Case(lambda: resnet([2, 2, 2, 2], [64, 128, 256, 512], "basic"), image),
+    "resnet50": Case(lambda: resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck"), image),
+    "mobilenet_v2": Case(
+        lambda: transformers.MobileNetV2ForImageClassification(transformers.MobileNetV2Config()), image
+    ),
+    "bert_base": Case(
+        lambda: transformers.BertModel(transformers.BertConfig()),
+        lambda: tsopt.example(input_ids=tokens(128), attention_mask=torch.ones(1, 128, dtype=torch.int64)),
+    ),
+    "gpt2": Case(
+        lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
+        lambda: tsopt.example(tokens(64)),
+    ),
+    "vit_b16": Case(lambda: transformers.ViTForImageClassification(transformers.ViTConfig()), image),
+}
