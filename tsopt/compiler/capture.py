@@ -118,63 +118,51 @@ def _plain(target: object) -> bool:
 def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str) -> Program:
     """The exported program with weights as get_attr nodes and written state as inputs and outputs."""
     signature = exported.graph_signature
-    written = {spec.target: spec.arg.name for spec in signature.output_specs if spec.kind in WRITES}
-    lowering = _Lowering(exported, written)
-    user_names = iter(names)
-    inputs: list[Input] = []
-    states: list[tuple[Input, fx.Node]] = []
-    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    for spec, node in zip(signature.input_specs, placeholders, strict=True):
-        if spec.kind == InputKind.USER_INPUT:
-            lowering.placeholder(node)
-            inputs.append(Input(next(user_names), _static_type(node)))
-        elif spec.target in written:
-            states.append((Input(_clean(spec.target), _static_type(node), state=True), node))
-    for item, node in states:
-        lowering.placeholder(node)
-        inputs.append(item)
-    for spec, node in zip(signature.input_specs, placeholders, strict=True):
-        if spec.kind != InputKind.USER_INPUT and spec.target not in written:
-            lowering.weight(node, str(spec.target))
-    by_placeholder = {node.name: item.name for item, node in states}
-    by_placeholder |= {
-        node.name: item.name
-        for item, node in zip(
-            inputs,
-            (n for s, n in zip(signature.input_specs, placeholders, strict=True) if s.kind == InputKind.USER_INPUT),
-            strict=False,
-        )
+    written = {spec.target for spec in signature.output_specs if spec.kind in WRITES}
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    users = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    held = [spec for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT]
+    states = [spec for spec in held if spec.target in written]
+
+    free = _unique([*names, *(_clean(spec.target) for spec in states)])
+    # By what a write names: the placeholder of a user's input, the path of a state.
+    inputs = {
+        str(spec.target or spec.arg.name): Input(text, _static_type(nodes[spec.arg.name]), state=spec in states)
+        for spec, text in zip((*users, *states), free, strict=True)
     }
-    state_by_target = {str(spec.target): by_placeholder.get(spec.arg.name) for spec in signature.input_specs}
+    lowering = _Lowering(exported)
+    for spec in (*users, *states):
+        lowering.placeholder(nodes[spec.arg.name])
+    for spec in held:
+        if spec not in states:
+            lowering.weight(nodes[spec.arg.name], str(spec.target))
     for node in exported.graph.nodes:
         if node.op == "call_function":
             lowering.call(node)
+
     returned = list(exported.graph.output_node().args[0])
     labels = dict(result.paths())
     outputs: list[Output] = []
-    position = 0
     for spec, value in zip(signature.output_specs, returned, strict=True):
-        node = lowering.mapping[value]
         if spec.kind in WRITES:
-            target = state_by_target.get(str(spec.target)) or by_placeholder[str(spec.target)]
-            outputs.append(Output(f"{target}.new", _static_type(node), writes=target))
+            target = inputs[str(spec.target)].name
+            outputs.append(Output(f"{target}.new", _static_type(value), writes=target))
         else:
-            outputs.append(Output(labels.get(position, "") or "output", _static_type(node)))
-            position += 1
-    graph = lowering.finish([lowering.mapping[value] for value in returned])
-    state = {
-        item.name: lowering.tensor(str(spec.target))
-        for spec in signature.input_specs
-        for item, node in states
-        if spec.arg.name == node.name
-    }
-    return Program(graph, lowering.weights, Signature(tuple(inputs), tuple(outputs), outer, result), state, name=name)
+            position = sum(1 for item in outputs if item.writes is None)
+            outputs.append(Output(labels.get(position) or "output", _static_type(value)))
+    return Program(
+        lowering.finish([lowering.mapping[value] for value in returned]),
+        lowering.weights,
+        Signature(tuple(inputs.values()), tuple(outputs), outer, result),
+        {inputs[str(spec.target)].name: lowering.tensor(str(spec.target)) for spec in states},
+        name=name,
+    )
 
 
 class _Lowering:
     """Builds the graph of a Program from that of an exported program."""
 
-    def __init__(self, exported: ExportedProgram, written: dict[Any, str]) -> None:
+    def __init__(self, exported: ExportedProgram) -> None:
         self.exported = exported
         self.graph = fx.Graph()
         self.mapping: dict[fx.Node, fx.Node] = {}

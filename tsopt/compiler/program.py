@@ -94,7 +94,7 @@ class Program:
     @property
     def text(self) -> str:
         """The program for humans, goldens and the fingerprint."""
-        return "\n".join([f"program {self.name}", *self.lines()]) + "\n"
+        return "\n".join([f"program {self.name}", *self.lines()])
 
     def lines(self, *, origins: bool = True) -> Iterator[str]:
         """One line for each node; `origins` appends module path and source line."""

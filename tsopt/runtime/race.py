@@ -12,6 +12,7 @@ import torch
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
+from tsopt.compiler.structure import flatten
 from tsopt.errors import TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
 from tsopt.runtime.backend import Executable, compile, get_backend
@@ -125,9 +126,17 @@ def _timed(
     calls: dict[str, Callable[..., Any]] = {EAGER: model, **executables}
     # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
     with protected(model, written=captured.state.values()), torch.inference_mode():
-        timings = measure(calls, inputs, seconds=seconds, progress=lambda text: tell(f"time: {text}"))
+        timings = measure(
+            calls, inputs, seconds=seconds, wait=device_wait(example), progress=lambda text: tell(f"time: {text}")
+        )
     base = timings[EAGER]
     return [_with_timing(row, timings.get(row.name), base) for row in rows]
+
+
+def device_wait(example: Example) -> Callable[[], None]:
+    """What waits for the device that an example is on: kernels on a GPU run behind the call's back."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return torch.cuda.synchronize if any(leaf.is_cuda for leaf in leaves) else lambda: None
 
 
 def _with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
@@ -185,5 +194,7 @@ def benchmark(
     example = as_example(example_input)
     inputs = [item.clone() for item in input_sets(example, seed)[:3]]
     with protected(model), torch.inference_mode():
-        timings = measure({EAGER: model, **candidates}, inputs, seconds=seconds, progress=progress)
+        timings = measure(
+            {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress
+        )
     return Benchmark(tuple(_with_timing(Row(name), timings[name], timings[EAGER]) for name in timings))

@@ -74,6 +74,7 @@ def measure(
     inputs: Sequence[Example],
     *,
     seconds: float = 10.0,
+    wait: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Times callables side by side.
@@ -84,13 +85,14 @@ def measure(
     Args:
         inputs: calls to make, of one signature.
         seconds: about how long to go on; at least MIN_ROUNDS rounds, at most MAX_ROUNDS.
+        wait: returns when the device has done all that was asked of it; part of every sample.
     """
     lanes = {name: _Lane(call) for name, call in calls.items()}
     for name, lane in lanes.items():
         if progress:
             progress(f"warm-up {name}")
-        lane.first = _time(lane.call, inputs[0], 1)
-        spent = [_time(lane.call, inputs[i % len(inputs)], 1) for i in range(WARM_UP)]
+        lane.first = _time(lane.call, inputs[0], 1, wait)
+        spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
         lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
     end = time.perf_counter() + seconds
     names = list(lanes)
@@ -99,7 +101,7 @@ def measure(
             progress(f"round {number + 1}")
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            _sample(lanes[name], inputs[number % len(inputs)])
+            _sample(lanes[name], inputs[number % len(inputs)], wait)
         if number + 1 >= MIN_ROUNDS:
             if time.perf_counter() > end:
                 break
@@ -109,17 +111,18 @@ def measure(
     }
 
 
-def _sample(lane: _Lane, example: Example) -> None:
+def _sample(lane: _Lane, example: Example, wait: Callable[[], None]) -> None:
     time.sleep(PAUSE)
-    _time(lane.call, example, 1)
-    lane.samples.append(_time(lane.call, example, lane.group) / lane.group)
+    _time(lane.call, example, 1, wait)
+    lane.samples.append(_time(lane.call, example, lane.group, wait) / lane.group)
 
 
-def _time(call: Callable[..., Any], example: Example, times: int) -> float:
+def _time(call: Callable[..., Any], example: Example, times: int, wait: Callable[[], None]) -> float:
     args, kwargs = example.args, example.kwargs
     start = time.perf_counter()
     for _ in range(times):
         call(*args, **kwargs)
+    wait()
     return time.perf_counter() - start
 
 
