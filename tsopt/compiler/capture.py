@@ -5,12 +5,11 @@ Never imports a pass or a backend.
 
 from __future__ import annotations
 
-import logging
+import inspect
 import operator
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tsopt.compiler import ops
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.protect import protected, training_flags
+from tsopt.compiler.quiet import quiet
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.types import TensorType
@@ -59,7 +59,7 @@ def capture(
     _check_model(model, allow_nan=allow_nan)
     _check_inputs(model, example)
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
-    with protected(model), _quiet():
+    with protected(model), quiet():
         if training and eval_mode:
             with training_flags(model, False):
                 return _capture(model, example)
@@ -447,8 +447,6 @@ def _model_name(model: object) -> str:
 
 def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
     """A name for each leaf: the parameter of forward that it belongs to, and its path below."""
-    import inspect
-
     target = model.forward if isinstance(model, nn.Module) else model
     try:
         parameters = list(inspect.signature(target).parameters.values())
@@ -472,15 +470,3 @@ def _unique(names: list[str]) -> list[str]:
         seen[name] = seen.get(name, 0) + 1
         out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps torch's own log lines about tracing from the user; errors still arrive as exceptions."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-Containers = (dict, list, set)
+# Hooks live in OrderedDicts: transformers installs some at the first call and keeps a flag that it did.
+Containers = (dict, OrderedDict, list, set)
 
 
 @contextmanager

@@ -5,12 +5,7 @@ Needs onnx and onnxscript, not ONNX Runtime.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import re
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ from typing import Any
 import torch
 
 from tsopt.compiler.program import Program, attribute_name
+from tsopt.compiler.quiet import quiet
 from tsopt.errors import BackendError
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
@@ -67,11 +63,9 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
         BackendError: the exporter has no translation for an op; the message names it and its place.
     """
     types = [item.type for item in program.signature.inputs]
-    inputs = tuple(
-        torch.zeros(1, dtype=getattr(torch, t.dtype), device=t.device).expand(t.shape).contiguous() for t in types
-    )
+    inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(stdout=True), torch.no_grad():
             exported = torch.export.export(program.module(), inputs, strict=False)
             made = torch.onnx.export(
                 exported,
@@ -140,19 +134,3 @@ def _explain(error: Exception, program: Program) -> BackendError:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("  ")]
     return (lines[-1] if lines else "")[:200]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps the exporter's prints, warnings and log lines from the user; what fails arrives as an exception."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -36,9 +36,7 @@ class TorchScriptBackend:
     def compile(self, program: Program) -> Executable:
         module = program.module().eval()
         types = [item.type for item in program.signature.inputs]
-        inputs = tuple(
-            torch.zeros(1, dtype=getattr(torch, t.dtype), device=t.device).expand(t.shape).contiguous() for t in types
-        )
+        inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
