@@ -99,10 +99,24 @@ class Program:
     def lines(self, *, origins: bool = True) -> Iterator[str]:
         """One line for each node; `origins` appends module path and source line."""
         names = self.value_names()
+        inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
-            line = f"  {_line(node, names)}"
+            if node.op == "placeholder":
+                yield f"  {names[node]}: {format_type(type_of(node))} = {'state' if next(inputs).state else 'input'}"
+                continue
+            line = f"  {self._return_line(names) if node.op == 'output' else _line(node, names)}"
             origin = origin_of(node) if origins and ops.is_call(node) else ""
             yield f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
+
+    def _return_line(self, names: dict[fx.Node, str]) -> str:
+        """`return %2`, with what the call writes as `%n <- %0`."""
+        if not isinstance(self.output_node.args[0], tuple) or len(self.outputs) != len(self.signature.outputs):
+            return f"return {format_value(self.output_node.args[0], names)}"  # a broken program is shown as it is
+        parts = [
+            f"%{item.writes} <- {format_value(value, names)}" if item.writes else format_value(value, names)
+            for value, item in zip(self.outputs, self.signature.outputs, strict=True)
+        ]
+        return f"return {', '.join(parts)}"
 
     def value_names(self) -> dict[fx.Node, str]:
         """Names that do not depend on what passes created in between: inputs and weights keep theirs, calls count."""
@@ -183,11 +197,7 @@ def origin_of(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    if node.op == "output":
-        return f"return {format_value(node.args[0], names)[1:-1].rstrip(',')}"
     left = f"{names[node]}: {format_type(type_of(node))} ="
-    if node.op == "placeholder":
-        return f"{left} input"
     if node.op == "get_attr":
         return f"{left} weight"
     arguments = [format_value(arg, names) for arg in node.args]

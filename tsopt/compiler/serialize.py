@@ -1,5 +1,7 @@
 """Program <-> files: the graph as JSON that names nothing but known ops, the weights as safetensors.
 
+State that the model writes is not part of it: whoever runs the program owns that.
+
 Reading executes no code from the file: an op is looked up by its exact overload name among functional
 ATen ops, and the program is verified before anybody runs it.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +48,15 @@ def write_program(program: Program, directory: Path) -> None:
     }
     (directory / GRAPH).write_text(json.dumps(data))
     tensors = {name: program.weights[name] for name in program.used_weights()}
-    tensors |= {f"state:{name}": tensor for name, tensor in program.state.items()}
     # safetensors keeps no strides and no sharing: a view is written as what it shows.
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, directory / WEIGHTS)
 
 
-def read_program(directory: Path) -> Program:
+def read_program(directory: Path, state: Sequence[torch.Tensor] = ()) -> Program:
     """Reads what `write_program` wrote.
+
+    Args:
+        state: the tensors of the signature's state inputs, in order.
 
     Raises:
         ArtifactError: damaged, or not what it says.
@@ -61,7 +66,7 @@ def read_program(directory: Path) -> Program:
             raise ArtifactError("the stored program is too large", where=str(directory / GRAPH))
         data = json.loads((directory / GRAPH).read_text())
         tensors = load_file(directory / WEIGHTS)
-        return _Reader(data, tensors).program()
+        return _Reader(data, tensors).program(state)
     except TsoptError:
         raise
     except Exception as error:  # the file decides what goes wrong; all of it means the same
@@ -116,9 +121,9 @@ class _Reader:
         self.weights: dict[str, torch.Tensor] = {}
         self.mode = FakeTensorMode()
 
-    def program(self) -> Program:
+    def program(self, tensors: Sequence[torch.Tensor]) -> Program:
         signature = Signature.from_json(self.data["signature"])
-        state = {item.name: self.tensors[f"state:{item.name}"] for item in signature.state_inputs}
+        state = {item.name: tensor for item, tensor in zip(signature.state_inputs, tensors, strict=True)}
         made = Program(
             self.graph,
             self.weights,

@@ -7,6 +7,7 @@ neither torch nor onnx, only ONNX Runtime and numpy.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
+STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
 MAX_MANIFEST = 1 << 26
 CHUNK = 1 << 20
 
@@ -43,6 +45,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     with staged(target) as staging:
         try:
             executable.save(staging)
+            _write_state(staging / STATE, executable)
             _write_check(staging / CHECK, model, example)
             (staging / REPORT).write_text(json.dumps(report.to_json()))
             _write_manifest(staging, executable, report)
@@ -108,6 +111,28 @@ def check_target(target: Path) -> None:
         raise ArtifactError(
             "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
         )
+
+
+def _write_state(path: Path, executable: Executable) -> None:
+    from safetensors.torch import save_file
+
+    names = [item.name for item in executable.signature.state_inputs]
+    if names:
+        tensors = zip(names, executable.state, strict=True)
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}, path)
+
+
+def _read_state(directory: Path, signature: Signature) -> list[Any]:
+    """State in signature order: torch tensors, or numpy arrays where torch is not installed."""
+    names = [item.name for item in signature.state_inputs]
+    if not names:
+        return []
+    if importlib.util.find_spec("torch") is None:
+        from safetensors.numpy import load_file
+    else:
+        from safetensors.torch import load_file  # type: ignore[assignment]
+    stored = load_file(directory / STATE)
+    return [stored[name] for name in names]
 
 
 def _write_check(path: Path, model: Callable[..., Any], example: Example) -> None:
@@ -191,7 +216,8 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
         from tsopt.compiler.serialize import read_program
         from tsopt.runtime.eager import EagerBackend
 
-        return EagerBackend(threads=threads).compile(read_program(directory))
+        state = _read_state(directory, signature)
+        return EagerBackend(threads=threads).compile(read_program(directory, state))
     if backend == "torchscript":
         return _open_torchscript(directory, threads, signature, trust)
     raise ArtifactError(
@@ -204,9 +230,9 @@ def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -
         from tsopt.runtime.ort import FILE, load_session
     except ImportError as error:
         raise BackendError("ONNX Runtime is not installed", why=str(error), fix="pip install onnxruntime") from error
-    if signature.state_inputs:
-        raise ArtifactError("the bundle's model writes state, which an ONNX bundle does not hold", where=str(directory))
-    return Executable("onnxruntime", signature, load_session(directory / FILE, signature, options), options=options)
+    runner = load_session(directory / FILE, signature, options)
+    state = _read_state(directory, signature)
+    return Executable("onnxruntime", signature, runner, state=state, options=options)
 
 
 def _open_torchscript(directory: Path, threads: int | None, signature: Signature, trust: bool) -> Executable:
@@ -219,7 +245,8 @@ def _open_torchscript(directory: Path, threads: int | None, signature: Signature
         )
     from tsopt.runtime.torchscript import load_runner
 
-    return Executable("torchscript", signature, load_runner(directory, threads, signature), code=True)
+    runner = load_runner(directory, threads, signature)
+    return Executable("torchscript", signature, runner, state=_read_state(directory, signature), code=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
