@@ -115,9 +115,7 @@ def export(
     format: Annotated[
         list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File or directory; beside the model by default.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File or directory; here by default.")] = None,
     input: Input = None,
     level: Level = 2,
     opset: Annotated[

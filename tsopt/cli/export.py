@@ -11,6 +11,7 @@ from tsopt.errors import ArtifactError, UsageError
 from tsopt.runtime.artifact import check_target, staged
 from tsopt.runtime.backend import compile
 
+SCRIPT = "model.ts"  # what the TorchScript backend calls its file in a bundle
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
 
 
@@ -57,14 +58,13 @@ def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:
     if kind == "tsopt":
         fast.save(path)
         return
-    with staged(path.parent / f"{path.name}.parts") as directory:
+    with staged(path, unpack=True) as directory:
         if kind == "onnx":
             from tsopt.runtime.onnx_export import to_onnx
 
             to_onnx(fast.program, opset).save(directory / path.name)
-        else:
-            compile(fast.program, "torchscript").save(directory)  # type: ignore[misc]
-            (directory / "model.ts").rename(directory / path.name)
-        for file in directory.iterdir():
-            os.replace(file, path.parent / file.name)
-    (path.parent / f"{path.name}.parts").rmdir()
+            return
+        save = compile(fast.program, "torchscript").save
+        if save is not None:
+            save(directory)
+        (directory / SCRIPT).rename(directory / path.name)

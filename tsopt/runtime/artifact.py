@@ -43,46 +43,50 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
         raise ArtifactError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
     check_target(target)
     with staged(target) as staging:
-        try:
-            executable.save(staging)
-            _write_state(staging / STATE, executable)
-            _write_check(staging / CHECK, model, example)
-            (staging / REPORT).write_text(json.dumps(report.to_json()))
-            _write_manifest(staging, executable, report)
-        except OSError as error:
-            raise ArtifactError("the bundle cannot be written", where=str(target), why=str(error)) from error
+        executable.save(staging)
+        _write_state(staging / STATE, executable)
+        _write_check(staging / CHECK, model, example)
+        (staging / REPORT).write_text(json.dumps(report.to_json()))
+        _write_manifest(staging, executable, report)
     return target
 
 
 class staged:
-    """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise."""
+    """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise.
 
-    def __init__(self, target: Path) -> None:
-        self.target = target
+    Args:
+        unpack: move the files in it beside each other instead, the one called like the target last.
+    """
+
+    def __init__(self, target: Path, *, unpack: bool = False) -> None:
+        self.target, self.unpack = target, unpack
 
     def __enter__(self) -> Path:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.staging = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
         except OSError as error:
-            raise ArtifactError(
-                "the output cannot be written",
-                where=str(self.target),
-                why=error.strerror or str(error),
-                fix="choose a directory that you may write to (-o)",
-            ) from error
+            raise self._unwritable(error) from error
         return self.staging
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is not None:
-            shutil.rmtree(self.staging, ignore_errors=True)
-            return
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         try:
-            self._move()
-        except OSError as error:
-            raise ArtifactError("the output cannot be written", where=str(self.target), why=str(error)) from error
+            if error is None:
+                self._move()
+        except OSError as failed:
+            raise self._unwritable(failed) from failed
         finally:
             shutil.rmtree(self.staging, ignore_errors=True)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: BaseException | None) -> ArtifactError:
+        return ArtifactError(
+            "the output cannot be written",
+            where=str(self.target),
+            why=str(error),
+            fix="choose a directory that you may write to and that has room (-o)",
+        )
 
     def _move(self) -> None:
         mask = os.umask(0)
@@ -91,6 +95,10 @@ class staged:
             file.chmod(0o666 & ~mask)
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+        if self.unpack:
+            for file in sorted(self.staging.iterdir(), key=lambda file: file.name == self.target.name):
+                file.replace(self.target.parent / file.name)
+            return
         self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private, safetensors its files
         if self.target.exists():
             old = self.staging.with_name(self.staging.name + ".old")

@@ -5,6 +5,7 @@ TorchScript is deprecated upstream; it stays in this one file, and its warnings 
 
 from __future__ import annotations
 
+import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,10 @@ class TorchScriptBackend:
             # NOTE: what optimize_for_inference made (MKL-DNN constants) cannot be serialized; it is made again on load.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch.jit.save(frozen, str(directory / FILE))
+                # NOTE: through memory: torch's own writer aborts the process when the disk is full.
+                buffer = io.BytesIO()
+                torch.jit.save(frozen, buffer)
+                (directory / FILE).write_bytes(buffer.getbuffer())
 
         return Executable(
             self.name,
