@@ -70,7 +70,7 @@ def optimize(
     capture_seconds = time.perf_counter() - start
     optimized, records = transform_with_records(captured, level=level, passes=passes, without=without, progress=tell)
     outcome = race(
-        _as_eval(model, eval_mode),
+        as_eval(model, eval_mode),
         captured,
         optimized,
         example,
@@ -96,7 +96,7 @@ def optimize(
         backend = outcome.executable.backend if outcome.executable is not None else "eager"
         return _another(model, form, backend, level, passes, without, threads, seed, eval_mode)
 
-    called = _as_eval(model, eval_mode)
+    called = as_eval(model, eval_mode)
     return Optimized(called, optimized, outcome.executable, report, example, another, on_new_signature)
 
 
@@ -115,7 +115,7 @@ def _another(
     captured = capture(model, form, eval_mode=eval_mode, allow_nan=True)
     optimized = transform(captured, level=level, passes=passes, without=without)
     outcome = race(
-        _as_eval(model, eval_mode),
+        as_eval(model, eval_mode),
         captured,
         optimized,
         form,
@@ -197,7 +197,7 @@ def _check_options(policy: str, backends: Sequence[str], threads: int | None, se
         get_backend(name)
 
 
-def _as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
+def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
     """The model as it is called: under `eval_mode`, with the flags set for the time of the call."""
     from torch import nn
     from torch.export import ExportedProgram

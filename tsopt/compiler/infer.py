@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import fx
 
 from tsopt.compiler.program import Program
+
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -17,8 +20,13 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
         Exception: whatever the op raises for arguments that do not fit.
     """
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with torch.no_grad(), program.fake_mode:
-        return target(*values[0], **values[1])
+    level = _LOGGER.level
+    _LOGGER.setLevel(logging.CRITICAL)  # it logs the traceback of a call that an op refuses; the caller reports it
+    try:
+        with torch.no_grad(), program.fake_mode:
+            return target(*values[0], **values[1])
+    finally:
+        _LOGGER.setLevel(level)
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -45,15 +45,12 @@ UNINITIALIZED = frozenset(
 # Namespaces whose functional ops do what their schema says; a custom op may log, count or talk to a device.
 KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
 
-# Ops that return their first argument, or a copy, as their values decide; their schema does not say so.
-MAY_RETURN_INPUT = frozenset(
-    {
-        "aten::dropout",  # eval: the input itself (pytorch 195422)
-        "aten::feature_dropout",
-        "aten::alpha_dropout",
-        "aten::expand_as",
-        "aten::pad",
-    }
+# Composite ops that compute, whatever their arguments, and are too frequent to be asked (see `may_alias`).
+ALWAYS_NEW = frozenset(
+    {f"aten::conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
+    | {f"aten::{kind}_norm" for kind in ("layer", "group", "batch", "instance", "rms")}
+    | {"aten::linear", "aten::matmul", "aten::scaled_dot_product_attention", "aten::lstm", "aten::gru"}
+    | {"aten::max_pool1d", "aten::max_pool2d", "aten::adaptive_avg_pool1d", "aten::adaptive_avg_pool2d"}
 )
 
 
@@ -125,36 +122,63 @@ def is_pure(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _alias_positions(target: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments whose storage a result may share."""
-    returned: set[str] = set()
-    for result in target._schema.returns:
-        if result.alias_info is not None:
-            returned |= set(result.alias_info.before_set)
-    positions = [
-        i
-        for i, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None and returned & set(argument.alias_info.before_set)
-    ]
-    if target._schema.name in MAY_RETURN_INPUT:
-        positions.append(0)
-    return tuple(positions)
+def _viewed_positions(target: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that the schema says a result is a view of."""
+    arguments = enumerate(target._schema.arguments)
+    return tuple(i for i, argument in arguments if argument.alias_info is not None and not argument.alias_info.is_write)
+
+
+@functools.cache
+def _is_composite(target: OpOverload) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return bool(has_kernel(target.name(), "CompositeImplicitAutograd"))
 
 
 def may_alias(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose storage the value may share (views, reshape, getitem, dropout in eval ...)."""
+    """The arguments whose memory the value may live in (views, reshape, getitem, dropout in eval ...).
+
+    Schemas of composite ops do not tell: `type_as`, `einsum` or `dropout` return their input when there is nothing to
+    do, and `to` says that it may where it copies. So these are run on fake tensors, and asked.
+    """
     target = node.target
     if target is operator.getitem:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
     if not isinstance(target, OpOverload):
         return list(node.all_input_nodes) if is_call(node) else []
+    if target._schema.name in ALWAYS_NEW:
+        return []
+    if _is_composite(target):
+        return _observed(node)
     found: list[fx.Node] = []
-    for position in _alias_positions(target):
+    for position in _viewed_positions(target):
         argument = node.args[position] if position < len(node.args) else None
         found += [
             a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, fx.Node)
         ]
     return found
+
+
+def _observed(node: fx.Node) -> list[fx.Node]:
+    """The inputs that share memory with the result when the call is made on fake tensors."""
+    sources = node.all_input_nodes
+    known = node.meta.get("shares")
+    if known is None:
+        values = {source: source.meta["val"] for source in sources}
+        fakes = [tensor for value in values.values() for tensor in tensors_of(value)]
+        if not fakes:
+            known = ()
+        else:
+            args, kwargs = cast(Any, fx.node.map_arg((node.args, dict(node.kwargs)), cast(Any, values.__getitem__)))
+            call: Any = node.target
+            with torch.no_grad(), fakes[0].fake_mode:
+                memory = {_memory(tensor) for tensor in tensors_of(call(*args, **kwargs))}
+            known = tuple(i for i, s in enumerate(sources) if memory & {_memory(t) for t in tensors_of(values[s])})
+        node.meta["shares"] = known
+    return [sources[i] for i in known]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def storage_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[Any]]:

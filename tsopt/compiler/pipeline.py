@@ -197,11 +197,20 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
 
 
 def _touched(edited: Program, originals: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Calls that are new or have other arguments than before."""
+    """Calls that are new, or whose target, arguments or recorded type are others than before."""
     for node in edited.calls():
-        before = originals.get(node)
-        if before is None or [originals.get(n) for n in node.all_input_nodes] != before.all_input_nodes:
+        if not _is_unchanged(node, originals.get(node), originals):
             yield node
+
+
+def _is_unchanged(node: fx.Node, before: fx.Node | None, originals: dict[fx.Node, fx.Node]) -> bool:
+    if before is None or node.target != before.target or node.meta.get("val") is not before.meta.get("val"):
+        return False
+    return _arguments(node, originals) == _arguments(before, {})
+
+
+def _arguments(node: fx.Node, originals: dict[fx.Node, fx.Node]) -> str:
+    return repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: originals.get(n, n)))
 
 
 def _prune_weights(program: Program) -> None:

@@ -102,7 +102,9 @@ class Program:
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                yield f"  {names[node]}: {format_type(type_of(node))} = {'state' if next(inputs).state else 'input'}"
+                item = next(inputs, None)
+                kind = "state" if item is not None and item.state else "input"
+                yield f"  {names[node]}: {format_type(type_of(node))} = {kind}"
                 continue
             line = f"  {self._return_line(names) if node.op == 'output' else _line(node, names)}"
             origin = origin_of(node) if origins and ops.is_call(node) else ""
@@ -126,11 +128,12 @@ class Program:
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                names[node] = "%" + next(inputs).name
+                item = next(inputs, None)
+                names[node] = f"%{item.name if item else node.name}"
             elif node.op == "get_attr":
                 short = str(node.target)
                 names[node] = f"%{short}" if short not in taken else f"%weight:{short}"
-            elif ops.is_call(node):
+            elif node.op != "output":
                 names[node] = f"%{count}"
                 count += 1
         return names

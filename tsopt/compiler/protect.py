@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 # Hooks live in OrderedDicts: transformers installs some at the first call and keeps a flag that it did.
-Containers = (dict, OrderedDict, list, set)
+CONTAINERS = (dict, OrderedDict, list, set)
 
 
 @contextmanager
@@ -80,22 +80,34 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     # NOTE: writing back without need would raise the version counter of a buffer that nobody touched.
-    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+Snapshot = tuple[dict[str, Any], list[tuple[Any, Any]]]
+
+
+def _snapshot(module: nn.Module) -> Snapshot:
+    """The attributes, and the contents of the containers among them, however deep."""
     attributes = dict(module.__dict__)
-    contents = {name: type(v)(v) for name, v in attributes.items() if type(v) in Containers}
+    contents: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    todo: list[Any] = list(attributes.values())
+    while todo:
+        held = todo.pop()
+        if type(held) not in CONTAINERS or id(held) in seen:
+            continue
+        seen.add(id(held))
+        contents.append((held, type(held)(held)))
+        todo += held.values() if isinstance(held, dict) else held
     return attributes, contents
 
 
-def _restore(module: nn.Module, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def _restore(module: nn.Module, saved: Snapshot) -> None:
     attributes, contents = saved
     for name in [name for name in module.__dict__ if name not in attributes]:
         del module.__dict__[name]
     module.__dict__.update(attributes)
-    for name, content in contents.items():
-        held = attributes[name]
+    for held, content in contents:
         if isinstance(held, list):
             held[:] = content
         else:

@@ -254,7 +254,7 @@ class _Driver:
 
 def shares_new_memory(program: Program, node: fx.Node, result: fx.Node) -> bool:
     """Whether putting `result` for `node` makes an output share memory that it did not share before."""
-    if not _reaches_output(node):
+    if not reaches_output(node):
         return False
     roots = ops.storage_roots(program.graph.nodes)
     gained = roots[result] - roots[node]
@@ -267,7 +267,7 @@ def shares_new_memory(program: Program, node: fx.Node, result: fx.Node) -> bool:
     return any(roots[value] & gained for value in others)
 
 
-def _reaches_output(node: fx.Node) -> bool:
+def reaches_output(node: fx.Node) -> bool:
     """Whether the memory of a value, or a view of it, is returned."""
     todo, seen = [node], {node}
     while todo:

@@ -19,7 +19,7 @@ from tsopt.errors import ArtifactError, CaptureError
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """One node of a nesting.
 
@@ -35,6 +35,16 @@ class Structure:
     children: tuple[Structure, ...] = ()
     index: int = -1
     value: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.cls, self.keys, self.index, len(self.children)))
+
+    def _key(self) -> tuple[Any, ...]:
+        value = _identity(self.value) if self.kind == "const" else None
+        return self.kind, self.cls, self.keys, self.children, self.index, value
 
     def __str__(self) -> str:
         if self.kind in ("leaf", "same"):
@@ -64,6 +74,15 @@ class Structure:
         if self.kind in ("tuple", "list"):
             return range(len(self.children))
         return [key[1] if self.kind == "object" else key for key in self.keys]
+
+
+def _identity(value: Any) -> Any:
+    """What a constant is compared by: bits for floats (-0.0 is not 0.0, NaN is NaN), contents for objects."""
+    if isinstance(value, (float, complex)):
+        return repr(value)
+    if isinstance(value, (*SCALARS, type, FunctionType, ModuleType)) or not hasattr(value, "__dict__"):
+        return value
+    return id(value), repr(vars(value))  # a configuration that was changed is another one
 
 
 def is_leaf(value: object) -> bool:
@@ -124,8 +143,8 @@ def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
 
 def _parts(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     """(kind, keys, children) of a container; None for what is kept as a constant."""
-    if isinstance(item, (*SCALARS, type, FunctionType, ModuleType)):
-        return None
+    if isinstance(item, (*SCALARS, type, FunctionType, ModuleType)) or type(item).__name__.startswith("Sym"):
+        return None  # torch's symbolic numbers among them: capture refuses these by name
     cls = type(item)
     if isinstance(item, tuple):
         return ("namedtuple" if hasattr(item, "_fields") else "tuple"), tuple(getattr(item, "_fields", ())), item
@@ -179,7 +198,7 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) 
 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
     # NOTE: never through __init__: it may check, copy or count, and ran already in the user's model.
-    made: Any = object.__new__(cls) if not issubclass(cls, dict) else dict.__new__(cls)
+    made: Any = cls.__new__(cls)  # type: ignore[call-overload]
     for (place, key), child in zip(keys, children, strict=True):
         if place == "item" and isinstance(made, dict):
             (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, key, child)
@@ -221,6 +240,16 @@ def from_json(data: Any) -> Structure:
     Raises:
         ArtifactError: the data is not a structure.
     """
+    try:
+        made = _from_json(data)
+        hash(made)
+        _check_same(made, [0])
+    except (TypeError, ValueError, KeyError, RuntimeError, RecursionError) as error:
+        raise ArtifactError("the stored structure is damaged", why=str(error)[:200]) from error
+    return made
+
+
+def _from_json(data: Any) -> Structure:
     match data:
         case {"kind": "leaf" | "same" as kind, "index": int(index)} if index >= 0:
             return Structure(kind, index=index)
@@ -229,15 +258,41 @@ def from_json(data: Any) -> Structure:
             return Structure("const", type(value), value=value)
         case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
             keys = tuple(tuple(key) if isinstance(key, list) else key for key in data.get("keys", ()))
-            if kind not in ("tuple", "list") and len(keys) != len(children):
-                raise ArtifactError("the stored output structure is damaged", why="as many keys as children expected")
-            cls = dict if kind == "dict" else _known_class(str(data.get("class", "")))
-            nodes = tuple(from_json(child) for child in children)
+            cls = dict if kind == "dict" else tuple if kind == "tuple" else _known_class(str(data.get("class", "")))
+            _check_keys(kind, keys, len(children), cls)
+            nodes = tuple(_from_json(child) for child in children)
             if kind == "namedtuple" and cls is None:
                 keys, kind = tuple(("attr", key) for key in keys), "object"
-            return Structure(kind, cls, keys, nodes)
+            return Structure(kind, list if kind == "list" else cls, keys, nodes)
         case _:
-            raise ArtifactError("the stored output structure is damaged", why=f"not a structure: {str(data)[:80]}")
+            raise ValueError(f"not a structure: {str(data)[:80]}")
+
+
+def _check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -> None:
+    if kind in ("tuple", "list"):
+        if keys:
+            raise ValueError(f"a {kind} with keys")
+        return
+    if len(keys) != count:
+        raise ValueError("as many keys as children expected")
+    if len(set(keys)) != count:
+        raise ValueError("a key twice")
+    pairs = all(isinstance(key, tuple) and len(key) == 2 and key[0] in ("item", "attr") for key in keys)
+    if kind == "object" and not (pairs and all(isinstance(key[1], str) for key in keys)):
+        raise ValueError("a key of an object is no item or attribute")
+    if kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
+        raise ValueError("a field of a named tuple is no name")
+    if kind == "namedtuple" and cls is not None and getattr(cls, "_fields", None) != keys:
+        raise ValueError(f"{cls.__name__} has other fields here")
+
+
+def _check_same(structure: Structure, made: list[int]) -> None:
+    """`same` must name an object that is complete before it."""
+    if structure.kind == "same" and structure.index >= made[0]:
+        raise ValueError("an object is used before it is made")
+    for child in structure.children:
+        _check_same(child, made)
+    made[0] += structure.kind == "object"
 
 
 def _const_from_json(data: Mapping[str, Any]) -> Any:
@@ -246,8 +301,16 @@ def _const_from_json(data: Mapping[str, Any]) -> Any:
     if "torch" in data and data["torch"] in ("dtype", "device") and "torch" in sys.modules:
         torch = sys.modules["torch"]
         text = str(data["text"])
-        return torch.device(text) if data["torch"] == "device" else getattr(torch, text.removeprefix("torch."), None)
-    return data.get("value")
+        if data["torch"] == "device":
+            return torch.device(text)
+        found = getattr(torch, text.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"no dtype {text[:40]!r}")
+        return found
+    value = data.get("value")
+    if not isinstance(value, (bool, int, str, type(None))):
+        raise ValueError(f"not a constant: {str(value)[:40]}")
+    return value
 
 
 def _known_class(name: str) -> type | None:

@@ -29,6 +29,8 @@ LITERAL_PADDED = CONVOLUTIONS[:3]
 COMPUTED = "a weight is computed at run time"
 NO_STATISTICS = "batch norm without running statistics uses those of the batch"
 TRAINING = "batch norm in training mode uses the statistics of the batch"
+NOT_REAL = "the weights are no real numbers"
+NO_BATCH = "the input has no batch axis, so the norm is over another axis"
 NOT_FINITE = "a folded weight would not be finite"
 
 
@@ -39,6 +41,8 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     old_bias = None if bias is None else at.value(bias)
     if weight is None or (bias is not None and old_bias is None):
         return at.skip(COMPUTED)
+    if not weight.is_floating_point():
+        return at.skip(NOT_REAL)
     # NOTE: scales are made in float64 and rounded once; products in float64 would cost 10x the time for half an ulp.
     wide = torch.promote_types(weight.dtype, torch.float32)
     factor = scale.to(wide)
@@ -83,10 +87,12 @@ def conv_batch_norm(at, *holes):
     """batch_norm(conv(x, w, b)) -> conv(x, w * s, (b - mean) * s + beta), s = gamma / sqrt(var + eps)"""
     norm = bind(at.root)
     layer = norm["input"]
-    if norm["training"]:
-        return at.skip(TRAINING)
     if norm["running_mean"] is None or norm["running_var"] is None:
         return at.skip(NO_STATISTICS)
+    if norm["training"]:
+        return at.skip(TRAINING)
+    if layer.target is not aten.linear.default and len(at.type(layer).shape) != len(at.type(weight_of(layer)).shape):
+        return at.skip(NO_BATCH)
     if layer.target is aten.linear.default and len(at.type(layer).shape) != 2:
         return at.skip("the channels of the norm are not the features of the linear layer")
     gamma, beta, mean, var = (at.value(norm[k]) for k in ("weight", "bias", "running_mean", "running_var"))
@@ -133,10 +139,18 @@ def conv_add(at, *holes):
     return None if shift is None else fold(at, layer, torch.ones_like(shift), shift)
 
 
+def weight_of(layer: fx.Node) -> fx.Node:
+    """The weight argument of a layer."""
+    found: fx.Node = bind(layer)["weight"]
+    return found
+
+
 def per_channel(at: Site, layer: fx.Node, factor: object) -> torch.Tensor | None:
     """A literal or constant as one float64 value for each output channel of a layer; None when it is not."""
     if not at.same_type(layer):
         return None
+    if layer.target is aten.linear.default and len(at.type(weight_of(layer)).shape) != 2:
+        return None  # a vector of weights: a dot product, without output features
     shape = at.type(layer).shape
     axis = len(shape) - 1 if layer.target is aten.linear.default else 1
     if layer.target is not aten.linear.default and len(shape) == bind(layer)["weight"].meta["val"].dim() - 1:

@@ -13,6 +13,7 @@ from tsopt.compiler.rewrite import rule
 
 CASTS = "the literal promotes the dtype or the shape"
 KEEPS_FLOAT = "not a floating-point value"
+COMPLEX = "complex arithmetic with a real literal is not exact: inf * 1 has a NaN part"
 LOSES = "the first cast loses values"
 
 
@@ -30,6 +31,8 @@ LOSES = "the first cast loses values"
 )
 def times_one(at, x):
     """x * 1 -> x, x / 1 -> x, x ** 1 -> x"""
+    if at.type(at.root).dtype.startswith("complex") and at.root.target is not aten.pow.Tensor_Scalar:
+        return at.skip(COMPLEX)
     return x if at.same_type(x) else at.skip(CASTS)
 
 
@@ -45,6 +48,8 @@ def minus_zero(at, x, alpha=1):
     """x - 0 -> x, x + -0.0 -> x"""
     if alpha != 1:
         return at.skip("alpha is not 1")
+    if at.type(at.root).dtype.startswith("complex"):
+        return at.skip(COMPLEX)
     return x if at.same_type(x) else at.skip(CASTS)
 
 
@@ -93,6 +98,8 @@ def permute_permute(at, x, p, q):
 def transpose_transpose(at, x, a, b, c, d):
     """transpose(transpose(x, a, b), a, b) -> x; any other pair becomes one permute"""
     rank = len(at.type(x).shape)
+    if not rank:
+        return x
     axes = list(range(rank))
     for i, j in ((a, b), (c, d)):
         axes[i], axes[j] = axes[j], axes[i]
@@ -124,7 +131,7 @@ def permute_nothing(at, x, *axes):
 )
 def reshape_reshape(at, x, s, t):
     """reshape(reshape(x, s), t) -> reshape(x, t)"""
-    return at.call(aten.reshape.default, x, list(at.type(at.root).shape))
+    return x if at.same_type(x) else at.call(aten.reshape.default, x, list(at.type(at.root).shape))
 
 
 @rule(

@@ -12,6 +12,7 @@ from tsopt.compiler import ops
 from tsopt.compiler.infer import infer_weight
 from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
 from tsopt.compiler.program import Program, origin_of, type_of
+from tsopt.compiler.rewrite import reaches_output
 from tsopt.compiler.types import TensorType
 
 MEBI = 1 << 20
@@ -59,7 +60,7 @@ class FoldConstants:
             needed = any(user not in values for user in node.users)
             if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
                 continue
-            if any(user.op == "output" for user in node.users):
+            if reaches_output(node):
                 declined.append(Declined("fold_constant", origin_of(node), "an output would be a weight"))
                 continue
             if not limits.take():
@@ -119,10 +120,11 @@ def _traps(node: fx.Node, values: dict[fx.Node, object]) -> bool:
     top, bottom = torch.as_tensor(top), torch.as_tensor(bottom)
     if bool((bottom == 0).any()) and name not in ("__rshift__", "__lshift__"):
         return True
-    if top.dtype == torch.bool:
+    common = torch.result_type(top, bottom)  # a 0-d int64 is divided as int32 where the other side is one
+    if common == torch.bool:
         return False
-    lowest = torch.iinfo(top.dtype).min
-    return lowest < 0 and bool((bottom == -1).any()) and bool((top == lowest).any())
+    lowest = torch.iinfo(common).min
+    return lowest < 0 and bool((bottom.to(common) == -1).any()) and bool((top.to(common) == lowest).any())
 
 
 def _is_float(value: object) -> bool:

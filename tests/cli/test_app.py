@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tsopt.cli.app import main
+
+ROOT = Path(__file__).parents[2]
+HEAD = "import torch\nfrom torch import nn\nexample_input = torch.ones(1, 4)\n"
+COMMANDS = ("export", "bench", "inspect", "verify", "doctor")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+# ---- the command itself -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["--version"], ["bench", "--nonsense"]])
+def test_help_version_and_mistakes_do_not_wait_for_torch(arguments):
+    code = f"import sys, tsopt.cli.app as app; app.main({arguments!r})\n"
+    done = python(code + "assert 'torch' not in sys.modules and 'onnxruntime' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_tsopt_is_quick_and_imports_neither_torch_nor_numpy():
+    start = time.perf_counter()
+    done = python("import sys, tsopt; dir(tsopt); tsopt.UsageError; assert not {'torch', 'numpy'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+    assert time.perf_counter() - start < 3  # a loaded machine; 0.1 s on an idle one
+
+
+def test_help_lists_the_commands(tsopt):
+    ran = tsopt("--help")
+    assert ran.code == 0
+    assert all(name in ran.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_and_option_has_a_help_text(tsopt, command):
+    ran = tsopt(command, "--help")
+    assert ran.code == 0
+    assert "Usage: tsopt" in ran.out
+
+
+def test_version_is_the_packages(tsopt):
+    import tsopt as package
+
+    assert tsopt("--version").out == f"tsopt {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["export"], "MODEL"),
+        (["export", "m.py", "--fast"], "--fast"),
+        (["export", "m.py", "--format", "pickle"], "pickle"),
+        (["export", "m.py", "--threads", "0"], "--threads"),
+        (["export", "m.py", "--threads", "two"], "--threads"),
+        (["export", "m.py", "--opset", "3"], "--opset"),
+        (["export", "m.py", "-O"], "-O"),
+        (["export", "m.py", "-O", "fast"], "-O"),
+        (["export", "m.py", "-Ofast"], "-O"),
+        (["verify"], "BUNDLE"),
+        (["inspect", "a.py", "b.py"], "b.py"),
+    ],
+)
+def test_a_mistake_in_the_call_exits_with_2_and_says_which(tsopt, arguments, text):
+    ran = tsopt(*arguments)
+    assert ran.code == 2
+    assert text in ran.err
+    assert ran.out == ""
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert main([]) in (0, 2)
+    found = capsys.readouterr()
+    assert "export" in found.out + found.err
+
+
+@pytest.mark.parametrize("level", [["-O0"], ["-O", "0"], ["-O1"], ["-O", "1"], ["-O2"], ["-O", "2"], []])
+def test_levels_are_written_as_compilers_do(tsopt, write, level):
+    write()
+    ran = tsopt("inspect", "m.py", *level, "--json")
+    assert ran.code == 0
+    assert bool(ran.json["passes"]) == (level not in (["-O0"], ["-O", "0"]))
+
+
+@pytest.mark.parametrize("level", ["-O7", "-O3"])
+def test_a_level_that_is_none_is_a_usage_error(tsopt, write, level):
+    write()
+    ran = tsopt("inspect", "m.py", level)
+    assert ran.code == 2
+    assert f"there is no level {level[2:]}" in ran.err
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999999999", "-99999999999999999999999999"])
+def test_a_seed_that_no_generator_takes_is_a_usage_error(tsopt, write, seed):
+    write()
+    ran = tsopt("inspect", "m.py", "--seed", seed)
+    assert ran.code == 2
+    assert "seed" in ran.err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_time_that_is_none_is_a_usage_error(tsopt, write, seconds):
+    write()
+    ran = tsopt("bench", "m.py", "--seconds", seconds)
+    assert ran.code == 2
+    assert "seconds" in ran.err
+
+
+def test_an_unknown_rule_to_leave_out_is_a_usage_error(tsopt, write):
+    write()
+    ran = tsopt("inspect", "m.py", "--without", "mul_by_seven")
+    assert ran.code == 2
+    assert "'mul_by_seven'" in ran.err
+
+
+def test_an_interrupt_exits_with_130(tsopt, write):
+    write("raise KeyboardInterrupt\n")
+    ran = tsopt("inspect", "m.py")
+    assert ran.code == 130
+    assert ran.err.startswith("interrupted")
+    assert ran.err.count("\n") == 1
+
+
+def test_an_error_with_json_is_json(tsopt, write):
+    write("")
+    ran = tsopt("bench", "m.py", "--json")
+    assert ran.code == 2
+    assert ran.json["error"] == "m.py defines no 'model'"
+    assert ran.json["fix"]
+    assert ran.err == ""
+
+
+# ---- what the model may do wrong ----------------------------------------------------------------------------
+
+
+def test_a_branch_on_values_is_shown_with_its_line_and_what_to_write(tsopt, write):
+    write(HEAD + "def model(x):\n    if x.sum() > 0:\n        return x\n    return -x\n")
+    ran = tsopt("export", "m.py")
+    assert ran.code == 2
+    assert "decision depends on the values of a tensor" in ran.err
+    assert "m.py:5" in ran.err
+    assert "torch.where" in ran.err
+
+
+def test_a_model_in_training_mode_is_refused_and_eval_takes_it(tsopt, write, tmp_path, quick):
+    write(HEAD + "model = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))\n")
+    ran = tsopt("export", "m.py")
+    assert ran.code == 2
+    assert "training mode" in ran.err
+    assert "--eval" in ran.err
+    assert list(tmp_path.glob("*.tsopt")) == []
+    assert tsopt("export", "m.py", "--eval").code == 0
+    ran = tsopt("verify", "m.tsopt", "--model", "m.py", "--eval")
+    assert ran.code == 0, ran.err
+
+
+def test_weights_that_hold_nan_are_refused_by_name(tsopt, write):
+    write(HEAD + "model = nn.Linear(4, 2).eval()\nmodel.weight.data[0, 1] = float('nan')\n")
+    ran = tsopt("inspect", "m.py")
+    assert ran.code == 2
+    assert "1 NaN of 8 values" in ran.err
+    assert "weight" in ran.err
+    assert tsopt("inspect", "m.py", "--allow-nan").code == 0
+
+
+def test_a_model_whose_every_answer_is_nan_cannot_be_verified(tsopt, write):
+    write(HEAD + "model = nn.Linear(4, 2).eval()\nmodel.weight.data[:] = float('nan')\n")
+    ran = tsopt("bench", "m.py", "--allow-nan")
+    assert ran.code == 1
+    assert "nothing can be verified" in ran.err
+
+
+def test_a_model_that_fails_shows_its_own_error(tsopt, write):
+    write(HEAD + "def model(x):\n    return x @ torch.ones(5, 5)\n")
+    ran = tsopt("bench", "m.py")
+    assert ran.code == 2
+    assert "m.py:5" in ran.err
+    assert "mat1 and mat2" in ran.err
+
+
+# ---- bench --------------------------------------------------------------------------------------------------
+
+
+def test_bench_shows_everybody_and_writes_nothing(tsopt, write, tmp_path):
+    write()
+    before = set(tmp_path.iterdir())
+    ran = tsopt("bench", "m.py", "--seconds", "0.1")
+    assert ran.code == 0
+    assert all(name in ran.out for name in ("eager", "eager + passes", "TorchScript", "ONNX Runtime", "baseline"))
+    assert "wins" in ran.out.splitlines()[0]
+    assert ran.err == ""
+    assert {p for p in tmp_path.iterdir() if p.name != "__pycache__"} == before
+
+
+def test_bench_json_is_one_value(tsopt, write, quick):
+    write()
+    found = tsopt("bench", "m.py", "--json").json
+    assert [row["name"] for row in found["rows"]] == ["eager", "eager + passes"]
+    assert found["rows"][0]["p50_ms"] > 0
+    assert found["environment"]["versions"]["torch"]
+
+
+def test_quiet_prints_nothing(tsopt, write, quick):
+    write()
+    for command in (["bench", "m.py", "-q"], ["export", "m.py", "-q"], ["verify", "m.tsopt", "-q"]):
+        ran = tsopt(*command)
+        assert (ran.code, ran.out, ran.err) == (0, "", "")
+
+
+def test_quiet_still_shows_errors(tsopt):
+    assert "there is no file" in tsopt("bench", "m.py", "-q").err
+
+
+# ---- doctor -------------------------------------------------------------------------------------------------
+
+
+def test_doctor_shows_machine_and_backends(tsopt):
+    ran = tsopt("doctor")
+    assert ran.code == 0
+    assert all(word in ran.out for word in ("cpu", "torch", "onnxruntime", "torchscript", "usable"))
+
+
+def test_doctor_json_parses(tsopt):
+    found = tsopt("doctor", "--json").json
+    assert found["backends"]["onnxruntime"] == {"usable": True, "fix": ""}
+    assert found["environment"]["cores"] >= 1
+
+
+def test_doctor_says_what_to_install(tsopt, monkeypatch):
+    from tsopt.runtime.ort import OnnxRuntimeBackend
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "missing", lambda self: "pip install onnxruntime")
+    assert tsopt("doctor", "--json").json["backends"]["onnxruntime"] == {
+        "usable": False,
+        "fix": "pip install onnxruntime",
+    }

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsopt as package
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def names(place):
+    return sorted(p.name for p in place.iterdir() if p.name != "__pycache__")
+
+
+def test_a_bundle_is_written_and_the_report_names_it(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("export", "m.py")
+    assert ran.code == 0, ran.err
+    assert "tsopt: m.tsopt" in ran.out
+    assert names(tmp_path) == ["m.py", "m.tsopt"]
+    assert package.load(tmp_path / "m.tsopt")(torch.ones(1, 4)).shape == (1, 2)
+
+
+def test_three_formats_compute_the_same(tsopt, write, tmp_path):
+    import onnxruntime
+
+    write()
+    ran = tsopt("export", "m.py", "--format", "tsopt", "--format", "onnx", "--format", "torchscript", "-o", "out")
+    (tmp_path / "out").mkdir(exist_ok=True)
+    if ran.code:
+        ran = tsopt("export", "m.py", "--format", "tsopt", "--format", "onnx", "--format", "torchscript", "-o", "out")
+    assert ran.code == 0, ran.err
+    assert names(tmp_path / "out") == ["m.onnx", "m.ts", "m.tsopt"]
+    x = torch.full((1, 4), 2.0)
+    wanted = package.load(tmp_path / "out" / "m.tsopt")(x)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "m.onnx"), providers=["CPUExecutionProvider"])
+    assert [item.name for item in session.get_inputs()] == ["input"]
+    torch.testing.assert_close(torch.from_numpy(session.run(None, {"input": x.numpy()})[0]), wanted)
+    script = torch.jit.load(str(tmp_path / "out" / "m.ts"))
+    torch.testing.assert_close(script(x)[0], wanted)
+
+
+def test_several_formats_go_into_a_directory_that_is_not_there_yet(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("export", "m.py", "--format", "tsopt", "--format", "torchscript", "-o", "out")
+    assert ran.code == 0, ran.err
+    assert names(tmp_path / "out") == ["m.ts", "m.tsopt"]
+
+
+def test_an_opset_can_be_asked_for(tsopt, write, tmp_path):
+    import onnx
+
+    write()
+    assert tsopt("export", "m.py", "--format", "onnx", "--opset", "18", "-o", "x.onnx").code == 0
+    assert onnx.load(tmp_path / "x.onnx").opset_import[0].version == 18
+    assert names(tmp_path) == ["m.py", "x.onnx"]
+
+
+def test_an_opset_that_does_not_exist_is_no_traceback(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("export", "m.py", "--format", "onnx", "--opset", "9999", "-o", "x.onnx")
+    assert ran.code == 2, "a file of another opset was written"
+    assert "opset" in ran.err.lower()
+    assert names(tmp_path) == ["m.py"]
+
+
+def test_the_name_follows_the_model_whatever_its_directory_is_called(tsopt, write, tmp_path):
+    write(name="env.python/mlp.py")
+    assert tsopt("export", tmp_path / "env.python" / "mlp.py").code == 0
+    found = names(tmp_path) + names(tmp_path / "env.python")
+    assert "mlp.tsopt" in found
+
+
+def test_the_bundle_lies_beside_the_model_by_default(tsopt, write, tmp_path):
+    write(name="models/mlp.py")
+    assert tsopt("export", "models/mlp.py").code == 0
+    assert "mlp.tsopt" in names(tmp_path / "models")
+
+
+def test_o_may_be_a_directory_or_a_file(tsopt, write, tmp_path):
+    write()
+    (tmp_path / "d").mkdir()
+    assert tsopt("export", "m.py", "-o", "d").code == 0
+    assert names(tmp_path / "d") == ["m.tsopt"]
+    assert tsopt("export", "m.py", "-o", "new/deep/x.tsopt").code == 0
+    assert names(tmp_path / "new" / "deep") == ["x.tsopt"]
+
+
+def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
+    write()
+    for _ in range(2):
+        assert tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts").code == 0
+        assert tsopt("export", "m.py", "-o", "x.tsopt").code == 0
+    assert names(tmp_path) == ["m.py", "x.ts", "x.tsopt"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "text"),
+    [
+        (lambda p: (p / "f").write_text("mine"), ["-o", "f"], "exists and is no bundle"),
+        (lambda p: (p / "f").write_text("mine"), ["-o", "f/m.tsopt"], "cannot be written"),
+        (lambda p: (p / "f").write_text("mine"), ["-o", "f/m.onnx", "--format", "onnx"], "cannot be written"),
+        (
+            lambda p: ((p / "m.tsopt").mkdir(), (p / "m.tsopt" / "f").write_text("mine")),
+            [],
+            "directory with other files",
+        ),
+        (lambda p: (p / "m.onnx").mkdir(), ["--format", "onnx"], "is a directory"),
+        (lambda p: None, ["-o", "-"], "not a usable path"),
+        (lambda p: None, ["-o", "a\nb"], "not a usable path"),
+        (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "is one file"),
+        (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is no bundle"),
+        (lambda p: None, ["-o", "n" * 300], "cannot be written"),
+    ],
+    ids=range(10),
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tsopt, write, tmp_path, prepare, arguments, text):
+    write("raise RuntimeError('the model file must not be read first')\n")
+    prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ran = tsopt("export", "m.py", *arguments)
+    assert ran.code == 2
+    assert text in ran.err, ran.err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert all(path.read_text() == "mine" for path in tmp_path.rglob("f") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torchscript"])
+def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tsopt, write, tmp_path, kind, monkeypatch):
+    write()
+    (tmp_path / "x.out").write_text("the last good one")
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onnx_ir.save", fail)
+    monkeypatch.setattr(torch.jit, "save", fail)
+    ran = tsopt("export", "m.py", "--format", kind, "-o", "x.out")
+    assert ran.code == 2
+    assert "No space left" in ran.err
+    assert names(tmp_path) == ["m.py", "x.out"]
+    assert (tmp_path / "x.out").read_text() == "the last good one"
+
+
+def test_a_directory_of_the_user_beside_the_output_is_left_alone(tsopt, write, tmp_path):
+    write()
+    (tmp_path / "x.ts.parts").mkdir()
+    (tmp_path / "x.ts.parts" / "thesis.tex").write_text("mine")
+    ran = tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts")
+    assert (tmp_path / "x.ts.parts" / "thesis.tex").read_text() == "mine"
+    assert ran.code == 0, ran.err

@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt as package
+from tsopt.cli.model_file import load_model_file, parse_inputs
+
+HEAD = "import torch\nfrom torch import nn\nexample_input = torch.ones(1, 4)\n"
+
+
+def failed(ran, text):
+    assert ran.code == 2
+    assert text in ran.err, ran.err
+    assert "error: " in ran.err
+    assert ran.out == ""
+    return ran.err
+
+
+# ---- what is wrong with the file ----------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named_with_its_neighbours(tsopt, write):
+    write(name="model.py")
+    err = failed(tsopt("inspect", "modle.py"), "there is no file modle.py")
+    assert "model.py" in err
+
+
+def test_a_missing_directory_is_no_traceback(tsopt):
+    failed(tsopt("inspect", "no/such/place/m.py"), "there is no file")
+
+
+def test_a_directory_is_no_model(tsopt, tmp_path):
+    failed(tsopt("inspect", tmp_path), "is a directory")
+
+
+def test_a_file_that_is_not_python(tsopt, tmp_path):
+    (tmp_path / "weights.pt").write_bytes(b"PK\x03\x04\x00\xff")
+    failed(tsopt("inspect", "weights.pt"), "weights.pt")
+
+
+def test_a_file_in_another_encoding(tsopt, tmp_path):
+    (tmp_path / "m.py").write_bytes(b"name = '\xe9'\n")
+    failed(tsopt("inspect", "m.py"), "m.py raises")
+
+
+def test_an_empty_file_has_no_model(tsopt, write):
+    write("")
+    assert "add `model = ...`" in failed(tsopt("inspect", "m.py"), "m.py defines no 'model'")
+
+
+def test_other_models_in_the_file_are_offered(tsopt, write):
+    write(HEAD + "net = nn.Linear(4, 2)\nclass Small(nn.Linear):\n    pass\n")
+    err = failed(tsopt("inspect", "m.py"), "defines no 'model'")
+    assert "m.py:net" in err
+    assert "m.py:Small" in err
+    failed(tsopt("inspect", "m.py:big"), "defines no 'big'")
+
+
+def test_a_model_that_cannot_be_called(tsopt, write):
+    write(HEAD + "model = {'weights': 1}\n")
+    failed(tsopt("inspect", "m.py"), "'model' in m.py is a dict")
+
+
+def test_a_file_without_an_example_says_what_to_add(tsopt, write):
+    write("from torch import nn\nmodel = nn.Linear(4, 2).eval()\n")
+    err = failed(tsopt("inspect", "m.py"), "m.py defines no example_input")
+    assert "example_input = torch.randn" in err
+    assert "--input" in err
+
+
+def test_a_file_that_raises_is_shown_with_its_line(tsopt, write):
+    write("import torch\n\ndef build():\n    raise KeyError('layer3')\n\nmodel = build()\n")
+    err = failed(tsopt("inspect", "m.py"), "m.py raises KeyError")
+    assert "m.py:4: raise KeyError('layer3')" in err
+    assert "python m.py" in err
+
+
+def test_a_file_that_imports_what_is_missing(tsopt, write):
+    write("import a_package_that_nobody_has\n")
+    assert "a_package_that_nobody_has" in failed(tsopt("inspect", "m.py"), "raises ModuleNotFoundError")
+
+
+def test_a_syntax_error_is_shown_with_its_line(tsopt, write):
+    write("import torch\nmodel = = 3\n")
+    assert "m.py:2" in failed(tsopt("inspect", "m.py"), "m.py raises SyntaxError")
+
+
+@pytest.mark.parametrize("code", ["0", "3", "'bye'", ""])
+def test_a_file_that_ends_the_program(tsopt, write, code):
+    write(f"import sys\nsys.exit({code})\n")
+    assert "__main__" in failed(tsopt("inspect", "m.py"), "m.py ends the program (sys.exit(")
+
+
+@pytest.mark.parametrize("where", ["model", "example_input"])
+def test_a_maker_that_ends_the_program_is_a_mistake_of_the_file(tsopt, write, where):
+    write(HEAD + f"import sys\nmodel = nn.Linear(4, 2).eval()\ndef {where}():\n    sys.exit(0)\n")
+    failed(tsopt("inspect", "m.py"), "m.py")
+
+
+def test_a_model_that_ends_the_program_is_a_mistake_of_the_model(tsopt, write):
+    write(HEAD + "import sys\ndef model(x):\n    sys.exit(0)\n")
+    failed(tsopt("inspect", "m.py"), "m")
+
+
+def test_a_maker_that_raises_is_shown_with_its_line(tsopt, write):
+    write(HEAD + "def model(depth=3):\n    raise ValueError('too deep')\n")
+    err = failed(tsopt("inspect", "m.py"), "model() in m.py raises ValueError")
+    assert "m.py:5" in err
+    assert "too deep" in err
+
+
+def test_a_class_that_needs_arguments_says_so(tsopt, write):
+    write(HEAD + "class Net(nn.Module):\n    def __init__(self, width):\n        super().__init__()\n")
+    assert "called without arguments" in failed(tsopt("inspect", "m.py:Net"), "Net() in m.py raises TypeError")
+
+
+def test_what_a_file_prints_does_not_reach_the_json(tsopt, write):
+    write("print('hello from the model')\n" + HEAD + "model = nn.Linear(4, 2).eval()\n")
+    assert "captured" in tsopt("inspect", "m.py", "--json").json
+
+
+def test_an_error_text_cannot_drive_the_terminal(tsopt, write):
+    write("raise ValueError('\\x1b[2J\\x1b]0;owned\\x07')\n")
+    assert "\x1b[2J" not in failed(tsopt("inspect", "m.py"), "raises ValueError")
+
+
+# ---- what a model may be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("model = nn.Linear(4, 2)\n", "m.py"),
+        ("net = nn.Linear(4, 2)\n", "m.py:net"),
+        ("class model(nn.Linear):\n    def __init__(self, n=4):\n        super().__init__(n, 2)\n", "m.py"),
+        ("class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n", "m.py:Net"),
+        ("def make(n=4):\n    return nn.Linear(n, 2)\n", "m.py:make"),
+        ("def model(**options):\n    return nn.Linear(4, 2)\n", "m.py"),
+    ],
+)
+def test_a_model_may_be_an_object_a_class_or_a_maker(write, monkeypatch, tmp_path, text, spec):
+    monkeypatch.chdir(tmp_path)
+    write(HEAD + text)
+    found = load_model_file(spec, [], 0)
+    assert isinstance(found.model, nn.Linear)
+    assert found.example_input.shape == (1, 4)
+
+
+def test_a_function_of_tensors_is_the_model_itself(write):
+    path = write(HEAD + "def model(x, scale=2):\n    return x * scale\n")
+    assert load_model_file(str(path), [], 0).model(torch.ones(1)).tolist() == [2]
+
+
+def test_the_example_may_be_a_function_and_have_another_name(write):
+    path = write("import torch\nmodel = torch.relu\ndef example_inputs():\n    return (torch.ones(2),)\n")
+    assert load_model_file(str(path), [], 0).example_input[0].tolist() == [1, 1]
+
+
+def test_a_file_called_as_a_module_of_the_standard_library_does_not_shadow_it(write, tsopt):
+    write(HEAD + "import json\njson.dumps({})\nmodel = nn.Linear(4, 2).eval()\n", name="json.py")
+    ran = tsopt("inspect", "json.py")
+    assert ran.code == 0, ran.err
+    import json
+
+    assert "tmp" not in str(json.__file__)
+
+
+def test_a_neighbouring_module_can_be_imported_and_sys_path_is_as_it_was(write, tsopt):
+    write("WIDTH = 4\n", name="neighbour_of_m.py")
+    write("import neighbour_of_m\n" + HEAD + "model = nn.Linear(neighbour_of_m.WIDTH, 2).eval()\n")
+    before = list(sys.path)
+    assert tsopt("inspect", "m.py").code == 0
+    assert sys.path == before
+
+
+def test_the_seed_decides_the_weights(write):
+    path = write(HEAD + "model = nn.Linear(4, 2)\n")
+    first, second, other = (load_model_file(str(path), [], seed).model.weight for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_a_path_may_hold_colons_spaces_and_dots(write, tsopt):
+    path = write(name="a b.c:d/my.model.v2.py")
+    assert tsopt("inspect", path).code == 0
+    assert tsopt("inspect", f"{path}:model").code == 0
+
+
+# ---- --input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "dtype"),
+    [
+        ("1x3", (1, 3), torch.float32),
+        ("7", (7,), torch.float32),
+        ("0x3", (0, 3), torch.float32),
+        ("scalar", (), torch.float32),
+        ("2x2:i64", (2, 2), torch.int64),
+        ("2:float64", (2,), torch.float64),
+        ("2:bf16", (2,), torch.bfloat16),
+        ("2:bool", (2,), torch.bool),
+        ("2:c64", (2,), torch.complex64),
+        ("scalar:u8", (), torch.uint8),
+    ],
+)
+def test_an_input_has_a_shape_and_a_dtype(text, shape, dtype):
+    (found,) = parse_inputs([text], 0)
+    assert (tuple(found.shape), found.dtype) == (shape, dtype)
+    assert torch.equal(found, parse_inputs([text], 0)[0])
+
+
+def test_named_inputs_are_keywords():
+    found = parse_inputs(["x:1x2:f32", "mask:1x2:bool"], 0)
+    assert list(found) == ["x", "mask"]
+    assert found["mask"].dtype == torch.bool
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "x", "x:", "1x", "x1", "1X3", "-1x3", "1x-3", "1.5", "x:1x3:", "x:1x3:f32:f32", "1 x 3", "1,3", "x::f32"],
+)
+def test_an_input_that_is_not_understood_is_shown_with_the_syntax(text):
+    with pytest.raises(package.UsageError) as caught:
+        parse_inputs([text], 0)
+    assert "NAME:SHAPE:DTYPE" in caught.value.fix or "dtype" in caught.value.what
+
+
+@pytest.mark.parametrize("dtype", ["f33", "Tensor", "load", "__class__", "qint8", "bits8"])
+def test_a_dtype_that_no_input_can_have_is_named(dtype):
+    with pytest.raises(package.UsageError, match="dtype"):
+        parse_inputs([f"x:2x2:{dtype}"], 0)
+
+
+@pytest.mark.parametrize("shape", ["99999999x99999999x99999999", "9" * 30])
+def test_a_shape_that_no_memory_holds_is_a_usage_error(shape):
+    with pytest.raises(package.UsageError):
+        parse_inputs([f"x:{shape}:f32"], 0)
+
+
+def test_names_on_some_inputs_only_are_refused():
+    with pytest.raises(package.UsageError, match="some --input have a name"):
+        parse_inputs(["x:1x3", "1x3"], 0)
+
+
+def test_a_name_that_comes_twice_is_refused():
+    with pytest.raises(package.UsageError, match="x"):
+        parse_inputs(["x:1x3", "x:1x4"], 0)
+
+
+def test_input_replaces_the_example_of_the_file(tsopt, write):
+    write(HEAD + "model = nn.Linear(4, 2).eval()\n")
+    assert "%input: f32[7, 4]" in tsopt("inspect", "m.py", "--input", "input:7x4:f32").out
+
+
+def test_an_input_that_the_model_cannot_take_shows_the_models_own_error(tsopt, write):
+    write(HEAD + "model = nn.Linear(4, 2).eval()\n")
+    failed(tsopt("inspect", "m.py", "--input", "1x5"), "the model itself fails on the example input")
+    failed(tsopt("inspect", "m.py", "--input", "y:1x4"), "unexpected keyword argument 'y'")

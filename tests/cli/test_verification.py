@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+
+import tsopt as package
+from tsopt.runtime import artifact
+
+
+@pytest.fixture
+def place(exported, tmp_path):
+    for name in ("m.py", "m.tsopt"):
+        source = exported / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    return tmp_path
+
+
+def sign(directory):
+    manifest = json.loads((directory / "manifest.json").read_text())
+    for name in list(manifest["members"]):
+        if (directory / name).is_file():
+            raw = (directory / name).read_bytes()
+            manifest["members"][name] = {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
+        else:
+            del manifest["members"][name]
+    manifest["sha256"] = artifact._digest(manifest)
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_sound_bundle_is_whole(tsopt, place):
+    ran = tsopt("verify", "m.tsopt")
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith("m.tsopt: whole, and equal to the model's stored answer")
+
+
+def test_a_sound_bundle_equals_its_model_on_fresh_inputs(tsopt, place):
+    ran = tsopt("verify", "m.tsopt", "--model", "m.py")
+    assert ran.code == 0, ran.err
+    assert "input sets" in ran.out
+
+
+def test_json_says_ok(tsopt, place):
+    found = tsopt("verify", "m.tsopt", "--json").json
+    assert found["ok"] is True
+    assert found["bundle"] == "m.tsopt"
+
+
+def test_a_tampered_bundle_exits_with_2(tsopt, place):
+    raw = bytearray((place / "m.tsopt" / "weights.safetensors").read_bytes())
+    raw[-1] ^= 1
+    (place / "m.tsopt" / "weights.safetensors").write_bytes(raw)
+    ran = tsopt("verify", "m.tsopt")
+    assert ran.code == 2
+    assert "'weights.safetensors' was changed" in ran.err
+    assert ran.out == ""
+
+
+def test_other_weights_exit_with_1_although_the_bundle_is_whole(tsopt, place):
+    from safetensors.torch import load_file, save_file
+
+    file = place / "m.tsopt" / "weights.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file)
+    sign(place / "m.tsopt")
+    ran = tsopt("verify", "m.tsopt")
+    assert ran.code == 1
+    assert "does not give here what the model gave" in ran.err
+
+
+def test_another_model_exits_with_1(tsopt, place, write):
+    write((place / "m.py").read_text().replace("manual_seed(0)", "manual_seed(1)"), name="other.py")
+    ran = tsopt("verify", "m.tsopt", "--model", "other.py")
+    assert ran.code == 1
+    assert "does not compute what the model computes" in ran.err
+
+
+def test_a_model_of_another_shape_is_no_traceback(tsopt, place, write):
+    write((place / "m.py").read_text().replace("ones(1, 4)", "ones(3, 4)"), name="other.py")
+    ran = tsopt("verify", "m.tsopt", "--model", "other.py")
+    assert ran.code == 2
+    assert "shape [3, 4]" in ran.err
+
+
+@pytest.mark.parametrize("path", ["none.tsopt", "m.py", "."])
+def test_what_is_no_bundle_exits_with_2(tsopt, place, path):
+    ran = tsopt("verify", path)
+    assert ran.code == 2
+    assert "error: " in ran.err
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "junk", "other keys", "other shape"])
+def test_a_bundle_without_a_sound_record_is_no_traceback(tsopt, place, damage):
+    from safetensors.torch import save_file
+
+    file = place / "m.tsopt" / "check.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage in ("empty", "junk"):
+        file.write_bytes(b"" if damage == "empty" else b"\xff" * 100)
+    elif damage == "other keys":
+        save_file({"x": torch.ones(1)}, file)
+    else:
+        save_file({"input.0": torch.ones(1, 5), "output.0": torch.ones(1, 2)}, file)
+    sign(place / "m.tsopt")
+    ran = tsopt("verify", "m.tsopt")
+    assert ran.code == 2
+    assert "error: " in ran.err
+
+
+def test_code_needs_trust(tsopt, place, write):
+    from tsopt.cli.model_file import load_model_file
+    from tsopt.compiler.example import as_example
+    from tsopt.runtime.environment import environment
+    from tsopt.runtime.report import Report, Row
+
+    loaded = load_model_file(str(place / "m.py"), [], 0)
+    made = package.compile(package.capture(loaded.model, loaded.example_input), "torchscript")
+    report = Report("M", (Row("eager"),), "eager", "", (), (1, 1), 0.0, environment(), "EXACT")
+    artifact.save(made, place / "s.tsopt", loaded.model, as_example(loaded.example_input), report)
+    ran = tsopt("verify", "s.tsopt")
+    assert ran.code == 2
+    assert "TorchScript, which is code" in ran.err
+    ran = tsopt("verify", "s.tsopt", "--trust")
+    assert ran.code == 0, ran.err

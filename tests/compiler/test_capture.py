@@ -1,0 +1,634 @@
+"""Models become programs, or are refused by name; and they are left as they were."""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tsopt
+from tests.passes.helpers import assert_computes, call, ops_of
+from tsopt.compiler.capture import capture
+from tsopt.compiler.example import example
+from tsopt.compiler.verify import verify_program
+from tsopt.errors import CaptureError, UsageError
+
+X = torch.randn(2, 3)
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Plain:
+    value: torch.Tensor
+    note: str = "kept"
+    nothing: Any = None
+
+
+@dataclass
+class ModelOutput(OrderedDict):
+    """As in transformers: fields that are not None are items as well."""
+
+    logits: torch.Tensor | None = None
+    hidden: tuple[torch.Tensor, ...] | None = None
+    loss: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("logits", "hidden", "loss"):
+            if getattr(self, name) is not None:
+                super().__setitem__(name, getattr(self, name))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def to_tuple(self):
+        return tuple(self.values())
+
+
+class Net(nn.Module):
+    """`forward` given as a function of the module and the inputs."""
+
+    def __init__(self, function, **tensors) -> None:
+        super().__init__()
+        self.function = function
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Module):
+                self.add_module(name, tensor)
+            elif isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        self.eval()
+
+    def forward(self, *args, **kwargs):
+        return self.function(self, *args, **kwargs)
+
+
+def captured(model, given):
+    program = capture(model, given)
+    verify_program(program)
+    assert_computes(program, model, [given], exact=True)
+    return program
+
+
+# ---- inputs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (lambda x: x + 1, X),
+        (lambda x, y: x - y, (X, X + 1)),
+        (lambda x, *, scale: x * scale, example(X, scale=X)),
+        (lambda first, second: first - second, {"second": X, "first": X + 1}),
+        (lambda d: d["a"] - d["b"][0], ({"b": [X], "a": X + 1},)),
+        (lambda p: p.first - p.second, (Pair(X, X + 1),)),
+        (lambda p: p.value * (2 if p.note == "kept" else 3), (Plain(X),)),
+        (lambda xs: torch.cat(xs), ([X, X],)),
+        (lambda x, y=None: x if y is None else y, (X, None)),
+        (lambda x, flag: x * 2 if flag else x, (X, True)),
+        (lambda x, mode: x.sum(mode), (X, 1)),
+        (lambda *xs: xs[0] + xs[1], (X, X)),
+        (lambda x, **more: x + more["k"], example(X, k=X)),
+        (lambda x, y: x + y, (X, X)),
+    ],
+)
+def test_any_nesting_of_inputs_is_taken(model, given):
+    captured(model, given)
+
+
+def test_inputs_are_named_after_the_parameters():
+    program = capture(lambda x, batch, *rest, k: x + batch["a"] + rest[0] + k, example(X, {"a": X}, X, k=X))
+    assert [item.name for item in program.signature.inputs] == ["x", "batch.a", "arg2", "k"]
+
+
+def test_a_partial_and_a_bound_method_are_functions():
+    captured(functools.partial(lambda a, x: a * x, 3), X)
+    captured(Net(lambda self, x: x * 2).forward, X)
+
+
+def test_zero_operations_and_scalars_and_empty_tensors_are_taken():
+    captured(lambda x: x, X)
+    captured(lambda x: x + 1, torch.tensor(1.0))
+    captured(lambda x: x.sum(1), torch.zeros(0, 3))
+
+
+def test_an_input_of_odd_strides_keeps_them():
+    program = captured(lambda x: x * 2, torch.randn(3, 4).t())
+    assert program.signature.inputs[0].type.stride == (1, 4)
+    captured(lambda x: x * 2, torch.randn(3, 1).expand(3, 4))
+
+
+def test_an_input_with_gradient_and_a_complex_one_are_taken():
+    captured(lambda x: x * 2, torch.randn(3, requires_grad=True))
+    captured(lambda x: x.abs(), torch.randn(3, dtype=torch.complex64))
+
+
+# ---- outputs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: {"a": x + 1, "b": [x * 2, None], "c": (x.sin(),)},
+        lambda x: Pair(x + 1, None),
+        lambda x: Plain(x + 1, "other"),
+        lambda x: ModelOutput(logits=x + 1, hidden=(x, x * 2)),
+        lambda x: OrderedDict(b=x + 1, a=x * 2),
+        lambda x: (x + 1, 3, "text", 2.5, None, True, torch.float32),
+        lambda x: [x + 1],
+        lambda x: {1: x + 1, "two": x},
+    ],
+)
+def test_outputs_come_back_as_they_were(model):
+    found, wanted = call(captured(model, X), X), model(X)
+    assert type(found) is type(wanted)
+    assert str(found) == str(wanted)
+
+
+def test_a_model_output_keeps_items_and_attributes():
+    found = call(capture(lambda x: ModelOutput(logits=x + 1, hidden=(x * 2,)), X), X)
+    assert list(found) == ["logits", "hidden"]
+    assert found["logits"] is found.logits
+    assert found.loss is None
+    assert len(found.to_tuple()) == 2
+
+
+def test_a_tensor_returned_twice_is_the_same_object_twice():
+    def model(x):
+        y = x + 1
+        return y, {"again": y}
+
+    found = call(captured(model, X), X)
+    assert found[0] is found[1]["again"]
+
+
+def test_an_object_returned_twice_is_the_same_object_twice():
+    def model(x):
+        y = Plain(x + 1)
+        return y, [y]
+
+    found = call(capture(model, X), X)
+    assert found[0] is found[1][0]
+
+
+def test_an_input_that_is_returned_is_the_input():
+    program = captured(lambda x: (x, x + 1), X)
+    assert call(program, X)[0] is X
+
+
+def test_a_weight_and_a_buffer_can_be_returned():
+    model = Net(lambda self, x: (self.w, self.b, x + self.w), w=nn.Parameter(torch.ones(3)), b=torch.zeros(3))
+    found = call(captured(model, X), X)
+    assert found[0].data_ptr() == model.w.data_ptr()
+
+
+def test_views_of_the_input_are_returned_as_views():
+    assert call(captured(lambda x: (x.t(), x[0]), X), X)[0].data_ptr() == X.data_ptr()
+
+
+def test_an_output_without_tensors_is_refused():
+    with pytest.raises(CaptureError, match="the model returns no tensor"):
+        capture(lambda x: 3, X)
+    with pytest.raises(CaptureError, match="the model returns no tensor"):
+        capture(lambda x: None, X)
+
+
+def test_an_output_that_contains_itself_is_refused():
+    def model(x):
+        out = [x + 1]
+        out.append(out)
+        return out
+
+    with pytest.raises(CaptureError, match="contains itself"):
+        capture(model, X)
+
+
+# ---- weights ----------------------------------------------------------------------------------------------
+
+
+def test_weights_share_memory_with_the_model():
+    model = nn.Linear(3, 2).eval()
+    program = captured(model, X)
+    assert program.weights["weight"].data_ptr() == model.weight.data_ptr()
+    assert program.name == "Linear"
+
+
+def test_tied_weights_are_one():
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    b.weight = a.weight
+    program = captured(nn.Sequential(a, b).eval(), X)
+    assert list(program.weights) == ["0.weight"]
+
+
+def test_unused_weights_are_left_out():
+    model = Net(lambda self, x: x + self.used, used=torch.ones(3), unused=torch.ones(3))
+    assert list(captured(model, X).weights) == ["used"]
+
+
+def test_a_buffer_that_is_not_persistent_is_a_weight():
+    model = Net(lambda self, x: x + self.b)
+    model.register_buffer("b", torch.ones(3), persistent=False)
+    assert captured(model, X).weights["b"].data_ptr() == model.b.data_ptr()
+
+
+def test_a_plain_tensor_attribute_is_a_constant():
+    model = Net(lambda self, x: x + self.c)
+    model.c = torch.full((3,), 2.0)
+    captured(model, X)
+
+
+def test_a_weight_called_as_an_input_keeps_apart():
+    program = captured(Net(lambda self, x: x + self.x, x=torch.ones(3)), X)
+    assert program.text.count("input") == 1
+
+
+def test_a_function_may_close_over_a_module():
+    net = nn.Linear(3, 2).eval()
+    captured(lambda x: net(x).relu(), X)
+
+
+# ---- state ------------------------------------------------------------------------------------------------
+
+
+def count(self, x):
+    self.n += 1
+    return x * self.n
+
+
+def test_a_counter_is_an_input_and_an_output():
+    model = Net(count, n=torch.tensor(5.0))
+    program = capture(model, X)
+    verify_program(program)
+    assert [item.name for item in program.signature.state_inputs] == ["n"]
+    assert [(item.name, item.writes) for item in program.signature.writes] == [("n.new", "n")]
+    assert program.state["n"].data_ptr() == model.n.data_ptr()
+    assert program.weights == {}
+    assert model.n == 5
+    new, value = program.module()(X, torch.tensor(7.0))
+    assert new == 8
+    assert torch.equal(value, X * 8)
+
+
+def test_a_write_to_an_input_is_part_of_the_signature():
+    given = X.clone()
+    program = capture(lambda x: x.add_(1) * 2, given)
+    verify_program(program)
+    assert [(item.name, item.writes) for item in program.signature.writes] == [("x.new", "x")]
+    assert torch.equal(given, X)
+    new, value = program.module()(X)
+    assert torch.equal(new, X + 1)
+    assert torch.equal(value, (X + 1) * 2)
+
+
+def test_writes_to_inner_values_leave_no_trace():
+    def model(x):
+        y = x.clone()
+        y[0] = 7
+        y.relu_().mul_(2)
+        return y
+
+    program = captured(model, X)
+    assert program.signature.writes == ()
+
+
+def test_a_written_buffer_that_is_returned_is_new():
+    def model(self, x):
+        self.n += 1
+        return self.n, x + self.n
+
+    program = capture(Net(model, n=torch.zeros(())), X)
+    assert len(program.outputs) == 3
+
+
+# ---- where things come from -------------------------------------------------------------------------------
+
+
+def test_nodes_know_module_and_source_line():
+    model = nn.Sequential(OrderedDict(body=Net(lambda self, x: x.sin(), act=nn.ReLU()), head=nn.Linear(3, 2))).eval()
+    program = capture(model, X)
+    sin, linear = program.calls()
+    assert sin.meta["module"] == "body"
+    assert sin.meta["source"].startswith("tests/compiler/test_capture.py:")
+    assert linear.meta["module"] == "head"
+    assert "# body, tests/compiler/test_capture.py:" in program.text
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.BatchNorm1d(3), nn.RReLU(), nn.AlphaDropout(0.3)], ids=lambda m: type(m).__name__
+)
+def test_training_mode_that_matters_is_refused_with_the_fix(layer):
+    model = nn.Sequential(nn.Linear(3, 3), layer).train()
+    with pytest.raises(CaptureError, match=r"(?s)training mode.*model.eval\(\).*eval_mode=True") as caught:
+        capture(model, X)
+    assert caught.value.where is None or "1" in caught.value.where
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.LayerNorm(3), nn.Dropout(0.0)], ids=lambda m: type(m).__name__)
+def test_training_mode_that_makes_no_difference_is_taken(layer):
+    model = nn.Sequential(nn.Linear(3, 3), layer).train()
+    capture(model, X)
+    assert all(module.training for module in model.modules())
+
+
+def test_eval_mode_captures_as_in_eval_and_puts_the_flags_back():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.BatchNorm1d(3)).train()
+    model[1].eval()
+    program = capture(model, X, eval_mode=True)
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+    assert_computes(program, _evaluated(model), [X], exact=True)
+
+
+def _evaluated(model):
+    import copy
+
+    return copy.deepcopy(model).eval()
+
+
+# ---- refused ----------------------------------------------------------------------------------------------
+
+
+def branch(self, x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (branch, "a Python decision depends on the values"),
+        (lambda self, x: x * int(x.sum().item() > 0 and 2), "depends on the values"),
+        (lambda self, x: x[: int(x.sum())], "depends on|cannot capture|the model itself fails"),
+        (lambda self, x: x.nonzero(), "the shape of aten.nonzero depends on values"),
+        (lambda self, x: x[x > 0], "depends on values"),
+        (lambda self, x: (x, x.sum().item()), "a Python number that depends on the input"),
+    ],
+    ids=["if", "item", "slice", "nonzero", "mask", "return-item"],
+)
+def test_what_depends_on_values_is_refused_with_the_place(function, words):
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Net(function), X)
+    text = str(caught.value)
+    assert "fix:" in text
+    if "returns a Python number" not in text:
+        assert "test_capture.py" in text, text
+
+
+def test_a_model_that_raises_is_told_with_its_own_error():
+    def model(self, x):
+        raise KeyError("of the user")
+
+    with pytest.raises(CaptureError, match=r"(?s)the model itself fails on the example input.*KeyError: 'of the user'"):
+        capture(Net(model), X)
+
+
+def test_an_input_of_wrong_shape_is_the_models_own_error():
+    with pytest.raises(CaptureError, match=r"(?s)the model itself fails.*RuntimeError"):
+        capture(nn.Linear(4, 2).eval(), X)
+
+
+def test_nan_in_weights_is_refused_and_can_be_allowed():
+    model = nn.Linear(3, 2).eval()
+    model.weight.data[0, 1] = float("nan")
+    with pytest.raises(CaptureError, match=r"(?s)a weight holds 1 NaN of 6 values.*where: weight.*allow_nan=True"):
+        capture(model, X)
+    capture(model, X, allow_nan=True)
+
+
+def test_infinities_of_both_signs_in_weights_are_no_nan():
+    model = nn.Linear(3, 2).eval()
+    model.weight.data[0, :2] = torch.tensor([float("inf"), float("-inf")])
+    capture(model, X)
+
+
+def sparse():
+    return Net(lambda self, x: x, w=torch.eye(3).to_sparse())
+
+
+def quantized():
+    return Net(lambda self, x: x, w=torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: nn.LazyLinear(2).eval(), r"a lazy module has no weights yet"),
+        (lambda: nn.Linear(3, 2, device="meta").eval(), "meta device"),
+        (lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta")).eval(), "meta device"),
+        (sparse, r"a weight is a torch.sparse_coo tensor"),
+        (quantized, r"a weight is a quantized tensor"),
+        (lambda: torch.jit.trace(nn.Linear(3, 2).eval(), X), "the model is a TorchScript module"),
+        (lambda: torch.jit.script(nn.Linear(3, 2).eval()), "the model is a TorchScript module"),
+        (lambda: "model.pt", "the model is a str"),
+        (lambda: {"state": 1}, "the model is a dict"),
+    ],
+    ids=["lazy", "meta", "part-meta", "sparse", "quantized", "traced", "scripted", "str", "dict"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_cannot_be_are_refused_by_name(model, words):
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(model(), X)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "given",
+    [X.to_sparse, lambda: X.to("meta"), lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)],
+    ids=["sparse", "meta", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_inputs_that_cannot_be_are_refused_by_name(given):
+    with pytest.raises(CaptureError, match=r"(?s)an input is sparse, nested, quantized or on the meta device.*input 0"):
+        capture(lambda x: x + 1, given())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([X, X], "example_input is a list of tensors"),
+        (3, "example_input is a int"),
+        ("x", "example_input is a str"),
+        (None, "example_input is a NoneType"),
+        ({1: X}, "example_input is a dict"),
+        ([], "example_input is a list"),
+        (np.ones(3), "numpy array"),
+        ((X, {"a": np.ones(3)}), "numpy array"),
+    ],
+)
+def test_examples_that_could_mean_several_things_are_refused(given, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        capture(lambda *xs: xs[0], given)
+    assert caught.value.fix
+
+
+# ---- the user's things stay -------------------------------------------------------------------------------
+
+
+class Messy(nn.Module):
+    """Leaves marks everywhere that a forward can."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(()))
+        self.fails, self.calls, self.cache, self.log = fails, 0, {"old": 1}, ["old"]
+        self.nested = {"inner": ["old"]}
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x
+        self.cache["x"] = x
+        self.log.append("called")
+        self.nested["inner"].append("called")
+        self.count.add_(1)
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        if self.fails:
+            raise ValueError("as asked")
+        return self.linear(x) + torch.zeros(3)
+
+
+def state_of_the_world():
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        list(warnings.filters),
+    )
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+def test_everything_is_left_as_it_was(fails):
+    model = Messy(fails).eval()
+    flags = [module.training for module in model.modules()]
+    keys = sorted(model.__dict__)
+    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    before, given = state_of_the_world(), X.clone()
+    if fails:
+        with pytest.raises(CaptureError, match="as asked"):
+            capture(model, given)
+    else:
+        capture(model, given)
+    assert state_of_the_world() == before
+    assert sorted(model.__dict__) == keys
+    assert (model.calls, model.cache, model.log) == (0, {"old": 1}, ["old"])
+    assert [module.training for module in model.modules()] == flags
+    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
+    assert torch.equal(given, X)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+def test_containers_inside_containers_are_left_as_they_were(fails):
+    model = Messy(fails).eval()
+    try:
+        capture(model, X)
+    except CaptureError:
+        assert fails
+    assert model.nested == {"inner": ["old"]}
+
+
+def test_parameters_that_a_failing_model_writes_are_left_as_they_were():
+    """The model is run once more, for real, to tell its own error from torch.export's."""
+
+    def model(self, x):
+        with torch.no_grad():
+            self.w.add_(1)
+        raise ValueError("after the write")
+
+    net = Net(model, w=nn.Parameter(torch.zeros(3)))
+    with pytest.raises(CaptureError, match="after the write"):
+        capture(net, X)
+    assert torch.equal(net.w, torch.zeros(3))
+
+
+def test_gradients_and_grad_mode_are_left_as_they_were():
+    model = nn.Linear(3, 2).eval()
+    model.weight.grad = torch.ones(2, 3)
+    with torch.no_grad():
+        capture(model, X)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+def test_hooks_are_captured_and_kept():
+    model = nn.Linear(3, 2).eval()
+    handle = model.register_forward_hook(lambda module, args, out: out * 2)
+    assert ops_of(captured(model, X)) == ["linear", "mul.Tensor"]
+    assert len(model._forward_hooks) == 1
+    handle.remove()
+
+
+def test_capture_works_under_inference_mode_and_no_grad_inside():
+    def model(self, x):
+        with torch.no_grad():
+            return self.linear(x).detach()
+
+    program = capture(Net(model, linear=nn.Linear(3, 2)), X)
+    assert "linear" in ops_of(program)
+
+
+def test_max_norm_of_an_embedding_writes_its_weight_or_is_refused():
+    """D30: the table is renormalized in each call; a program that forgets it would be wrong in silence."""
+    model = nn.Embedding(4, 3, max_norm=0.5).eval()
+    before = model.weight.detach().clone()
+    try:
+        program = capture(model, torch.tensor([0, 1]))
+    except CaptureError:
+        pass
+    else:
+        assert_computes(program, model, [torch.tensor([0, 1])], exact=True)
+        assert program.signature.writes
+    assert torch.equal(model.weight, before)
+
+
+# ---- other kinds ------------------------------------------------------------------------------------------
+
+
+def test_an_exported_program_is_taken():
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).eval()
+    exported = torch.export.export(model, (X,))
+    program = capture(exported, X)
+    assert ops_of(program) == ["linear", "relu"]
+    assert_computes(program, model, [X], exact=True)
+
+
+def test_control_flow_is_refused_with_the_place():
+    def model(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+    with pytest.raises(CaptureError, match=r"(?s)control flow.*torch.where"):
+        capture(Net(model), X)
+
+
+def test_composites_are_kept_whole():
+    q = torch.randn(1, 2, 4, 8)
+
+    def model(q):
+        return F.gelu(F.layer_norm(F.scaled_dot_product_attention(q, q, q), (8,)))
+
+    assert ops_of(captured(model, q)) == ["scaled_dot_product_attention", "layer_norm", "gelu"]
+
+
+def test_capture_is_deterministic():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
+    assert capture(model, X).text == capture(model, X).text
+    assert capture(model, X).fingerprint(contents=True) == tsopt.capture(model, X).fingerprint(contents=True)

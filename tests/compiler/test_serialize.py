@@ -1,0 +1,153 @@
+"""Programs as files, and files that lie."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.helpers import assert_same_bits, call, capture, ops_of
+from tsopt.api import transform
+from tsopt.compiler.serialize import GRAPH, WEIGHTS, read_program, write_program
+from tsopt.errors import ArtifactError, BackendError, TsoptError
+
+X = torch.randn(2, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.LayerNorm(4)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("wide", torch.randn(1, 4).expand(2, 4))
+        self.register_buffer("turned", torch.randn(4, 2).t())
+
+    def forward(self, x, *, scale=1.0):
+        self.count += 1
+        y = self.norm(self.linear(x)) * scale + self.wide - self.turned
+        first, second = y.split(2, 1)
+        return {"y": first.to(torch.float16), "z": [second.masked_fill(second > 1, float("-inf")), None, "text"]}
+
+
+def stored(program, folder):
+    write_program(program, folder)
+    return read_program(folder, list(program.state.values()))
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["captured", "optimized"])
+def test_a_program_comes_back_the_same(tmp_path, optimized):
+    program = capture(Net().eval(), X)
+    program = transform(program) if optimized else program
+    made = stored(program, tmp_path)
+    assert made.text == program.text
+    assert made.fingerprint(contents=True) == program.fingerprint(contents=True)
+    assert (made.numerics, made.name) == (program.numerics, program.name)
+    assert made.state["count"] == 0
+    for name, weight in program.weights.items():
+        assert made.weights[name].stride() == weight.stride()
+        assert_same_bits(made.weights[name], weight)
+
+
+def test_a_program_that_came_back_runs(tmp_path):
+    program = capture(nn.Sequential(nn.Linear(3, 4), nn.GELU()).eval(), X)
+    assert_same_bits(call(stored(program, tmp_path), X), call(program, X))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-45, 0.1])
+def test_literals_come_back_to_the_bit(tmp_path, value):
+    program = capture(lambda x: x * value, X)
+    assert_same_bits(stored(program, tmp_path).module()(X)[0], program.module()(X)[0])
+
+
+def test_custom_ops_are_not_stored(tmp_path):
+    with torch.library._scoped_library("tsopt_stored", "DEF") as library:
+        library.define("own(Tensor x) -> Tensor")
+        library.impl("own", lambda x: x.clone(), "CompositeExplicitAutograd")
+        torch.library.register_fake("tsopt_stored::own", lambda x: torch.empty_like(x), lib=library)
+        program = capture(lambda x: torch.ops.tsopt_stored.own(x), X)
+        with pytest.raises(BackendError, match="is a custom op and cannot be stored"):
+            write_program(program, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    write_program(capture(nn.Linear(3, 2).eval(), X), folder)
+    return (folder / GRAPH).read_text(), (folder / WEIGHTS).read_bytes()
+
+
+def nodes_of(data, op):
+    return next(node for node in data["nodes"] if node["op"] == op)
+
+
+DAMAGE = {
+    "system": lambda d: nodes_of(d, "call_function").update(target="os.system.default"),
+    "dunder": lambda d: nodes_of(d, "call_function").update(target="aten.__class__.__init__"),
+    "mro": lambda d: nodes_of(d, "call_function").update(target="aten.add.__class__"),
+    "writes": lambda d: nodes_of(d, "call_function").update(target="aten.add_.Tensor"),
+    "unknown-op": lambda d: nodes_of(d, "call_function").update(target="aten.nothing.default"),
+    "list-op": lambda d: nodes_of(d, "call_function").update(target=["aten"]),
+    "method": lambda d: nodes_of(d, "call_function").update(op="call_method"),
+    "cycle": lambda d: nodes_of(d, "call_function")["args"]["tuple"].__setitem__(0, {"node": len(d["nodes"]) - 1}),
+    "later": lambda d: nodes_of(d, "call_function")["args"]["tuple"].__setitem__(0, {"node": 99}),
+    "argument": lambda d: nodes_of(d, "call_function")["args"]["tuple"].__setitem__(0, {"eval": "1"}),
+    "arity": lambda d: nodes_of(d, "call_function")["args"].update(tuple=[]),
+    "torch-attribute": lambda d: nodes_of(d, "call_function")["args"]["tuple"].append(
+        {"torch": "dtype", "text": "torch.load"}
+    ),
+    "weight": lambda d: nodes_of(d, "get_attr").update(target="nowhere"),
+    "stride": lambda d: nodes_of(d, "get_attr").update(stride=[10**12, 1]),
+    "negative-stride": lambda d: nodes_of(d, "get_attr").update(stride=[-1, 1]),
+    "short-stride": lambda d: nodes_of(d, "get_attr").update(stride=[1]),
+    "no-nodes": lambda d: d.update(nodes=[]),
+    "no-output": lambda d: d["nodes"].pop(),
+    "two-outputs": lambda d: d["nodes"].append(d["nodes"][-1]),
+    "more-inputs": lambda d: d["nodes"].insert(0, {"op": "placeholder"}),
+    "numerics": lambda d: d.update(numerics="BEST"),
+    "no-signature": lambda d: d.pop("signature"),
+    "input-type": lambda d: d["signature"]["inputs"][0]["type"].update(dtype="load"),
+    "input-shape": lambda d: d["signature"]["inputs"][0]["type"].update(shape=[2, 4]),
+    "output-type": lambda d: d["signature"]["outputs"][0]["type"].update(shape=[2, 9]),
+    "output-index": lambda d: d["signature"].update(result={"kind": "leaf", "index": 4}),
+    "device": lambda d: d["signature"]["inputs"][0]["type"].update(device="moon"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_program_ends_in_a_typed_error(tmp_path, written, damage):
+    data = json.loads(written[0])
+    damage(data)
+    (tmp_path / GRAPH).write_text(json.dumps(data))
+    (tmp_path / WEIGHTS).write_bytes(written[1])
+    with pytest.raises(TsoptError):
+        read_program(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", "3", "{" * 10, "[" * 100_000, '{"nodes": NaN}', "\x00"])
+def test_what_is_no_program_ends_in_a_typed_error(tmp_path, written, text):
+    (tmp_path / GRAPH).write_text(text)
+    (tmp_path / WEIGHTS).write_bytes(written[1])
+    with pytest.raises(ArtifactError):
+        read_program(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 7, 8, 50, -1])
+def test_cut_weights_end_in_a_typed_error(tmp_path, written, size):
+    (tmp_path / GRAPH).write_text(written[0])
+    (tmp_path / WEIGHTS).write_bytes(written[1][:size])
+    with pytest.raises(ArtifactError):
+        read_program(tmp_path)
+
+
+def test_missing_files_end_in_a_typed_error(tmp_path):
+    with pytest.raises(ArtifactError):
+        read_program(tmp_path)
+
+
+def test_a_stored_graph_names_ops_exactly(tmp_path):
+    program = capture(lambda x: x + 1, X)
+    write_program(program, tmp_path)
+    assert nodes_of(json.loads((tmp_path / GRAPH).read_text()), "call_function")["target"] == "aten.add.Tensor"
+    assert ops_of(read_program(tmp_path)) == ["add.Tensor"]

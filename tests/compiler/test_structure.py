@@ -1,0 +1,208 @@
+"""Nestings as flat tensors and back, and from files that nobody vouches for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tsopt.compiler.structure import Structure, flatten, from_json, to_json, unflatten
+from tsopt.errors import ArtifactError, CaptureError
+
+A, B = torch.ones(1), torch.zeros(2)
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Plain:
+    value: Any
+    note: str = "kept"
+
+
+@dataclass
+class Picky:
+    value: Any
+
+    def __post_init__(self) -> None:
+        self.made = True
+
+
+class Bag(dict):
+    pass
+
+
+VALUES = [
+    A,
+    (),
+    (A,),
+    [A, [B, A]],
+    {"a": A, 2: (B, None)},
+    OrderedDict(b=A, a=B),
+    Pair(A, 3),
+    Plain(A, "other"),
+    Picky((A, B)),
+    Bag(a=A, b=1),
+    SimpleNamespace(x=A, y=[1.5, "text"]),
+    (A, True, 1, 1.0, None, "s", torch.float32, torch.device("cpu"), b"x", ...),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
+def test_unflatten_is_the_inverse_of_flatten(value):
+    leaves, structure = flatten(value)
+    made = unflatten(structure, leaves)
+    assert type(made) is type(value)
+    assert repr(made) == repr(value)
+    again, same = flatten(made)
+    assert same == structure
+    assert all(x is y for x, y in zip(again, leaves, strict=True))
+
+
+def test_constructors_are_not_run_again(monkeypatch):
+    leaves, structure = flatten(Picky(A))
+    monkeypatch.setattr(Picky, "__post_init__", lambda self: pytest.fail("ran again"))
+    assert unflatten(structure, leaves).made is True
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((A, 1), (A, 1.0)),
+        ((A, 1), (A, True)),
+        ((A, 0), (A, None)),
+        ((A, "x"), (A, "y")),
+        ([A], (A,)),
+        ({"a": A}, {"b": A}),
+        ({"a": A, "b": B}, {"b": A, "a": B}),
+        (Pair(A, B), (A, B)),
+        (Plain(A, "x"), Plain(A, "y")),
+        ((A, None), (A, B)),
+        ((A, 0.0), (A, -0.0)),
+        ((A, (0.0,)), (A, (-0.0,))),
+    ],
+)
+def test_calls_that_differ_have_other_structures(a, b):
+    assert flatten(a)[1] != flatten(b)[1]
+
+
+@pytest.mark.parametrize("value", [(A, 1), [A, {"a": 2.5}], Plain(A, "x"), (A, float("nan"))])
+def test_calls_that_are_equal_have_equal_structures(value):
+    import copy
+
+    again = copy.deepcopy(value)
+    if isinstance(value, tuple) and isinstance(value[1], float):
+        again = (A, float("nan"))
+    assert flatten(value)[1] == flatten(again)[1]
+
+
+def test_a_shared_tensor_is_one_leaf_of_outputs_and_two_of_inputs():
+    assert len(flatten((A, A))[0]) == 2
+    leaves, structure = flatten((A, [A]), share=True)
+    assert len(leaves) == structure.leaf_count == 1
+
+
+def test_a_shared_object_comes_back_shared():
+    value = Plain(A)
+    leaves, structure = flatten((value, [value]), share=True)
+    made = unflatten(structure, leaves)
+    assert made[0] is made[1][0]
+
+
+def test_paths_are_readable():
+    _, structure = flatten({"a": [A, (B,)], "b": Pair(A, None), "c": Plain(B)})
+    assert [path for _, path in structure.paths("x")] == ["x.a.0", "x.a.1.0", "x.b.first", "x.c.value"]
+
+
+@pytest.mark.parametrize("make", [lambda: [], lambda: {}, lambda: Bag()])
+def test_what_contains_itself_is_refused(make):
+    value = make()
+    value.append(value) if isinstance(value, list) else value.update(me=value)
+    with pytest.raises(CaptureError, match="contains itself"):
+        flatten(value)
+
+
+def test_objects_without_tensors_are_constants():
+    value = SimpleNamespace(x=1)
+    assert flatten((A, value))[1].children[1].kind == "const"
+
+
+@pytest.mark.parametrize("value", [v for v in VALUES if not isinstance(v, (Bag, SimpleNamespace))][:-1], ids=str)
+def test_json_keeps_the_structure(value):
+    leaves, structure = flatten(value)
+    import json
+
+    made = unflatten(from_json(json.loads(json.dumps(to_json(structure)))), leaves)
+    if not isinstance(value, OrderedDict):
+        assert type(made) is type(value)
+    assert flatten(made)[0] == leaves
+
+
+def test_json_keeps_constants_to_the_bit():
+    values = [None, True, 1, -0.0, 1e-45, float("inf"), "text", torch.float16, torch.device("cpu")]
+    made = unflatten(from_json(to_json(flatten(values)[1])), [])
+    assert [repr(v) for v in made] == [repr(v) for v in values]
+
+
+def test_a_class_nobody_imported_becomes_a_namespace():
+    data = to_json(flatten(Plain(A))[1]) | {"class": "os:system"}
+    made = unflatten(from_json(data), [A])
+    assert type(made) is SimpleNamespace
+    assert made.value is A
+
+
+@pytest.mark.parametrize("name", ["subprocess:Popen", "builtins:eval", "nowhere:Thing", "", ":", "torch:nn.Linear"])
+def test_classes_that_are_no_records_are_not_made(name):
+    data = to_json(flatten(Plain(A))[1]) | {"class": name}
+    assert type(unflatten(from_json(data), [A])) is SimpleNamespace
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        3,
+        [],
+        {},
+        {"kind": "leaf"},
+        {"kind": "leaf", "index": -1},
+        {"kind": "leaf", "index": "0"},
+        {"kind": "evil", "children": []},
+        {"kind": "dict", "children": [{"kind": "leaf", "index": 0}], "keys": []},
+        {"kind": "tuple", "children": 3},
+        {"kind": "object", "children": [], "keys": [["attr", "x"]]},
+        {"kind": "tuple", "children": [{"kind": "nothing"}]},
+    ],
+)
+def test_damaged_structures_are_refused(data):
+    with pytest.raises(ArtifactError, match="structure is damaged"):
+        from_json(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "same", "index": 5},
+        {"kind": "dict", "keys": [["a", []]], "children": [{"kind": "leaf", "index": 0}]},
+        {"kind": "object", "keys": ["x"], "children": [{"kind": "leaf", "index": 0}]},
+        {"kind": "object", "keys": [["attr", 3]], "children": [{"kind": "leaf", "index": 0}]},
+        {"kind": "dict", "keys": 3, "children": []},
+        {"kind": "const", "float": "not a number"},
+        {"kind": "const", "torch": "device", "text": "moon"},
+    ],
+    ids=["same", "unhashable", "key", "name", "keys", "float", "device"],
+)
+def test_structures_that_cannot_be_built_are_refused_with_a_typed_error(data):
+    with pytest.raises(ArtifactError):
+        unflatten(from_json(data), [A])
+
+
+def test_texts_are_those_of_calls():
+    assert (
+        str(flatten((A, [1, {"a": B}], Plain(A)))[1])
+        == "(*, [1, {a: *}], Plain{('attr', 'value'): *, ('attr', 'note'): 'kept'})"
+    )
+    assert str(Structure("leaf", index=0)) == "*"

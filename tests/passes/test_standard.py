@@ -1,0 +1,276 @@
+"""The standard pipeline: on whole small models, on random graphs, and its ledger of reasons."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import tsopt
+from tests.passes.helpers import Limits, assert_computes, capture, check, ops_of, run, specials
+from tsopt.api import names_of, transform, transform_with_records
+from tsopt.compiler.program import Numerics
+from tsopt.compiler.verify import output_aliases, verify_program
+from tsopt.errors import UsageError
+from tsopt.passes import STANDARD
+
+PASSES = Path(tsopt.__file__).parent / "passes"
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 3, 3, padding=1)
+        self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(3)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        y = self.drop(F.relu(self.bn1(self.conv1(x))))
+        return F.relu(self.bn2(self.conv2(y)) + x).contiguous()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        n, length, width = x.shape
+        q, k, v = (
+            part.view(n, length, 2, width // 2).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        mask = torch.full((length, length), float("-inf")).triu(1)
+        weights = (q @ k.transpose(-2, -1) / (width // 2) ** 0.5 + mask).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(n, length, width))
+
+
+def test_a_residual_block_loses_its_norms():
+    found = check(STANDARD, Residual().eval(), torch.randn(2, 3, 5, 5))
+    assert found.ops == ["conv2d", "relu", "conv2d", "add.Tensor", "relu"]
+    assert {"conv_batch_norm", "dropout_eval"} <= found.done
+
+
+def test_an_attention_block_folds_its_mask():
+    found = check(STANDARD, Attention().eval(), torch.randn(2, 4, 8))
+    assert "triu" not in found.ops
+    assert "full" not in found.ops
+    assert "fold_constant" in found.done
+
+
+@pytest.mark.parametrize("model", [Residual, Attention])
+def test_the_program_after_is_as_written_down(model, golden):
+    torch.manual_seed(0)
+    example = torch.randn(2, 3, 5, 5) if model is Residual else torch.randn(2, 4, 8)
+    program = transform(capture(model().eval(), example))
+    golden(f"standard_{model.__name__.lower()}", "\n".join(program.lines(origins=False)) + "\n")
+
+
+def test_levels_choose_the_class_of_numerics():
+    program = capture(lambda x: ((x + 0.0) * 1).sin(), torch.ones(3))
+    assert transform(program, level=0) is program
+    assert ops_of(transform(program, level=1)) == ["add.Tensor", "sin"]
+    assert transform(program, level=1).numerics == Numerics.EXACT
+    assert ops_of(transform(program, level=2)) == ["sin"]
+    assert transform(program, level=2).numerics == Numerics.ROUNDING
+    with pytest.raises(UsageError, match="there is no level 7"):
+        transform(program, level=7)
+
+
+def test_unknown_names_are_refused():
+    program = capture(lambda x: x * 1 + 1, torch.ones(3))
+    with pytest.raises(UsageError, match="no rule or pass is called 'times_two'"):
+        transform(program, without=["times_two"])
+    assert ops_of(transform(program, without=["times_one"])) == ["mul.Tensor", "add.Tensor"]
+
+
+def test_names_are_told_apart():
+    names = names_of(STANDARD)
+    assert len(names) == len(set(names))
+
+
+def test_an_optimized_program_is_left_alone():
+    """D41."""
+    once = transform(capture(Residual().eval(), torch.randn(2, 3, 5, 5)))
+    twice, records = transform_with_records(once)
+    assert twice is once
+    assert not any(record.changed for record in records)
+
+
+def test_every_unit_of_fuel_gives_a_sound_program():
+    model, x = Residual().eval(), torch.randn(1, 3, 4, 4)
+    program = capture(model, x)
+    texts = set()
+    for fuel in range(8):
+        after = transform(program, fuel=fuel)
+        assert_computes(after, model, [x], exact=False)
+        texts.add(after.text)
+    assert len(texts) == 4
+
+
+# ---- every reason has its test ----------------------------------------------------------------------------
+
+
+def _skip_reasons() -> set[str]:
+    """The strings that rules give to `at.skip`, and the names of the constants."""
+    found = set()
+    for path in PASSES.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        constants = {
+            target.id: node.value.value
+            for node in tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "skip":
+                argument = node.args[0]
+                if isinstance(argument, ast.Constant):
+                    found.add(repr(argument.value))
+                elif isinstance(argument, ast.Name):
+                    assert argument.id in constants
+                    found.add(argument.id)
+    return found
+
+
+def test_every_reason_is_provoked_by_a_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    reasons = _skip_reasons()
+    assert len(reasons) >= 10
+    missing = [r for r in sorted(reasons) if r.strip("'") not in tests]
+    assert missing == []
+
+
+def test_every_rule_has_a_test():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    from tsopt.passes import affine, algebra, canonical
+
+    modules = {"affine": affine, "algebra": algebra, "canonical": canonical}
+    for name, module in modules.items():
+        for item in module.RULES:
+            assert f"{name}.{item.name}" in tests or (name == "affine" and item.name in tests), item.name
+
+
+# ---- random graphs ----------------------------------------------------------------------------------------
+
+LITERALS = st.sampled_from([0, 1, 2, -1, 0.0, -0.0, 1.0, 2.0, 0.5, 4.0, -3.0])
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.bool]
+CASTS = [torch.float32, torch.float64, torch.float16, torch.int64]
+
+
+@st.composite
+def steps(draw: Any) -> list[tuple[str, Any, int, int]]:
+    """(kind, parameter, operand, other operand): operands are counted from the last value back."""
+    kinds = [
+        "add", "sub", "mul", "div", "pow", "unary", "unary", "permute", "transpose", "reshape", "reshape", "cast",
+        "cat", "binary", "binary", "matmul", "clone", "expand", "weight", "slice", "constant",
+    ]  # fmt: skip
+    out = []
+    for _ in range(draw(st.integers(2, 10))):
+        kind = draw(st.sampled_from(kinds))
+        parameter = draw(LITERALS) if kind in ("add", "sub", "mul", "div", "pow") else draw(st.integers(0, 7))
+        out.append((kind, parameter, draw(st.integers(0, 2)), draw(st.integers(0, 3))))
+    return out
+
+
+UNARY = [torch.neg, torch.relu, torch.abs, torch.sigmoid, torch.sqrt, torch.reciprocal, torch.detach, torch.sin]
+
+
+class Random(nn.Module):
+    """Interprets steps over its input and two weights; a step that does not fit is left out."""
+
+    def __init__(self, plan: list[tuple[str, Any, int, int]], outputs: int) -> None:
+        super().__init__()
+        self.plan, self.outputs = plan, outputs
+        generator = torch.Generator().manual_seed(3)
+        self.register_buffer("w", torch.randn(4, 4, generator=generator))
+        self.register_buffer("v", torch.randn(4, generator=generator))
+        self.eval()
+
+    def forward(self, x):
+        values = [x]
+        for kind, parameter, a, b in self.plan:
+            value, other = values[-1 - a % len(values)], values[-1 - b % len(values)]
+            try:
+                made = self.step(kind, parameter, value, other)
+            except (RuntimeError, IndexError, NotImplementedError):
+                continue
+            if made.numel() <= 256:
+                values.append(made)
+        return tuple(values[-self.outputs :])
+
+    def step(self, kind, parameter, x, y):
+        rank = x.dim()
+        if kind in ("unary",):
+            return UNARY[parameter](x if x.dtype != torch.bool else x.float())
+        if kind == "permute":
+            order = list(range(rank))
+            return x.permute(order[parameter % max(rank, 1) :] + order[: parameter % max(rank, 1)])
+        if kind == "transpose":
+            return x.transpose(parameter % max(rank, 1), -1)
+        if kind == "reshape":
+            n = x.numel()
+            shapes = [[n], [1, n], list(x.shape), [n, 1], [2, -1], [-1, 2], [4, -1], [*x.shape, 1]]
+            return x.reshape(shapes[parameter]) if parameter % 2 else x.contiguous().view(shapes[parameter])
+        if kind == "cast":
+            return x.to(CASTS[parameter % len(CASTS)])
+        if kind == "cat":
+            return torch.cat([x, y][: 1 + parameter % 2], 0)
+        if kind == "binary":
+            return [torch.add, torch.sub, torch.mul, torch.maximum][parameter % 4](x, y)
+        if kind == "matmul":
+            return F.linear(x.float(), self.w, self.v if parameter % 2 else None)
+        if kind == "clone":
+            return x.clone() if parameter % 2 else x.contiguous()
+        if kind == "expand":
+            return x.expand(x.shape) if parameter % 2 else x.unsqueeze(0).expand(2, *x.shape)
+        if kind == "weight":
+            return x * self.v if parameter % 2 else x + self.w
+        if kind == "slice":
+            return x[parameter % 2 :]
+        if kind == "constant":
+            return x + (self.v * 2 + 1).t()
+        operations = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "pow": torch.pow}
+        return operations[kind](x, parameter)
+
+
+def campaign(factor: int) -> Any:
+    return settings(
+        max_examples=25 * factor,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def _check_random(model: Random, level: int, x: torch.Tensor) -> None:
+    program = capture(model, x)
+    after, _ = run(program, STANDARD, Limits(Numerics.EXACT if level == 1 else Numerics.ROUNDING))
+    verify_program(after, aliases=output_aliases(program))
+    examples = [x, specials(*x.shape)] if level == 1 else [x]
+    assert_computes(after, model, examples, exact=level == 1)
+    again, records = run(after, STANDARD, Limits(Numerics.EXACT if level == 1 else Numerics.ROUNDING))
+    assert again.text == after.text, [record.done for record in records]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.filterwarnings("ignore")
+def test_random_graphs_keep_their_meaning(level, fuzz_factor):
+    """Invariants, numbers (bits at level 1, on special values too), memory, and a second run that does nothing."""
+
+    @campaign(fuzz_factor)
+    @given(plan=steps(), outputs=st.integers(1, 3))
+    def fuzz(plan, outputs):
+        torch.manual_seed(1)
+        _check_random(Random(plan, outputs), level, torch.rand(4, 4) + 0.5)
+
+    fuzz()

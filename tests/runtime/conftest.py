@@ -1,0 +1,57 @@
+"""What several tests of the runtime share: small models, captured and optimized once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler.example import Example
+from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.environment import environment
+from tsopt.runtime.report import Report, Row
+
+
+def make_mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+@pytest.fixture(scope="session")
+def mlp() -> nn.Module:
+    return make_mlp()
+
+
+@pytest.fixture(scope="session")
+def mlp_input() -> torch.Tensor:
+    return torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="session")
+def mlp_program(mlp, mlp_input):
+    return tsopt.capture(mlp, mlp_input)
+
+
+@pytest.fixture(scope="session")
+def executables(mlp_program):
+    """The small model compiled once by each backend."""
+    return {name: tsopt.compile(mlp_program, name) for name in ("eager", "torchscript", "onnxruntime")}
+
+
+@pytest.fixture(scope="session")
+def optimized_by(mlp, mlp_input, mlp_program, executables):
+    """An Optimized of the small model whose winner is the backend asked for: a race would choose by the clock."""
+
+    def make(backend: str, *, policy: str = "capture", another=None) -> Optimized:
+        report = Report(
+            "Sequential", (Row("eager"), Row(backend)), backend, "chosen", (), (3, 3), 0.0, environment(), "EXACT"
+        )
+
+        def refuse(example: Example):
+            raise tsopt.BackendError("no other form")
+
+        executable = None if backend == "model" else executables[backend]
+        return Optimized(mlp, mlp_program, executable, report, Example((mlp_input,)), another or refuse, policy)
+
+    return make

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tsopt
+from tsopt.compiler.example import Example
+from tsopt.runtime.accuracy import Oracle, compare, verify
+
+NAN, INF = float("nan"), float("inf")
+
+
+# ---- one tensor against its reference (NUMERICS, section 4) -------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [((3, 1), (1, 3)), ((3,), (1,)), ((), (1,)), ((0, 3), (0, 5))],
+)
+def test_another_shape_fails_even_where_it_would_broadcast(mine, theirs):
+    found = compare(torch.ones(mine), torch.ones(theirs))
+    assert not found.ok
+    assert found.test == "type"
+    assert "shape" in found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_another_dtype_fails_although_the_values_are_equal(dtype):
+    found = compare(torch.ones(3, dtype=dtype), torch.ones(3))
+    assert not found.ok
+    assert "dtype" in found.reason
+
+
+def test_another_device_fails():
+    assert "device" in compare(torch.ones(2, device="meta"), torch.ones(2)).reason
+
+
+def test_none_where_eager_returns_a_tensor_fails():
+    assert "NoneType" in compare(None, torch.ones(2)).reason
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "reason"),
+    [
+        ([NAN, NAN], [1.0, 2.0], "NaN"),
+        ([1.0, 2.0], [NAN, NAN], "NaN"),
+        ([NAN, 1.0, 1.0], [1.0, NAN, 1.0], "NaN"),
+        ([INF, 1.0], [-INF, 1.0], "infinities"),
+        ([INF, 1.0], [3e38, 1.0], "infinities"),
+        ([3e38, 1.0], [INF, 1.0], "infinities"),
+    ],
+)
+def test_nan_and_inf_at_other_places_fail(mine, theirs, reason):
+    found = compare(torch.tensor(mine), torch.tensor(theirs))
+    assert not found.ok
+    assert reason in found.reason
+
+
+def test_nan_and_inf_at_the_same_places_pass():
+    value = torch.tensor([NAN, INF, -INF, 1.0])
+    assert compare(value, value.clone()).test == "bits"
+    assert compare(value + torch.tensor([0, 0, 0, 1e-6]), value).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_sign_of_zero_counts_only_for_exact(dtype):
+    minus, plus = torch.tensor([-0.0, 1.0]).to(dtype), torch.tensor([0.0, 1.0]).to(dtype)
+    assert compare(minus, plus).ok
+    assert not compare(minus, plus, exact=True).ok
+
+
+def test_the_payload_of_nan_does_not_count_for_exact():
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert compare(other, torch.tensor([NAN]), exact=True).ok
+
+
+def test_one_unit_in_the_last_place_fails_exact_alone():
+    reference = torch.tensor([1.0, 2.0])
+    near = torch.nextafter(reference, torch.tensor(INF))
+    assert compare(near, reference).test == "element"
+    assert not compare(near, reference, exact=True).ok
+
+
+def test_equal_empty_tensors_pass():
+    assert compare(torch.empty(0, 3), torch.empty(0, 3)).ok
+    assert compare(torch.empty(0, 3), torch.empty(0, 3), exact=True).ok
+
+
+def test_unsigned_values_are_compared_after_widening():
+    found = compare(torch.tensor([200], dtype=torch.uint8), torch.tensor([201], dtype=torch.uint8))
+    assert not found.ok
+    assert found.max_difference == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8])
+def test_one_other_integer_fails_and_is_counted(dtype):
+    reference = torch.zeros(5, dtype=dtype)
+    other = reference.clone()
+    other[3] = 1
+    assert compare(reference.clone(), reference).test == "bits"
+    assert "1 of 5" in compare(other, reference).reason
+
+
+def test_a_scaled_output_fails_although_its_cosine_is_one():
+    reference = torch.randn(100)
+    assert not compare(5 * reference, reference).ok
+
+
+def test_one_bad_element_in_a_million_fails_both_tests():
+    reference = torch.randn(1_000_000)
+    bad = reference.clone()
+    bad[777_777] += 0.1
+    assert "1 of 1000000" in compare(bad, reference).reason
+    found = compare(bad, reference, reference64=lambda: reference.double())
+    assert not found.ok
+    assert found.test == "float64"
+
+
+def test_layout_does_not_count():
+    reference = torch.randn(4, 5)
+    assert compare(reference.t().contiguous().t(), reference, exact=True).ok
+
+
+def test_the_element_test_takes_rounding_and_no_more():
+    reference = torch.linspace(1, 2, 50)
+    assert compare(reference * (1 + 5e-5), reference).test == "element"
+    assert not compare(reference * (1 + 1e-3), reference).ok
+
+
+def test_the_absolute_tolerance_grows_with_large_outputs():
+    reference = torch.tensor([1e6, -1e6, 0.0])
+    assert compare(reference + 1.0, reference).ok
+    assert not compare(reference + 1e4, reference).ok
+
+
+def test_half_precision_differences_do_not_overflow():
+    reference = torch.tensor([6e4, -6e4], dtype=torch.float16)
+    found = compare(-reference, reference)
+    assert not found.ok
+    assert found.max_difference == pytest.approx(1.2e5, rel=1e-2)
+
+
+def test_complex_values_are_compared_as_their_parts():
+    reference = torch.randn(4, dtype=torch.complex64)
+    assert compare(reference * (1 + 1e-6), reference).ok
+    assert not compare(reference.conj().resolve_conj(), reference).ok
+
+
+def test_as_close_to_float64_as_eager_passes_where_the_element_test_fails():
+    truth = torch.ones(2000, dtype=torch.float64)
+    eager = (truth + 0.01).float()
+    mine = (truth - 0.01).float()
+    assert not compare(mine, eager).ok
+    found = compare(mine, eager, reference64=lambda: truth)
+    assert found.ok
+    assert found.test == "float64"
+
+
+def test_further_from_float64_than_eager_fails():
+    truth = torch.ones(2000, dtype=torch.float64)
+    eager = (truth + 1e-3).float()
+    assert not compare((truth + 5e-3).float(), eager, reference64=lambda: truth).ok
+
+
+@pytest.mark.parametrize("truth", [None, torch.full((2,), NAN).double(), torch.ones(3).double()])
+def test_the_float64_test_is_void_without_a_sound_reference(truth):
+    found = compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), reference64=lambda: truth)
+    assert not found.ok
+    assert found.test == "element"
+
+
+def test_float64_itself_has_no_better_reference():
+    asked = []
+    reference = torch.ones(2, dtype=torch.float64)
+    assert not compare(reference + 1e-5, reference, reference64=lambda: asked.append(1)).ok
+    assert not asked
+
+
+# ---- seeded mistakes: a wrong candidate against a model (CASES, M01-M30) ------------------------------------
+
+TWO = (torch.randn(4, 4, generator=torch.Generator().manual_seed(5)),) * 2
+PAIR = (TWO[0], TWO[0].flip(0) + 0.5)
+ROW = torch.randn(4, 8, generator=torch.Generator().manual_seed(6))
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(7)) / 3
+IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+TABLE = torch.randn(10, 3, generator=torch.Generator().manual_seed(8))
+
+MISTAKES = {
+    "a dropped node": (lambda x: torch.relu(x @ WEIGHT), lambda x: x @ WEIGHT, ROW),
+    "swapped operands of sub": (lambda x, y: x - y, lambda x, y: y - x, PAIR),
+    "swapped operands of div": (lambda x, y: x / (y * y + 1), lambda x, y: (y * y + 1) / x, PAIR),
+    "swapped operands of matmul": (lambda x, y: x @ y, lambda x, y: y @ x, PAIR),
+    "another axis": (lambda x: x.sum(0), lambda x: x.sum(1), TWO[0]),
+    "keepdim flipped": (lambda x: x.sum(1), lambda x: x.sum(1, keepdim=True), ROW),
+    "eps dropped": (
+        lambda x: F.layer_norm(x, (8,), eps=1e-5),
+        lambda x: F.layer_norm(x, (8,), eps=0.0),
+        ROW,
+    ),
+    "a bias forgotten": (lambda x: F.linear(x, WEIGHT, WEIGHT[0]), lambda x: F.linear(x, WEIGHT), ROW),
+    "a scale off by a thousandth": (lambda x: x @ WEIGHT, lambda x: x @ (WEIGHT * 1.001), ROW),
+    "relu as identity for a positive example": (torch.relu, lambda x: x.clone(), torch.rand(8, 8)),
+    "another dtype": (lambda x: x.sum(), lambda x: x.double().sum(), ROW),
+    "a constant cut to f16": (lambda x: x @ WEIGHT, lambda x: x @ WEIGHT.half().float(), ROW),
+    "a transposed square": (lambda x: x * 2, lambda x: (x * 2).t(), TWO[0]),
+    "the first row for all": (lambda x: x * 2, lambda x: (x * 2)[:1].expand(4, 8), ROW),
+    "the last element": (
+        lambda x: x * 2,
+        lambda x: (x * 2) * torch.tensor([1.0] * 7 + [1.01]),
+        ROW,
+    ),
+    "swapped outputs": (lambda x: (x + 1, x * 2), lambda x: (x * 2, x + 1), ROW),
+    "fewer outputs": (lambda x: (x + 1, x * 2), lambda x: (x + 1,), ROW),
+    "more outputs": (lambda x: (x + 1,), lambda x: (x + 1, x), ROW),
+    "a bare tensor for a tuple": (lambda x: (x + 1,), lambda x: x + 1, ROW),
+    "a list for a tuple": (lambda x: (x + 1, x), lambda x: [x + 1, x], ROW),
+    "other keys": (lambda x: {"a": x + 1}, lambda x: {"b": x + 1}, ROW),
+    "None for a tensor": (lambda x: (x + 1, x * 2), lambda x: (x + 1, None), ROW),
+    "another constant beside the tensor": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), ROW),
+    "f64 computed in f32": (lambda x: x.exp(), lambda x: x.float().exp().double(), ROW.double()),
+    "an index of another width": (lambda x: x.argmax(1), lambda x: x.argmax(1).int(), ROW),
+    "gelu tanh for erf": (F.gelu, lambda x: F.gelu(x, approximate="tanh"), ROW),
+    "softmax over another axis": (lambda x: x.softmax(0), lambda x: x.softmax(1), TWO[0]),
+    "a mask inverted": (lambda x: x.masked_fill(x > 0, 0.0), lambda x: x.masked_fill(x <= 0, 0.0), ROW),
+    "dropout kept on": (lambda x: x * 2, lambda x: F.dropout(x * 2, 0.5), ROW),
+    "a saturating cast": (
+        lambda x: (x * 100).to(torch.int32),
+        lambda x: (x * 100).clamp(-128, 127).to(torch.int32),
+        ROW,
+    ),
+    "wrong for large values only": (lambda x: x * 2, lambda x: (x * 2).clamp(-60, 60), ROW),
+    "wrong for tiny values only": (lambda x: x.sign(), lambda x: x.sign() * (x.abs() > 1e-2), ROW),
+    "another row of a table": (lambda i: TABLE[i], lambda i: TABLE[i.flip(0)], IDS),
+    "boolean output negated": (lambda x: x > 0, lambda x: x <= 0, ROW),
+    "argmin for argmax": (lambda x: x.argmax(1), lambda x: x.argmin(1), ROW),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_seeded_mistake_is_caught(name):
+    model, candidate, example = MISTAKES[name]
+    with pytest.raises(tsopt.AccuracyError, match="does not compute what the model computes"):
+        verify(model, candidate, example)
+
+
+def test_a_cached_result_is_caught():
+    kept = []
+
+    def candidate(x):
+        kept.append(kept[0] if kept else x * 2)
+        return kept[0]
+
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, candidate, ROW)
+
+
+def test_a_candidate_that_writes_to_its_input_is_caught():
+    def candidate(x):
+        out = x * 2
+        x.zero_()
+        return out
+
+    with pytest.raises(tsopt.AccuracyError, match="input"):
+        verify(lambda x: x * 2, candidate, ROW)
+
+
+def test_a_candidate_that_loses_a_write_to_the_input_is_caught():
+    with pytest.raises(tsopt.AccuracyError, match="input"):
+        verify(lambda x: x.add_(1) * 2, lambda x: (x + 1) * 2, ROW)
+
+
+def test_an_output_in_memory_that_the_next_call_reuses_is_caught():
+    kept = torch.empty_like(ROW)
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, lambda x: torch.mul(x, 2, out=kept), ROW)
+
+
+def test_a_candidate_that_is_wrong_only_at_nan_is_caught():
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, lambda x: x.nan_to_num() * 2, ROW)
+
+
+def test_an_output_far_below_one_is_not_hidden_by_the_absolute_tolerance():
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 1e-8, torch.zeros_like, ROW)
+
+
+def test_the_reason_names_the_output_and_the_input_set():
+    with pytest.raises(tsopt.AccuracyError) as caught:
+        verify(lambda x: {"a": x * 2, "b": x}, lambda x: {"a": x * 2, "b": x + 1}, ROW)
+    assert caught.value.why.startswith("b on the example input: ")
+    assert caught.value.exit_code == 1
+
+
+def test_a_candidate_that_raises_is_a_backend_error_with_its_cause():
+    def candidate(x):
+        raise KeyError("gone")
+
+    with pytest.raises(tsopt.BackendError, match="KeyError: 'gone'") as caught:
+        verify(lambda x: x * 2, candidate, ROW)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_right_candidate_passes_on_six_input_sets():
+    verdict = verify(lambda x: x @ WEIGHT, lambda x: (WEIGHT.t() @ x.t()).t(), ROW)
+    assert verdict.ok
+    assert verdict.inputs == ("example", "drawn-1", "drawn-2", "random", "large", "tiny")[: len(verdict.inputs)]
+    assert len(verdict.inputs) >= 6
+    assert f"on {len(verdict.inputs)} input sets" in str(verdict)
+
+
+def test_exact_asks_for_bits():
+    assert verify(lambda x: x * 2, lambda x: x + x, ROW, exact=True).test == "bits"
+    with pytest.raises(tsopt.AccuracyError, match="not bit-equal"):
+        verify(lambda x: x.sum(), lambda x: x.flip(0, 1).cumsum(0)[-1].sum() * (1 + 2e-7), ROW, exact=True)
+
+
+def test_a_view_with_other_strides_passes():
+    assert verify(lambda x: x * 2, lambda x: (x * 2).t().contiguous().t(), ROW).ok
+
+
+# ---- decisions ----------------------------------------------------------------------------------------------
+
+
+def test_an_argmax_that_breaks_a_tie_within_rounding_passes():
+    tied = torch.tensor([[1.0, 1.0 + 1e-7, 0.0]])
+    model, other = (lambda x: x.argmax(1)), (lambda x: (x.double() + torch.tensor([1e-6, 0, 0])).argmax(1))
+    verdict = Oracle(model, Example((tied,)), tsopt.capture(model, tied)).judge(other)
+    assert verdict.ok
+    assert verdict.test == "decision"
+    assert "ties" in str(verdict)
+
+
+def test_an_argmax_beyond_rounding_is_refused():
+    clear = torch.tensor([[1.0, 1.1, 0.0]])
+    with pytest.raises(tsopt.AccuracyError, match="1 of 1"):
+        verify(lambda x: x.argmax(1), lambda x: torch.zeros(1, dtype=torch.int64), clear)
+
+
+def test_a_comparison_within_rounding_passes_and_beyond_is_refused():
+    near = torch.tensor([1.0, 2.0, 3.0 - 2e-7])
+    model = lambda x: x >= 3.0  # noqa: E731
+    assert verify(model, lambda x: x >= 3.0 - 1e-6, near).ok
+    with pytest.raises(tsopt.AccuracyError):
+        verify(model, lambda x: x >= 1.5, near)
+
+
+# ---- what the oracle leaves alone, and what it says it skipped -----------------------------------------------
+
+
+def test_input_sets_that_the_model_refuses_are_named():
+    def model(x):
+        if not torch.compiler.is_compiling() and float(x.abs().max()) > 50:
+            raise ValueError("too large")
+        return x * 2
+
+    oracle = Oracle(model, Example((ROW,)), None)
+    assert oracle.skipped == ["large: eager raises ValueError"]
+    assert "large" not in oracle.judge(lambda x: x * 2).inputs
+
+
+def test_input_sets_without_a_finite_answer_are_named():
+    oracle = Oracle(lambda x: torch.where(x.abs().max() > 50, x / 0 - x / 0, x), Example((ROW,)), None)
+    assert oracle.skipped == ["large: eager returns no finite value"]
+
+
+def test_a_model_that_fails_on_its_example_is_told_where():
+    def model(x):
+        raise ValueError("no such luck")
+
+    with pytest.raises(tsopt.AccuracyError, match="fails on the example input") as caught:
+        Oracle(model, Example((ROW,)), None)
+    assert "test_accuracy.py" in caught.value.where
+    assert "no such luck" in caught.value.why
+
+
+def test_nothing_finite_is_nothing_verified():
+    with pytest.raises(tsopt.AccuracyError, match="nothing can be verified"):
+        Oracle(lambda x: x * NAN, Example((ROW,)), None)
+
+
+def test_verification_leaves_buffers_rng_and_flags_alone():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model.register_buffer("seen", torch.zeros(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rng, dtype, grad = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    Oracle(model, Example((ROW,)), None).judge(copy.deepcopy(model))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, grad)
+    assert model.training
+
+
+def test_a_random_model_equals_itself():
+    assert verify(lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5), ROW).test == "bits"
+
+
+def test_the_example_is_not_written_to():
+    example = torch.ones(3)
+    verify(lambda x: x.add_(1), lambda x: x.add_(1), example)
+    assert torch.equal(example, torch.ones(3))

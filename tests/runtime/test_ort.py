@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.runtime.onnx_export import to_onnx
+from tsopt.runtime.ort import OnnxRuntimeBackend
+
+ONE, INTS = torch.ones(2, 3), torch.tensor([7, -7, 9])
+
+
+class Divide(nn.Module):
+    """A module, because torch keeps source lines of modules alone."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x, y):
+        return self.function(x, y)
+
+
+def refusals(model, example):
+    return OnnxRuntimeBackend().unsupported(tsopt.capture(model, example))
+
+
+# ---- what is refused by name --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, y: x // y,
+        lambda x, y: x % y,
+        lambda x, y: torch.fmod(x, y),
+        lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+        lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    ],
+)
+def test_an_integer_division_by_a_computed_value_is_refused(model):
+    (found,) = refusals(Divide(model), (INTS, INTS + 1))
+    assert "integer division" in found.why
+    assert "test_ort.py" in found.where
+
+
+@pytest.mark.parametrize("divisor", [0, -1])
+def test_an_integer_division_by_a_trapping_literal_is_refused(divisor):
+    assert refusals(lambda x: torch.div(x, divisor, rounding_mode="trunc"), INTS)
+
+
+@pytest.mark.parametrize(
+    ("model", "example"),
+    [
+        (lambda x: torch.div(x, 2, rounding_mode="floor"), INTS),
+        (lambda x: x / 2, INTS),
+        (lambda x, y: x / y, (INTS, INTS + 1)),
+        (lambda x, y: x % y, (ONE, ONE + 1)),
+    ],
+)
+def test_a_division_that_cannot_trap_is_taken_and_right(model, example):
+    args = example if isinstance(example, tuple) else (example,)
+    assert refusals(model, example) == []
+    found = tsopt.compile(tsopt.capture(model, example), "onnxruntime")(*args)
+    torch.testing.assert_close(found, model(*args))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        torch.rand_like,
+        lambda x: x + torch.randn(3),
+        lambda x: nn.functional.dropout(x, 0.5, training=True),
+        torch.bernoulli,
+        lambda x: torch.multinomial(x, 1),
+    ],
+)
+def test_random_ops_are_refused(model):
+    (found, *_) = refusals(model, ONE)
+    assert "random" in found.why
+
+
+def test_dropout_in_eval_mode_is_not_random():
+    assert refusals(nn.Dropout(0.5).eval(), ONE) == []
+
+
+def test_a_check_that_would_be_lost_is_refused():
+    def model(x):
+        torch._assert_async((x > 0).all(), "must be positive")
+        return x * 2
+
+    (found,) = refusals(model, ONE)
+    assert "check" in found.why
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_a_dtype_that_the_runtime_has_not_is_refused_by_the_name_of_the_input(dtype):
+    found = refusals(lambda image: image + image, ONE.to(dtype))
+    assert found[0].where == "image"
+    assert str(dtype).removeprefix("torch.") in found[0].why
+
+
+def test_bf16_inside_is_no_matter_of_the_interface():
+    program = tsopt.transform(tsopt.capture(lambda x: x.bfloat16().float(), ONE))
+    assert OnnxRuntimeBackend().unsupported(program) == []
+
+
+def test_the_check_that_every_cast_brings_along_keeps_no_model_out():
+    assert refusals(lambda x: x.double(), ONE) == []
+
+
+def test_compile_refuses_with_the_place():
+    with pytest.raises(tsopt.BackendError, match=r"onnxruntime cannot take this model: .*random") as caught:
+        tsopt.compile(tsopt.capture(torch.rand_like, ONE), "onnxruntime")
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("op", [torch.special.bessel_j0, torch.linalg.eigvalsh])
+def test_an_op_without_translation_is_named_with_its_module(op):
+    class Inner(nn.Module):
+        def forward(self, x):
+            return op(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Inner()
+
+        def forward(self, x):
+            return self.block(x * 2)
+
+    with pytest.raises(tsopt.BackendError, match="no translation for ") as caught:
+        tsopt.compile(tsopt.capture(Outer(), torch.eye(3)), "onnxruntime")
+    assert "block" in (caught.value.where or "")
+    assert "test_ort.py" in caught.value.where
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleDict({"fc": nn.Linear(3, 2)})
+
+    def forward(self, image, mask):
+        return {"logits": self.layer["fc"](image) * mask, "total": image.sum()}
+
+
+def test_names_in_the_file_are_the_users():
+    model = to_onnx(tsopt.capture(Named(), (ONE, torch.ones(2, 2)))).model
+    assert [value.name for value in model.graph.inputs] == ["image", "mask"]
+    assert [value.name for value in model.graph.outputs] == ["logits", "total"]
+    assert {"layer.fc.weight", "layer.fc.bias"} <= set(model.graph.initializers)
+
+
+NAMES = {
+    "linear": lambda linear: nn.functional.linear(linear, torch.ones(3, 3)) + linear,
+    "output": lambda output: output * 2 + 1,
+    "input": lambda input: (input + 1).relu() * input,
+    "add": lambda add: (add + 1) * (add + 2),
+    "mul": lambda mul: mul * 2 * mul,
+    "val_0": lambda val_0: val_0 * 3 - val_0.sum(),
+    "weight": nn.Identity(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_input_may_be_called_as_an_inner_value(name):
+    value = torch.randn(2, 3)
+    model = NAMES[name]
+    found = tsopt.compile(tsopt.capture(model, value), "onnxruntime")(value)
+    torch.testing.assert_close(found, model(value))
+
+
+def test_an_input_and_a_weight_may_have_the_same_name():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((3,), 2.0))
+            self.shift = nn.Parameter(torch.full((3,), 5.0))
+
+        def forward(self, shift, scale):
+            return shift * self.scale + scale * self.shift
+
+    args = (ONE, ONE * 3)
+    found = tsopt.compile(tsopt.capture(Model(), args), "onnxruntime")(*args)
+    torch.testing.assert_close(found, Model()(*args).detach())
+
+
+def test_outputs_may_have_the_names_of_inputs():
+    def model(x, y):
+        return {"y": x + 1, "x": y * 2, "output": x * y}
+
+    args = (ONE, ONE * 3)
+    found = tsopt.compile(tsopt.capture(model, args), "onnxruntime")(*args)
+    torch.testing.assert_close(found, model(*args))
+
+
+def test_equal_inputs_are_not_confused():
+    def model(a, b, c):
+        return a - 2 * b + 3 * c
+
+    args = tuple(torch.randn(4) for _ in range(3))
+    found = tsopt.compile(tsopt.capture(model, args), "onnxruntime")(*args)
+    torch.testing.assert_close(found, model(*args))
+
+
+# ---- numbers that the exporter and the runtime have got wrong (NUMERICS, section 8) --------------------------
+
+
+def test_adding_zero_turns_minus_zero_into_zero():
+    value = torch.tensor([-0.0, 1.0])
+    found = tsopt.compile(tsopt.capture(lambda x: x + 0.0, value), "onnxruntime")(value)
+    assert torch.equal(torch.signbit(found), torch.tensor([False, False]))
+
+
+def test_a_half_precision_sum_never_comes_back_as_float32():
+    value = torch.ones(4, dtype=torch.float16)
+    found = tsopt.compile(tsopt.capture(torch.sum, value), "onnxruntime")
+    try:
+        assert found(value).dtype == torch.float16
+    except tsopt.BackendError as error:
+        assert "is float32, expected float16" in error.what  # noqa: PT017
+
+
+def test_negative_indices_are_stated():
+    found = tsopt.compile(tsopt.capture(nn.Embedding(4, 2), torch.tensor([1])), "onnxruntime")
+    assert "negative indices" in found.notes[0]
+
+
+def test_large_weights_are_shared_not_copied_and_outlive_the_program():
+    model = nn.Linear(64, 64)
+    value = torch.ones(1, 64)
+    found = tsopt.compile(tsopt.capture(model, value), "onnxruntime")
+    wanted = model(value).detach().clone()
+    del model
+    junk = [torch.randn(64, 64) for _ in range(50)]
+    torch.testing.assert_close(found(value), wanted)
+    del junk
+
+
+def test_a_model_that_the_runtime_refuses_is_a_typed_error():
+    from tsopt.runtime.ort import open_session
+
+    with pytest.raises(tsopt.BackendError, match="refuses the exported model"):
+        open_session(b"not a model", 1)
+
+
+def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
+    tsopt.compile(tsopt.capture(Named(), (ONE, torch.ones(2, 2))), "onnxruntime")
+    found = capfd.readouterr()
+    assert found.out + found.err == ""
+    assert [str(w.message) for w in recwarn] == []

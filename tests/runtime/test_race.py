@@ -1,0 +1,298 @@
+"""Faulty candidates (CASES, F01-F14): each costs itself a row with a reason, and the race goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import tsopt
+from tests.runtime.helpers import Counter
+from tsopt.compiler.example import Example
+from tsopt.runtime import race as race_module
+from tsopt.runtime.backend import BACKENDS, Executable, Unsupported
+from tsopt.runtime.race import benchmark, race
+
+
+class Behaviour:
+    """What the backend under test does; set by each test."""
+
+    compile = None
+    run = None
+    refuses = False
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyBackend:
+    threads: int | None = None
+    name: str = "faulty"
+
+    def missing(self):
+        return None
+
+    def unsupported(self, program):
+        return [Unsupported("fc1, model.py:12", "it is a Tuesday")] if Behaviour.refuses else []
+
+    def compile(self, program):
+        if Behaviour.compile is not None:
+            Behaviour.compile()
+        state = [program.state[item.name] for item in program.signature.state_inputs]
+        forward = program.module().forward
+        calls = []
+
+        def run(inputs):
+            calls.append(1)
+            with torch.no_grad():
+                right = list(forward(*inputs))
+            return right if Behaviour.run is None else Behaviour.run(len(calls), inputs, right)
+
+        return Executable(self.name, program.signature, run, state=state)
+
+
+@pytest.fixture(autouse=True)
+def _faulty(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "faulty", f"{__name__}:FaultyBackend")
+    for name in ("compile", "run"):
+        monkeypatch.setattr(Behaviour, name, None)
+    monkeypatch.setattr(Behaviour, "refuses", False)
+
+
+@pytest.fixture
+def run_race(mlp, mlp_input, mlp_program):
+    def go(backends=("faulty", "eager"), **options):
+        return race(mlp, mlp_program, mlp_program, Example((mlp_input,)), backends=backends, seconds=1e-3, **options)
+
+    return go
+
+
+def row(found, name="faulty"):
+    return next(row for row in found.rows if row.name == name)
+
+
+def raising(error):
+    def act(*args):
+        raise error
+
+    return act
+
+
+def assert_goes_on(found):
+    assert "faulty" not in found.verified
+    assert found.winner != "faulty"
+    assert row(found, "eager + passes").status == "ok"
+    assert row(found, "eager").timing is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("boom"), KeyError("k"), MemoryError(), OSError("disk"), AssertionError(), RecursionError("deep")],
+    ids=lambda e: type(e).__name__,
+)
+def test_a_backend_that_raises_while_it_compiles_has_failed(run_race, monkeypatch, error):
+    monkeypatch.setattr(Behaviour, "compile", raising(error))
+    found = run_race()
+    assert row(found).status == "failed"
+    assert row(found).reason.startswith(f"{type(error).__name__}: ")
+    assert_goes_on(found)
+
+
+def test_a_typed_error_keeps_what_where_and_why(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "compile", raising(tsopt.BackendError("no op x", where="fc1", why="too new")))
+    assert row(run_race()).reason == "no op x; fc1; too new"
+
+
+def test_a_backend_that_refuses_is_unsupported_with_the_place(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "refuses", True)
+    found = run_race()
+    assert row(found).status == "unsupported"
+    assert row(found).reason == "it is a Tuesday (fc1, model.py:12)"
+    assert_goes_on(found)
+
+
+def test_a_candidate_that_raises_when_called_has_failed(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "run", raising(ZeroDivisionError("kernel")))
+    found = run_race()
+    assert (row(found).status, row(found).reason) == ("failed", "ZeroDivisionError: kernel")
+    assert_goes_on(found)
+
+
+WRONG = {
+    "values": (lambda n, i, right: [right[0] + 1], "wrong", "max difference"),
+    "nan": (lambda n, i, right: [right[0] * float("nan")], "wrong", "NaN"),
+    "the last answer": (lambda n, i, right, kept=[]: kept.append(right) or [kept[0][0].clone()], "wrong", "input"),
+    "dtype": (lambda n, i, right: [right[0].double()], "failed", "is float64, expected float32"),
+    "shape": (lambda n, i, right: [right[0].t()], "failed", "has shape"),
+    "fewer outputs": (lambda n, i, right: [], "failed", ""),
+    "from call 3 on": (lambda n, i, right: [right[0] + (n >= 3)], "wrong", "max difference"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_candidate_costs_itself_alone(run_race, monkeypatch, name):
+    behaviour, status, reason = WRONG[name]
+    monkeypatch.setattr(Behaviour, "run", behaviour)
+    found = run_race()
+    assert row(found).status == status
+    assert reason in row(found).reason
+    assert row(found).timing is None
+    assert_goes_on(found)
+
+
+@pytest.mark.parametrize("call", [8, 10, 15])
+def test_a_candidate_that_raises_while_it_is_timed_costs_itself_alone(run_race, monkeypatch, call):
+    def behave(number, inputs, right):
+        if number >= call:
+            raise RuntimeError("worn out")
+        return right
+
+    monkeypatch.setattr(Behaviour, "run", behave)
+    found = run_race()
+    assert row(found).status == "failed"
+    assert "worn out" in row(found).reason
+    assert_goes_on(found)
+
+
+def test_a_candidate_that_spoils_its_inputs_is_wrong(run_race, monkeypatch):
+    def behave(number, inputs, right):
+        inputs[0].zero_()
+        return right
+
+    monkeypatch.setattr(Behaviour, "run", behave)
+    found = run_race()
+    assert row(found).status == "wrong"
+    assert_goes_on(found)
+
+
+def fast_timings(monkeypatch, wins="faulty"):
+    """Timing decides as the test says, after having called everybody for long enough."""
+    from tsopt.runtime.timing import Timing
+
+    def measured(calls, inputs, **_):
+        for call in calls.values():
+            for example in inputs * 10:
+                call(*example.args, **example.kwargs)
+        jitter = (1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0)
+        return {n: Timing(tuple(j * (1 if n == wins else 2) for j in jitter), 1.0) for n in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+
+
+def test_the_fastest_that_is_right_wins(run_race, monkeypatch):
+    fast_timings(monkeypatch)
+    found = run_race()
+    assert found.winner == "faulty"
+    assert found.executable is found.verified["faulty"]
+    assert row(found).verdict == "faster"
+    assert row(found, "eager").verdict == "baseline"
+    assert found.why.startswith("2.00x [")
+
+
+def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
+    fast_timings(monkeypatch, wins="eager")
+    found = run_race()
+    assert (found.winner, found.executable) == ("eager", None)
+    assert found.why == "no candidate is faster beyond noise"
+    assert row(found).verdict == "slower"
+
+
+def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "compile", raising(RuntimeError()))
+    found = run_race(backends=("faulty",))
+    assert (found.winner, found.why) == ("eager", "no candidate could be used")
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monkeypatch, fault):
+    def behave(number, inputs, right):
+        if number <= 36:  # six verdicts, thirty timed calls
+            return right
+        if fault == "raises":
+            raise RuntimeError("worn out")
+        return [right[0] + 1]
+
+    monkeypatch.setattr(Behaviour, "run", behave)
+    fast_timings(monkeypatch)
+    found = run_race()
+    assert row(found).status == "wrong"
+    assert row(found).reason.startswith("after timing: ")
+    assert_goes_on(found)
+
+
+def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
+    from tsopt.runtime.timing import Timing
+
+    def measured(calls, inputs, **_):
+        pace = {"eager": 4.0, "eager + passes": 2.0, "faulty": 1.0}
+        return {name: Timing((pace[name],) * 7, 1.0) for name in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+    monkeypatch.setattr(Behaviour, "run", lambda n, i, right: right if n <= 6 else [right[0] + 1])
+    assert run_race().winner == "eager + passes"
+
+
+def test_the_final_check_uses_inputs_that_the_race_did_not(run_race, monkeypatch):
+    seen: list[list[float]] = []
+    monkeypatch.setattr(Behaviour, "run", lambda n, i, right: seen.append(i[0].reshape(-1).tolist()) or right)
+    fast_timings(monkeypatch)
+    run_race()
+    before, after = seen[:36], seen[36:]
+    assert any(value not in before for value in after)
+
+
+def test_the_null_backend_never_wins_however_fast(run_race):
+    found = run_race(backends=("null",))
+    assert row(found, "null").status != "ok"
+    assert found.winner == "eager"
+
+
+def test_a_backend_that_changes_threads_and_rng_does_not_leave_them_changed(run_race, monkeypatch):
+    threads, rng, dtype = torch.get_num_threads(), torch.get_rng_state(), torch.get_default_dtype()
+
+    def spoil(*args):
+        torch.set_num_threads(threads + 1)
+        torch.manual_seed(99)
+        torch.rand(3)
+        torch.set_default_dtype(torch.float64)
+
+    monkeypatch.setattr(Behaviour, "compile", spoil)
+    try:
+        run_race()
+        assert torch.get_default_dtype() == dtype
+        assert torch.get_num_threads() == threads
+        assert torch.equal(torch.get_rng_state(), rng)
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+
+
+def test_the_models_state_is_as_it_was_after_a_race():
+    model, example = Counter(), torch.zeros(2)
+    captured = tsopt.capture(model, example)
+    race(model, captured, captured, Example((example,)), backends=("eager", "torchscript"), seconds=1e-3)
+    assert model.count.tolist() == [0, 0]
+
+
+def test_progress_names_the_steps(run_race):
+    told: list[str] = []
+    run_race(backends=("eager",), progress=told.append)
+    assert told[:3] == ["eager", "compile eager + passes", "check eager + passes"]
+
+
+# ---- benchmark ----------------------------------------------------------------------------------------------
+
+
+def test_benchmark_times_callables_beside_the_model(mlp, mlp_input):
+    found = benchmark(mlp, {"twice": lambda x: mlp(mlp(x)[:, :1].expand(2, 6))}, mlp_input, seconds=1e-3)
+    assert [row.name for row in found.rows] == ["eager", "twice"]
+    assert found.row("eager").verdict == "baseline"
+    assert found.row("twice").speedup.ratio < 1
+    assert "twice" in str(found)
+    assert str(found).splitlines()[0].startswith("candidate")
+
+
+def test_benchmark_leaves_weights_that_the_model_writes_alone():
+    model = torch.nn.Embedding(4, 2, max_norm=0.1).eval()
+    before = model.weight.detach().clone()
+    benchmark(model, {}, torch.tensor([0, 1, 2]), seconds=1e-3)
+    assert torch.equal(model.weight, before)

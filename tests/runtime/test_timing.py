@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import pytest
+
+from tsopt.compiler.example import Example
+from tsopt.runtime import timing
+from tsopt.runtime.timing import Timing, measure, speedup
+
+
+class Clock:
+    """A clock that only the callables move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def taking(self, seconds: float, log: list | None = None, name: str = ""):
+        def call(*args, **kwargs):
+            self.now += seconds
+            if log is not None:
+                log.append((name, args, kwargs))
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
+INPUTS = [Example((n,), {"k": n}) for n in range(3)]
+
+
+def test_each_candidate_gets_its_own_time(clock):
+    found = measure({"eager": clock.taking(4e-3), "fast": clock.taking(2e-3)}, INPUTS, seconds=0.1)
+    assert found["eager"].p50 == pytest.approx(4.0)
+    assert found["fast"].p50 == found["fast"].p90 == pytest.approx(2.0)
+    assert found["fast"].first_call == pytest.approx(2.0)
+    assert found["fast"].std_percent == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_candidates_take_turns_in_an_order_that_rotates(clock):
+    log: list = []
+    measure({n: clock.taking(2e-3, log, n) for n in "abc"}, INPUTS, seconds=1e-9)
+    timed = [name for name, *_ in log][3 * 6 :]
+    rounds = ["".join(timed[i : i + 6 : 2]) for i in range(0, len(timed), 6)]
+    assert rounds == ["abc", "bca", "cab", "abc", "bca", "cab", "abc"]
+
+
+def test_every_round_takes_the_next_input_so_that_a_cache_gains_nothing(clock):
+    log: list = []
+    measure({"a": clock.taking(2e-3, log, "a")}, INPUTS, seconds=1e-9)
+    warm, timed = log[: 1 + timing.WARM_UP], log[1 + timing.WARM_UP :: 2]
+    assert {args for _, args, _ in warm} == {(0,), (1,), (2,)}
+    assert [args[0] for _, args, _ in timed] == [0, 1, 2, 0, 1, 2, 0]
+    assert all(kwargs == {"k": args[0]} for _, args, kwargs in log)
+
+
+def test_short_calls_are_timed_in_groups(clock):
+    found = measure({"a": clock.taking(1e-5), "b": clock.taking(2e-3)}, INPUTS, seconds=1e-9)
+    assert 90 <= found["a"].calls_per_sample <= 100
+    assert found["b"].calls_per_sample == 1
+    assert found["a"].p50 == pytest.approx(1e-2)
+
+
+def test_a_hopeless_candidate_gets_no_more_samples_but_the_baseline_does(clock):
+    calls = {"eager": clock.taking(10e-3), "fast": clock.taking(1e-3), "slow": clock.taking(4e-3)}
+    found = measure(calls, INPUTS, seconds=5)
+    assert len(found["slow"].samples) == timing.MIN_ROUNDS
+    assert len(found["fast"].samples) == len(found["eager"].samples) == timing.MAX_ROUNDS
+
+
+def test_there_are_at_least_the_fewest_rounds_however_little_time_there_is(clock):
+    found = measure({"a": clock.taking(1.0)}, INPUTS, seconds=1e-9)
+    assert len(found["a"].samples) == timing.MIN_ROUNDS
+
+
+def test_the_time_given_is_about_the_time_taken(clock):
+    measure({"a": clock.taking(10e-3)}, INPUTS, seconds=0.5)
+    assert 0.4 < clock.now < 0.7
+
+
+def test_progress_names_warm_up_and_rounds(clock):
+    told: list[str] = []
+    measure({"a": clock.taking(1e-3)}, INPUTS, seconds=1e-9, progress=told.append)
+    assert told[:2] == ["warm-up a", "round 1"]
+
+
+def _timing(*samples: float) -> Timing:
+    return Timing(samples, samples[0])
+
+
+BASE = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8, 10.3, 10.1, 9.9]
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(0.5, "faster"), (2.0, "slower")])
+def test_a_clear_difference_is_a_verdict(factor, verdict):
+    found = speedup(_timing(*[factor * value for value in BASE]), _timing(*BASE))
+    assert found.verdict == verdict
+    assert found.ratio == pytest.approx(1 / factor)
+    assert found.low <= found.ratio <= found.high
+
+
+def test_noise_is_the_same():
+    found = speedup(_timing(*reversed(BASE)), _timing(*BASE))
+    assert found.verdict == "same"
+    assert found.low < 1 < found.high
+
+
+def test_equal_samples_are_the_same():
+    assert speedup(_timing(*BASE), _timing(*BASE)).verdict == "same"
+
+
+def test_what_slows_the_whole_round_slows_both():
+    disturbed = [value * (5 if i % 2 else 1) for i, value in enumerate(BASE)]
+    found = speedup(_timing(*[value / 2 for value in disturbed]), _timing(*disturbed))
+    assert found.low == pytest.approx(2.0)
+    assert found.high == pytest.approx(2.0)
+
+
+def test_only_the_rounds_that_both_had_are_compared():
+    found = speedup(_timing(5.0, 5.0, 5.0), _timing(10.0, 10.0, 10.0, 1000.0, 1000.0, 1000.0, 1000.0))
+    assert found.ratio == pytest.approx(2.0)
+
+
+def test_the_interval_is_the_same_each_time():
+    mine, base = _timing(*[v * 0.9 for v in reversed(BASE)]), _timing(*BASE)
+    assert speedup(mine, base) == speedup(mine, base)
+    assert str(speedup(mine, base)).count("x [") == 1

@@ -1,0 +1,109 @@
+"""Who may import whom: cli -> api -> passes, runtime -> compiler -> errors, and where heavy libraries live."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "tsopt"
+FILES = sorted(ROOT.rglob("*.py"))
+
+# layer -> the layers that it may import; `root` is errors.py and _version.py.
+MAY = {
+    "root": {"root"},
+    "compiler": {"compiler", "root"},
+    "passes": {"passes", "compiler", "root"},
+    "runtime": {"runtime", "compiler", "root"},
+    "api": {"api", "passes", "runtime", "compiler", "root"},
+    "cli": {"cli", "api", "passes", "runtime", "compiler", "root"},
+}
+ONLY_IN = {
+    "onnx": set(),
+    "onnxscript": set(),
+    "onnx_ir": {"runtime/onnx_export.py"},
+    "onnxruntime": {"runtime/ort.py"},
+    "typer": {"cli/app.py"},
+    "rich": {"cli/console.py"},
+}
+# Imported before torch: by `import tsopt`, by `tsopt --help`, and by a bundle where torch is not installed.
+WITHOUT_TORCH = (
+    "__init__.py",
+    "errors.py",
+    "compiler/signature.py",
+    "compiler/structure.py",
+    "compiler/types.py",
+    "compiler/example.py",
+    "runtime/artifact.py",
+    "runtime/backend.py",
+    "runtime/ort.py",
+    "cli/app.py",
+)
+
+
+def layer_of(module: str) -> str:
+    part = [*module.split("."), ""][1]
+    return part if part in MAY else "root"
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "", node.lineno
+
+
+def at_import(tree: ast.Module) -> Iterator[str]:
+    """Modules imported when the file is, not inside a function and not for the type checker alone."""
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name for name, _ in imports(node))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_one_way(path):
+    if path.name in ("__init__.py", "__main__.py") and path.parent == ROOT:
+        return  # the public surface names every layer
+    allowed = MAY[layer_of("tsopt." + ".".join(path.relative_to(ROOT).with_suffix("").parts))]
+    wrong = [
+        f"line {line}: {module}"
+        for module, line in imports(ast.parse(path.read_text()))
+        if module.split(".")[0] == "tsopt" and layer_of(module) not in allowed
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_heavy_libraries_live_in_one_file(path):
+    found = {module.split(".")[0] for module, _ in imports(ast.parse(path.read_text()))}
+    assert not [name for name, places in ONLY_IN.items() if name in found and name_of(path) not in places]
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_what_must_run_without_torch_does_not_import_it(name):
+    modules = {module.split(".")[0] for module in at_import(ast.parse((ROOT / name).read_text()))}
+    assert not modules & {"torch", "numpy", "safetensors", "onnx", "onnxruntime"}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_what_must_run_without_torch_imports_only_its_like(name):
+    for module in at_import(ast.parse((ROOT / name).read_text())):
+        place = module.replace(".", "/").removeprefix("tsopt/") + ".py"
+        if module.startswith("tsopt.") and (ROOT / place).is_file():
+            assert place in (*WITHOUT_TORCH, "_version.py"), f"{name} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_prints_nothing_and_sets_up_no_logger(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = {ast.unparse(call.func) for call in calls}
+    assert not names & {"print", "logging.basicConfig", "log.addHandler", "log.setLevel", "exec", "eval"}
+    assert not [name for name in names if name.startswith("pickle.")]
+    assert not {"torch.load", "os.system"} & names
