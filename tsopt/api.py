@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import nn
+from torch.export import ExportedProgram
+
 from tsopt.compiler.capture import capture
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.protect import InEvalMode
 from tsopt.errors import AccuracyError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.backend import Executable, get_backend
@@ -198,19 +202,9 @@ def _check_options(policy: str, backends: Sequence[str], threads: int | None, se
 
 
 def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
-    """The model as it is called: under `eval_mode`, with the flags set for the time of the call."""
-    from torch import nn
-    from torch.export import ExportedProgram
-
-    from tsopt.compiler.protect import training_flags
-
+    """The model as it is called: an exported program as a module; under `eval_mode` with the flags set in the call."""
     if isinstance(model, ExportedProgram):
         return model.module(check_guards=False)
     if not eval_mode or not isinstance(model, nn.Module) or not any(m.training for m in model.modules()):
         return model
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with training_flags(model, False):
-            return model(*args, **kwargs)
-
-    return called
+    return InEvalMode(model)

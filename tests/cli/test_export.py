@@ -71,10 +71,12 @@ def test_the_name_follows_the_model_whatever_its_directory_is_called(tsopt, writ
     assert "mlp.tsopt" in found
 
 
-def test_the_bundle_lies_beside_the_model_by_default(tsopt, write, tmp_path):
+def test_the_bundle_lies_in_the_current_directory_by_default(tsopt, write, tmp_path):
     write(name="models/mlp.py")
     assert tsopt("export", "models/mlp.py").code == 0
-    assert "mlp.tsopt" in names(tmp_path / "models")
+    assert names(tmp_path) == ["mlp.tsopt", "models"]
+    assert names(tmp_path / "models") == ["mlp.py"]
+    assert "the current directory by default" in " ".join(tsopt("export", "--help").out.split())
 
 
 def test_o_may_be_a_directory_or_a_file(tsopt, write, tmp_path):

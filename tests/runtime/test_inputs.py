@@ -44,7 +44,7 @@ def test_scalars_and_empty_tensors_are_taken(shape):
 
 def test_the_seed_decides():
     def values(seed):
-        return [item.example.args[0] for item in input_sets(Example((torch.arange(9.0),)), seed)]
+        return [item.example.args[0].nan_to_num() for item in input_sets(Example((torch.arange(9.0),)), seed)]
 
     assert all(torch.equal(a, b) for a, b in zip(values(1), values(1), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(values(1), values(2), strict=True))

@@ -6,7 +6,9 @@ Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file;
 from __future__ import annotations
 
 import difflib
+import math
 import sys
+import traceback
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -16,6 +18,8 @@ import typer
 
 from tsopt._version import __version__
 from tsopt.errors import TsoptError, UsageError
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="tsopt",
@@ -35,6 +39,21 @@ class Format(str, Enum):
     torchscript = "torchscript"
 
 
+def _seed(value: int) -> int:
+    # NOTE: one below what torch takes: a verdict on fresh inputs counts on from the seed.
+    if not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(
+            f"--seed {value} is out of range", why="a seed has 64 bits", fix="a number from 0 to 2**63 - 1"
+        )
+    return value
+
+
+def _seconds(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise UsageError(f"--seconds {value:g} is no time to spend", fix="a number of seconds above 0")
+    return value
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Python file, or FILE.py:NAME for another name than `model`.")
 ]
@@ -48,11 +67,11 @@ Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="For the model file and the inputs that are made.")]
+Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
 Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
 Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
-Seconds = Annotated[float, typer.Option("--seconds", help="About how long to time.")]
+Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="About how long to time.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
 
@@ -115,7 +134,9 @@ def export(
     format: Annotated[
         list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File or directory; here by default.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="File or directory; the current directory by default.")
+    ] = None,
     input: Input = None,
     level: Level = 2,
     opset: Annotated[
@@ -132,10 +153,11 @@ def export(
 ) -> None:
     """Optimize a model, race it against eager, and write the winner."""
     out = _output(json, quiet)
-    from tsopt.cli.export import targets, write
+    from tsopt.cli.export import check_formats, targets, write
 
     formats = [item.value for item in format or [Format.tsopt]]
     places = targets(model, formats, output)
+    check_formats(formats, opset)
     fast = _optimized(
         model,
         input,
@@ -238,6 +260,7 @@ def verify(
     trust: Annotated[bool, typer.Option("--trust", help="Run code from the bundle, where it holds code.")] = False,
     input: Input = None,
     seed: Seed = 0,
+    eval: Eval = False,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -245,11 +268,13 @@ def verify(
     out = _output(json, quiet)
     from tsopt.cli.verification import against_model, against_record
 
-    verdict = (
-        against_record(bundle, trust)
-        if model is None
-        else against_model(bundle, trust, _load(model, input, seed), seed)
-    )
+    with out.progress(bundle.name) as tell:
+        tell("run")
+        verdict = (
+            against_record(bundle, trust)
+            if model is None
+            else against_model(bundle, trust, _load(model, input, seed), seed, eval_mode=eval)
+        )
     out.json({"bundle": str(bundle), "ok": True, "verdict": verdict})
     out.say(f"{bundle}: {verdict}")
 
@@ -281,18 +306,39 @@ def _root(
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; the exit code. A user's mistake never leaves a traceback."""
     arguments = _split_levels(sys.argv[1:] if arguments is None else arguments)
+    _State.output = None
     try:
         command: Callable[..., Any] = typer.main.get_command(app)
         result = command(arguments, prog_name="tsopt", standalone_mode=False)
-        return result if isinstance(result, int) else 0
+        code = result if isinstance(result, int) else 0
+        return _interrupted() if code == INTERRUPTED else code  # typer turns KeyboardInterrupt into an exit code
     except TsoptError as error:
-        (_State.output or _output("--json" in arguments)).error(error)
-        return error.exit_code
+        return _refused(error, arguments)
+    except SystemExit as error:  # a model may call sys.exit(0); that must not look as if all were well
+        return _refused(_ended(error), arguments)
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+        return _interrupted()
     except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
         return _unexpected(error)
+
+
+def _refused(error: TsoptError, arguments: list[str]) -> int:
+    (_State.output or _output("--json" in arguments)).error(error)
+    return error.exit_code
+
+
+def _ended(error: SystemExit) -> UsageError:
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return UsageError(
+        f"the model ends the program (sys.exit({error.code!r})) when it is called",
+        where=f"{frame.filename}:{frame.lineno}: {frame.line}",
+        fix="raise an exception in its place",
+    )
+
+
+def _interrupted() -> int:
+    sys.stderr.write("interrupted; nothing was written\n")
+    return INTERRUPTED
 
 
 def _split_levels(arguments: list[str]) -> list[str]:
@@ -305,8 +351,7 @@ def _split_levels(arguments: list[str]) -> list[str]:
 
 def _unexpected(error: Exception) -> int:
     if type(error).__name__ == "Abort":
-        sys.stderr.write("interrupted\n")
-        return 130
+        return _interrupted()
     if hasattr(error, "show") and hasattr(error, "exit_code"):
         error.show()
         return int(error.exit_code)

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -32,12 +32,16 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """A line with the phase and the time since the start, on a terminal; nothing with -q or --json."""
+        """A line with the phase and the time since the start, on a terminal; nothing with -q or --json.
+
+        What the model prints at work goes to stderr: stdout holds the result.
+        """
         if self.quiet or self.as_json or not self.err.is_terminal:
-            yield lambda text: None
+            with redirect_stdout(sys.stderr):
+                yield lambda text: None
             return
         start = time.perf_counter()
-        with self.err.status(title) as status:
+        with self.err.status(title) as status, redirect_stdout(sys.stderr):
             yield lambda text: status.update(f"{title}: {text} [dim]{time.perf_counter() - start:.0f} s[/dim]")
 
     def say(self, text: str = "") -> None:

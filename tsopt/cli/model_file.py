@@ -6,7 +6,9 @@ import importlib.util
 import re
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ class ModelFile:
 
 
 def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
-    """Executes the file and picks the model.
+    """Executes the file and picks the model. What the file prints goes to stderr: stdout holds the command's result.
 
     Args:
         spec: `path.py`, `path.py:name`; the name is a model, or a class or function that makes one.
@@ -36,7 +38,7 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     Raises:
         UsageError: no such file or name, the file raises, or it has no example input.
     """
-    path, name = _split(spec)
+    path, name = _existing(spec)
     import torch
 
     torch.manual_seed(seed)
@@ -57,21 +59,35 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     )
 
 
-def _split(spec: str) -> tuple[Path, str]:
+def split_spec(spec: str) -> tuple[Path, str]:
+    """`path.py:name` in two; the name is empty where none is given."""
     text, _, name = spec.rpartition(":")
     if not text or name.endswith(".py") or "/" in name:
-        text, name = spec, ""
-    path = Path(text)
-    if path.is_dir():
-        raise UsageError(f"{text} is a directory", fix="give a Python file that defines `model` and `example_input`")
-    if not path.is_file():
-        near = [p.name for p in path.parent.glob("*.py")][:5] if path.parent.is_dir() else []
-        raise UsageError(
-            f"there is no file {text}",
-            where=str(path.parent.resolve()),
-            fix=f"Python files there: {', '.join(sorted(near))}" if near else "check the path",
-        )
+        return Path(spec), ""
+    return Path(text), name
+
+
+def _existing(spec: str) -> tuple[Path, str]:
+    path, name = split_spec(spec)
+    try:
+        if path.is_dir():
+            raise UsageError(
+                f"{path} is a directory", fix="give a Python file that defines `model` and `example_input`"
+            )
+        if not path.is_file():
+            raise _missing(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read", why=error.strerror, fix="check the path") from error
     return path, name
+
+
+def _missing(path: Path) -> UsageError:
+    near = [p.name for p in path.parent.glob("*.py")][:5] if path.parent.is_dir() else []
+    return UsageError(
+        f"there is no file {path}",
+        where=str(path.parent.resolve()),
+        fix=f"Python files there: {', '.join(sorted(near))}" if near else "check the path",
+    )
 
 
 def _execute(path: Path) -> Any:
@@ -86,7 +102,8 @@ def _execute(path: Path) -> Any:
     here = str(path.parent.resolve())
     sys.path.append(here)
     try:
-        spec.loader.exec_module(module)
+        with redirect_stdout(sys.stderr):
+            spec.loader.exec_module(module)
     except SystemExit as error:
         raise UsageError(
             f"{path.name} ends the program (sys.exit({error.code!r})) while it is read",
@@ -156,8 +173,9 @@ def _takes_nothing(function: Any) -> bool:
 
 def _call(maker: Callable[[], Any], path: Path, name: str) -> Any:
     try:
-        return maker()
-    except Exception as error:
+        with redirect_stdout(sys.stderr):
+            return maker()
+    except (Exception, SystemExit) as error:  # `sys.exit()` in a maker must not end the command as if all were well
         raise UsageError(
             f"{name}() in {path.name} raises {type(error).__name__}",
             where=_where(error, path),
@@ -173,30 +191,59 @@ def parse_inputs(texts: list[str], seed: int) -> Any:
     """`x:1x3x224x224:f32` -> tensors of random values; with names keyword arguments, without positional ones.
 
     Raises:
-        UsageError: wrong syntax or dtype, or names on some of them only.
+        UsageError: wrong syntax, dtype or shape, a name twice, or names on some of them only.
     """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    made = [_input(text, generator) for text in texts]
+    counts = Counter(name for name, _ in made)
+    unnamed = counts.pop(None, 0)
+    if unnamed:
+        if counts:
+            raise UsageError("some --input have a name and some have none", fix="name all of them or none")
+        return tuple(value for _, value in made)
+    for name, count in counts.items():
+        if count > 1:
+            raise UsageError(f"--input {name} is given {count} times", fix="give each name once")
+    return dict(made)
+
+
+def _input(text: str, generator: Any) -> tuple[str | None, Any]:
+    match = _INPUT.match(text)
+    if match is None:
+        raise UsageError(f"--input {text} is not understood", fix="write NAME:SHAPE:DTYPE, such as x:1x3x224x224:f32")
+    dtype = _dtype(match["dtype"] or "f32", text)
+    try:
+        shape = () if match["shape"] == "scalar" else tuple(int(n) for n in match["shape"].split("x"))
+        return match["name"], _random(shape, dtype, generator)
+    except (RuntimeError, TypeError, ValueError) as error:  # torch's words for too large a number, a product, a tensor
+        raise UsageError(
+            f"--input {text}: no tensor of that shape can be made here",
+            why=str(error).partition("\n")[0][:200],
+            fix="give a smaller shape",
+        ) from error
+
+
+def _dtype(kind: str, text: str) -> Any:
     import torch
 
     from tsopt.compiler.types import LONG
 
-    generator = torch.Generator().manual_seed(seed)
-    made: list[tuple[str | None, Any]] = []
-    for text in texts:
-        match = _INPUT.match(text)
-        if match is None:
-            raise UsageError(
-                f"--input {text} is not understood", fix="write NAME:SHAPE:DTYPE, such as x:1x3x224x224:f32"
-            )
-        kind = match["dtype"] or "f32"
-        dtype = getattr(torch, LONG.get(kind, kind), None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"--input {text}: no dtype {kind!r}", fix=f"one of: {', '.join(LONG)}")
-        shape = () if match["shape"] == "scalar" else tuple(int(n) for n in match["shape"].split("x"))
-        made.append((match["name"], _random(shape, dtype, generator)))
-    named = [name is not None for name, _ in made]
-    if any(named) and not all(named):
-        raise UsageError("some --input have a name and some have none", fix="name all of them or none")
-    return {str(name): value for name, value in made} if all(named) else tuple(value for _, value in made)
+    dtype = getattr(torch, LONG.get(kind, kind), None)
+    if not isinstance(dtype, torch.dtype) or not _can_hold_values(dtype):
+        raise UsageError(f"--input {text}: no input can have the dtype {kind!r}", fix=f"one of: {', '.join(LONG)}")
+    return dtype
+
+
+def _can_hold_values(dtype: Any) -> bool:
+    import torch
+
+    try:
+        torch.zeros(1).to(dtype)
+    except RuntimeError:  # quantized and sub-byte dtypes: names without a conversion
+        return False
+    return True
 
 
 def _random(shape: tuple[int, ...], dtype: Any, generator: Any) -> Any:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tsopt.errors import AccuracyError, ArtifactError
+from tsopt.compiler.signature import Signature, mismatch
+from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
 from tsopt.runtime.artifact import CHECK, load
+from tsopt.runtime.backend import Executable
+
+AGAIN = "export the model again on this machine"
 
 
 def against_record(bundle: Path, trust: bool) -> str:
     """Runs the bundle on its stored inputs and compares with the answers that the model gave then.
 
     Raises:
+        ArtifactError: the bundle, or the record in it, is missing or damaged.
+        BackendError: it fails here.
         AccuracyError: it gives something else here.
     """
-    executable = load(bundle, trust=trust)
-    from safetensors.torch import load_file
-
-    from tsopt.compiler.structure import flatten
+    executable = _load(bundle, trust)
     from tsopt.runtime.accuracy import compare
 
-    stored = load_file(bundle / CHECK)
-    inputs = [stored[f"input.{i}"] for i in range(len(executable.signature.user_inputs))]
-    outputs, _ = flatten(executable.run_leaves(inputs), share=True)
-    expected = [stored[key] for key in sorted((k for k in stored if k.startswith("output.")), key=_number)]
-    if len(outputs) != len(expected):
-        raise ArtifactError("the bundle's check does not fit its signature", where=str(bundle))
+    signature = executable.signature
+    returned = signature.outputs[len(signature.writes) :]
+    inputs, expected = _record(bundle, signature)
     worst = 0.0
-    for item, value, reference in zip(executable.signature.outputs, outputs, expected, strict=False):
+    for item, value, reference in zip(returned, _answer(executable, inputs, bundle), expected, strict=True):
         found = compare(value, reference)
         worst = max(worst, found.max_difference)
         if not found.ok:
@@ -36,18 +37,97 @@ def against_record(bundle: Path, trust: bool) -> str:
                 "the bundle does not give here what the model gave when it was written",
                 where=f"{bundle}, output {item.name}",
                 why=found.reason,
-                fix="export the model again on this machine",
+                fix=AGAIN,
             )
     return f"whole, and equal to the model's stored answer (max difference {worst:.2e})"
 
 
-def against_model(bundle: Path, trust: bool, loaded: Any, seed: int) -> str:
-    """Compares the bundle with a live model on fresh inputs. Raises AccuracyError."""
-    executable = load(bundle, trust=trust)
+def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mode: bool = False) -> str:
+    """Compares the bundle with a live model on fresh inputs.
+
+    Args:
+        eval_mode: take a model that is in training mode as if it were in eval mode.
+
+    Raises:
+        ArtifactError: the bundle is missing or damaged.
+        BackendError: it fails where the model does not.
+        AccuracyError: it computes something else.
+    """
+    executable = _load(bundle, trust)
+    from tsopt.api import as_eval
+    from tsopt.compiler.capture import capture
+    from tsopt.compiler.example import as_example
     from tsopt.runtime.accuracy import verify
 
-    return str(verify(loaded.model, executable, loaded.example_input, seed=seed + 1))
+    example = as_example(loaded.example_input)
+    program = capture(loaded.model, example, eval_mode=eval_mode, allow_nan=True)
+    model = as_eval(loaded.model, eval_mode)
+    return str(verify(model, executable, example, program=program, seed=seed + 1))
 
 
-def _number(key: str) -> int:
-    return int(key.rpartition(".")[2])
+def _load(bundle: Path, trust: bool) -> Executable:
+    try:
+        return load(bundle, trust=trust)
+    except OSError as error:
+        raise ArtifactError("the bundle cannot be read", where=str(bundle), why=str(error)) from error
+
+
+def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
+    """The stored inputs and answers, each of the type that the signature gives it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        stored = load_file(bundle / CHECK)
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(
+            "the bundle's record of the model's answers cannot be read",
+            where=str(bundle / CHECK),
+            why=str(error),
+            fix=AGAIN,
+        ) from error
+    returned = signature.outputs[len(signature.writes) :]
+    inputs = _fitting(bundle, stored, "input", signature.user_inputs)
+    return inputs, _fitting(bundle, stored, "output", returned)
+
+
+def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[Any]) -> list[Any]:
+    count = sum(key.startswith(f"{kind}.") for key in stored)
+    if count != len(items):
+        raise _unfit(bundle, f"it holds {count} {kind}s, the signature {len(items)}")
+    values = []
+    for position, item in enumerate(items):
+        value = stored.get(f"{kind}.{position}")
+        if value is None:
+            raise _unfit(bundle, f"it has no {kind}.{position}")
+        value = value.to(item.type.device)
+        reason = mismatch(item.type, value)
+        if reason:
+            raise _unfit(bundle, f"{kind} {item.name!r} {reason}")
+        values.append(value)
+    return values
+
+
+def _unfit(bundle: Path, why: str) -> ArtifactError:
+    return ArtifactError(
+        "the bundle's record of the model's answers does not fit its signature",
+        where=str(bundle / CHECK),
+        why=why,
+        fix=AGAIN,
+    )
+
+
+def _answer(executable: Executable, inputs: list[Any], bundle: Path) -> list[Any]:
+    from tsopt.compiler.structure import flatten
+
+    try:
+        return flatten(executable.run_leaves(inputs), share=True)[0]
+    except TsoptError:
+        raise
+    except Exception as error:  # the bundle's own failure, in the words of whoever runs it
+        raise BackendError(
+            "the bundle fails on the inputs that it was written with",
+            where=str(bundle),
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=AGAIN,
+        ) from error

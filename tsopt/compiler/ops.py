@@ -116,6 +116,20 @@ def has_effect(node: fx.Node) -> bool:
     return writes(target) or not target._schema.returns or target.namespace not in KNOWN_PURE
 
 
+def is_settled_check(node: fx.Node) -> bool:
+    """A check of dtype, shape or device that holds by the recorded type, whatever the values."""
+    if name_of(node) != "aten._assert_tensor_metadata":
+        return False
+    claim = bind(node)
+    found = claim["a"].meta.get("val")
+    return isinstance(found, torch.Tensor) and (
+        claim["dtype"] in (None, found.dtype)
+        and (claim["size"] is None or tuple(claim["size"]) == tuple(found.shape))
+        and (claim["stride"] is None or tuple(claim["stride"]) == found.stride())
+        and claim.get("device") in (None, found.device)
+    )
+
+
 def is_pure(node: fx.Node) -> bool:
     """A function of its arguments alone: may be dropped, merged and computed ahead of time."""
     return is_call(node) and not has_effect(node) and not is_random(node)

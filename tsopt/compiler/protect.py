@@ -31,7 +31,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
         inference: run the block without gradients.
     """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modules = modules_of(model)
     attributes = [_snapshot(module) for module in modules]
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
@@ -59,10 +59,27 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
             torch.set_num_threads(threads)
 
 
+class InEvalMode:
+    """A module called as if it were in eval mode; its flags are what they were before and after each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with training_flags(self.module, False):
+            return self.module(*args, **kwargs)
+
+
+def modules_of(model: Any) -> list[nn.Module]:
+    """The modules behind what is called; none for a function."""
+    model = model.module if isinstance(model, InEvalMode) else model
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
 @contextmanager
 def training_flags(model: Any, value: bool) -> Iterator[None]:
     """Sets the flag on every module without calling `train()`, which models override with effects of their own."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modules = modules_of(model)
     before = [module.training for module in modules]
     try:
         for module in modules:

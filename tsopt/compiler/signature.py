@@ -5,13 +5,16 @@ Imports neither torch nor a backend, so that a bundle can be called where torch 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tsopt.compiler.structure import Structure, flatten, from_json, to_json, unflatten
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.types import SHORT, TensorType
 from tsopt.errors import ArtifactError, SignatureError
+
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class Signature:
             inputs = tuple(Input(str(i["name"]), _type_from(i["type"]), bool(i["state"])) for i in data["inputs"])
             outputs = tuple(Output(str(o["name"]), _type_from(o["type"]), o["writes"]) for o in data["outputs"])
             made = cls(inputs, outputs, from_json(data["outer"]), from_json(data["result"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
         return made
@@ -130,6 +133,8 @@ def _type_json(type_: TensorType) -> dict[str, Any]:
 
 def _type_from(data: Any) -> TensorType:
     shape, stride = tuple(map(int, data["shape"])), tuple(map(int, data["stride"]))
-    if len(shape) != len(stride) or len(shape) > 64 or any(not 0 <= size < 2**48 for size in shape):
+    dtype, device = str(data["dtype"]), str(data["device"])
+    sound = len(shape) == len(stride) <= 64 and all(0 <= size < 2**48 for size in (*shape, *stride))
+    if not sound or dtype not in SHORT or not _DEVICE.fullmatch(device):
         raise ValueError(f"not a tensor type: {str(data)[:80]}")
-    return TensorType(str(data["dtype"]), shape, stride, str(data["device"]))
+    return TensorType(dtype, shape, stride, device)

@@ -35,6 +35,7 @@ class Structure:
     children: tuple[Structure, ...] = ()
     index: int = -1
     value: Any = None
+    contents: str = ""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and self._key() == other._key()
@@ -44,7 +45,7 @@ class Structure:
 
     def _key(self) -> tuple[Any, ...]:
         value = _identity(self.value) if self.kind == "const" else None
-        return self.kind, self.cls, self.keys, self.children, self.index, value
+        return self.kind, self.cls, self.keys, self.children, self.index, value, self.contents
 
     def __str__(self) -> str:
         if self.kind in ("leaf", "same"):
@@ -77,12 +78,20 @@ class Structure:
 
 
 def _identity(value: Any) -> Any:
-    """What a constant is compared by: bits for floats (-0.0 is not 0.0, NaN is NaN), contents for objects."""
+    """What a constant is compared by: bits for floats (-0.0 is not 0.0, NaN is NaN), itself for an object."""
     if isinstance(value, (float, complex)):
         return repr(value)
-    if isinstance(value, (*SCALARS, type, FunctionType, ModuleType)) or not hasattr(value, "__dict__"):
-        return value
-    return id(value), repr(vars(value))  # a configuration that was changed is another one
+    return id(value) if _has_contents(value) else value
+
+
+def _has_contents(value: Any) -> bool:
+    plain = isinstance(value, (*SCALARS, type, FunctionType, ModuleType))
+    return not plain and hasattr(value, "__dict__") and not hasattr(value, "named_parameters")
+
+
+def _const(value: Any) -> Structure:
+    """A constant, with what it holds now: a configuration object that is changed later is another constant."""
+    return Structure("const", type(value), value=value, contents=repr(vars(value)) if _has_contents(value) else "")
 
 
 def is_leaf(value: object) -> bool:
@@ -115,7 +124,7 @@ def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure
             return leaf(item)
         parts = _parts(item)
         if parts is None:
-            return Structure("const", type(item), value=item)
+            return _const(item)
         if id(item) in open_ids:
             raise CaptureError(
                 f"a {type(item).__name__} contains itself",
@@ -129,7 +138,7 @@ def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure
         nodes = tuple(walk(child) for child in children)
         open_ids.discard(id(item))
         if kind == "object" and not _holds_leaf(nodes):
-            return Structure("const", type(item), value=item)
+            return _const(item)
         if kind == "object":
             objects[id(item)] = len(objects)
         return Structure(kind, type(item), keys, nodes)
@@ -259,6 +268,8 @@ def _from_json(data: Any) -> Structure:
         case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
             keys = tuple(tuple(key) if isinstance(key, list) else key for key in data.get("keys", ()))
             cls = dict if kind == "dict" else tuple if kind == "tuple" else _known_class(str(data.get("class", "")))
+            if kind == "namedtuple" and cls is not None and not issubclass(cls, tuple):
+                cls = None  # a dataclass under this kind would have its __init__ called
             _check_keys(kind, keys, len(children), cls)
             nodes = tuple(_from_json(child) for child in children)
             if kind == "namedtuple" and cls is None:
@@ -317,7 +328,7 @@ def _known_class(name: str) -> type | None:
     module, _, qualname = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, "__dict__", {}).get(part)  # not getattr: a lazy module would import
     if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
         return found
     return None

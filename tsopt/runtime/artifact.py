@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     with staged(target) as staging:
         executable.save(staging)
         _write_state(staging / STATE, executable)
-        _write_check(staging / CHECK, model, example)
+        _write_check(staging / CHECK, model, example, executable.state)
         (staging / REPORT).write_text(json.dumps(report.to_json()))
         _write_manifest(staging, executable, report)
     return target
@@ -100,13 +100,17 @@ class staged:
                 file.replace(self.target.parent / file.name)
             return
         self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private, safetensors its files
-        if self.target.exists():
-            old = self.staging.with_name(self.staging.name + ".old")
-            self.target.rename(old)
+        if not self.target.exists():
             self.staging.rename(self.target)
-            shutil.rmtree(old)
-        else:
+            return
+        old = self.staging.with_name(self.staging.name + ".old")
+        self.target.rename(old)
+        try:
             self.staging.rename(self.target)
+        except OSError:
+            old.rename(self.target)  # the bundle that was there is better than none
+            raise
+        shutil.rmtree(old)
 
 
 def check_target(target: Path) -> None:
@@ -115,10 +119,20 @@ def check_target(target: Path) -> None:
         raise ArtifactError(
             "the output exists and is no bundle", where=str(target), fix="remove it or choose another name"
         )
-    if target.is_dir() and any(target.iterdir()) and not (target / MANIFEST).is_file():
+    if target.is_dir() and any(target.iterdir()) and not _is_bundle(target):
         raise ArtifactError(
             "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
         )
+
+
+def _is_bundle(directory: Path) -> bool:
+    """Whether a directory holds a manifest of ours and nothing that it does not name."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes()[:MAX_MANIFEST])
+        names = {MANIFEST, *manifest["members"]}
+        return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def _write_state(path: Path, executable: Executable) -> None:
@@ -143,7 +157,7 @@ def _read_state(directory: Path, signature: Signature) -> list[Any]:
     return [stored[name] for name in names]
 
 
-def _write_check(path: Path, model: Callable[..., Any], example: Example) -> None:
+def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
     """The example's inputs and eager's answers: what `tsopt verify` compares with."""
     import torch
     from safetensors.torch import save_file
@@ -154,7 +168,7 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example) -> Non
     leaves, structure = flatten((example.args, example.kwargs))
     tensors = {f"input.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(leaves)}
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-    with protected(model):
+    with protected(model, written=state):
         torch.manual_seed(0)
         outputs, _ = flatten(model(*args, **kwargs), share=True)
     tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
@@ -212,8 +226,8 @@ def load(path: str | Path, *, trust: bool = False) -> Executable:
         return _open(directory, backend, options, signature, trust)
     except TsoptError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(directory, repr(error)) from error
+    except Exception as error:  # the files decide what goes wrong; all of it means the same
+        raise _damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
 
 
 def _open(directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool) -> Executable:
@@ -292,10 +306,13 @@ def _check_members(directory: Path, members: Any) -> None:
     extra = {file.name for file in directory.iterdir()} - set(members) - {MANIFEST}
     if extra:
         raise _damaged(directory, f"{sorted(extra)[0]!r} is not in the manifest")
+    present = {file.name: file for file in directory.iterdir()}
     for name, fact in members.items():
-        file = directory / name
-        if Path(name).name != name or file.is_symlink() or not file.is_file() or file.stat().st_nlink != 1:
-            raise _damaged(directory, f"{name!r} is missing, a link, or outside")
+        file = present.get(name)
+        if file is None or file.is_symlink() or not file.is_file() or file.stat().st_nlink != 1:
+            raise _damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
+        if not isinstance(fact, dict):
+            raise _damaged(directory, f"nothing is said of {name!r}")
         if file.stat().st_size != fact.get("size"):
             raise _damaged(directory, f"{name!r} has {file.stat().st_size} bytes, the manifest says {fact.get('size')}")
         if _sha256(file) != fact.get("sha256"):

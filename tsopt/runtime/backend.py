@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tsopt.compiler.signature import Signature, mismatch
 from tsopt.compiler.types import TensorType
-from tsopt.errors import BackendError, UsageError
+from tsopt.errors import BackendError, SignatureError, UsageError
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
@@ -95,8 +96,20 @@ class Executable:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves = self._guard.leaves(args, kwargs)
         if leaves is None:
-            leaves = self.signature.bind(args, kwargs)
+            leaves = self.bind(args, kwargs)
         return self.run_leaves(leaves)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The call's tensors in signature order, after a thorough look. Raises SignatureError."""
+        leaves = self.signature.bind(args, kwargs)
+        torch = sys.modules.get("torch")
+        for item, leaf in zip(self.signature.user_inputs, leaves, strict=True):
+            if torch is not None and not isinstance(leaf, torch.Tensor):
+                kind = f"{type(leaf).__module__} array"
+                raise SignatureError(
+                    f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
+                )
+        return leaves
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
@@ -106,6 +119,11 @@ class Executable:
         """Runs on tensors that fit, in signature order."""
         inputs = [*leaves, *self.state]
         outputs = self._run(inputs)
+        if len(outputs) != len(self._outputs):
+            raise BackendError(
+                f"{self.backend} broke the output contract: {len(outputs)} outputs returned for {len(self._outputs)}",
+                fix="use another backend for this model",
+            )
         for value, (shape, dtype) in zip(outputs, self._outputs, strict=True):
             if tuple(value.shape) != shape or str(value.dtype).removeprefix("torch.") != dtype:
                 raise self._broken(outputs)
@@ -153,8 +171,6 @@ class Guard:
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:
-    import sys
-
     torch = sys.modules.get("torch")
     if torch is None:
         numpy = importlib.import_module("numpy")
@@ -163,8 +179,6 @@ def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:
 
 
 def _write(target: Any, value: Any) -> None:
-    import sys
-
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(target, torch.Tensor):
         target[...] = value
@@ -208,6 +222,8 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
     Raises:
         BackendError: the backend cannot take the program; the message names the op and its place.
     """
+    from tsopt.compiler.protect import protected
+
     made = get_backend(backend, **options) if isinstance(backend, str) else backend
     refused = made.unsupported(program)
     if refused:
@@ -217,4 +233,5 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
             where=refused[0].where or None,
             fix="use another backend, or let optimize() choose",
         )
-    return made.compile(program.copy())
+    with protected(None):  # tracing a random model draws numbers, and backends have been seen to set default dtypes
+        return made.compile(program.copy())

@@ -53,6 +53,8 @@ class Optimized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executable = self._executable
         if executable is None:
+            if self._policy == "error":  # whether a form is refused must not hang on who won
+                self.program.signature.bind(args, kwargs)
             return self._eager(*args, **kwargs)
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
@@ -65,7 +67,7 @@ class Optimized:
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            leaves = executable.signature.bind(args, kwargs)
+            leaves = executable.bind(args, kwargs)
         except SignatureError:
             if self._policy == "error":
                 raise
@@ -84,14 +86,14 @@ class Optimized:
         if found is not None:
             return found
         with self._lock:
+            if (structure, types) not in self._forms and len(self._forms) >= MAX_FORMS:
+                self._note("any further form", f"eager, {MAX_FORMS} forms are kept")
+                return self._eager
             if (structure, types) not in self._forms:
                 self._forms[structure, types] = self._capture(Example(args, kwargs), ", ".join(map(str, types)))
             return self._forms[structure, types]
 
     def _capture(self, example: Example, form: str) -> Callable[..., Any]:
-        if len(self._forms) >= MAX_FORMS:
-            self._note("any further form", f"eager, {MAX_FORMS} forms are kept")
-            return self._eager
         try:
             executable = self._another(example)
         except TsoptError as error:

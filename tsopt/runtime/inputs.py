@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 
 from tsopt.compiler.example import Example
 from tsopt.compiler.structure import flatten, unflatten
+
+SPECIAL = "special"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,8 @@ class InputSet:
 
 
 def input_sets(example: Example, seed: int) -> list[InputSet]:
-    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001.
+    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
+    and `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared.
 
     Integers and booleans are drawn from the example's own values, so that an index stays an index.
     """
@@ -43,6 +47,7 @@ def input_sets(example: Example, seed: int) -> list[InputSet]:
     if any(leaf.is_floating_point() for leaf in leaves):
         for kind, scale in (("random", 1.0), ("large", 100.0), ("tiny", 1e-3)):
             sets.append(rebuilt(kind, [_normal(leaf, scale, generator) for leaf in leaves]))
+        sets.append(rebuilt(SPECIAL, [_special(leaf, generator) for leaf in leaves]))
     else:
         sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
     return sets
@@ -65,6 +70,19 @@ def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> tor
     spread = float(values.std()) if leaf.numel() > 1 else 0.0
     noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
     return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
+
+
+def _special(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    values = _normal(leaf, 1.0, generator)
+    if not leaf.is_floating_point():
+        return values
+    tiny = torch.finfo(leaf.dtype).smallest_normal / 2
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, tiny, -tiny], dtype=leaf.dtype, device=leaf.device)
+    flat = values.clone().reshape(-1)
+    # One place in eight: enough for each of them, and most of the values stay ordinary.
+    places = torch.arange(0, flat.numel(), 8 if flat.numel() >= 8 * len(odd) else 1, device=leaf.device)
+    flat[places] = odd[torch.arange(len(places), device=leaf.device) % len(odd)]
+    return _like(leaf, flat.reshape(leaf.shape))
 
 
 def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

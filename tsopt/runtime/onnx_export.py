@@ -6,15 +6,17 @@ Needs onnx and onnxscript, not ONNX Runtime.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
-from tsopt.compiler.program import Program, attribute_name
+from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.quiet import quiet
-from tsopt.errors import BackendError
+from tsopt.errors import BackendError, UsageError
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
@@ -60,8 +62,11 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     """Exports a program; inputs, outputs and weights keep the names that the user knows.
 
     Raises:
-        BackendError: the exporter has no translation for an op; the message names it and its place.
+        BackendError: the exporter has no translation for an op; the message names it and its place. Or it
+            cannot bring this model to the opset.
+        UsageError: there is no such opset.
     """
+    check_opset(opset)
     types = [item.type for item in program.signature.inputs]
     inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
     try:
@@ -73,45 +78,89 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
                 verbose=False,
                 optimize=False,  # our passes have run; the exporter's own fold x + 0.0 and integer divisions by zero
                 opset_version=opset,
-                input_names=[item.name for item in program.signature.inputs],
-                output_names=_unique([item.name for item in program.signature.outputs]),
             )
     except Exception as error:
         raise _explain(error, program) from error
     if made is None:
         raise BackendError("the ONNX exporter returned nothing")
+    _check_made(made.model, opset)
     _rename(made.model, program)
     return OnnxModel(made.model)
 
 
-def _unique(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return out
+def check_opset(opset: int | None) -> None:
+    """Raises UsageError for an opset that the installed onnx does not know, BackendError where onnx is missing."""
+    try:
+        import onnx.defs
+    except ImportError as error:
+        raise BackendError("onnx is not installed", why=str(error), fix="pip install onnx onnxscript") from error
+    highest = onnx.defs.onnx_opset_version()
+    if opset is not None and opset > highest:
+        raise UsageError(
+            f"there is no ONNX opset {opset}", why=f"the installed onnx knows up to {highest}", fix=f"at most {highest}"
+        )
+
+
+def _check_made(model: Any, opset: int | None) -> None:
+    # NOTE: the exporter logs that a conversion has failed, and goes on with the opset that it had.
+    made = model.graph.opset_imports.get("")
+    if opset is not None and made is not None and made != opset:
+        raise BackendError(
+            f"the ONNX exporter cannot bring this model to opset {opset}",
+            why=f"it stopped at opset {made}",
+            fix=f"ask for opset {made}, or for none",
+        )
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """The name, or the first of `name_2`, `name_3`, ... that nobody has."""
+    free, number = name, 1
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
 
 
 def _rename(model: Any, program: Program) -> None:
-    """Weights by their path in the user's model; inner values out of the way of the names of inputs and outputs."""
-    outside = {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
-    ends = {id(value) for value in (*model.graph.inputs, *model.graph.outputs)}
-    for node in model.graph:
-        for value in node.outputs:
-            if value.name in outside and id(value) not in ends:
-                value.name = f"{value.name}.inner"
+    """Inputs keep the user's names; then outputs, weights by their path, and inner values take what is free."""
+    import onnx_ir
+
+    graph = model.graph
+    _part_ends(graph)
+    taken: set[str] = set()
+    _name(graph.inputs, [item.name for item in program.signature.inputs], taken)
+    _name(graph.outputs, [item.name for item in program.signature.outputs], taken)
     paths = {attribute_name(name): name for name in program.used_weights()}
-    initializers = model.graph.initializers
-    for name in [name for name in initializers if name in paths]:
-        wanted = paths[name]
-        if wanted in initializers or wanted in outside:
-            continue
-        value = initializers.pop(name)
-        value.name = wanted
+    weights = sorted(graph.initializers.values(), key=lambda value: value.name not in paths)
+    graph.initializers.clear()
+    _name(weights, [paths.get(value.name, value.name) for value in weights], taken)
+    for value in weights:
+        graph.initializers[value.name] = value
         if value.const_value is not None:
-            value.const_value.name = wanted
-        initializers[wanted] = value
+            value.const_value.name = value.name
+    ends = {id(value) for value in graph.outputs}
+    nodes = onnx_ir.traversal.RecursiveGraphIterator(graph)
+    inner = [v for node in nodes for v in node.outputs if v.name and id(v) not in ends]  # no name: an unused output
+    _name(inner, [str(value.name) for value in inner], taken)
+
+
+def _part_ends(graph: Any) -> None:
+    """An output that is an input or a weight becomes a value, and gets a name, of its own."""
+    import onnx_ir
+
+    begins = {id(value) for value in (*graph.inputs, *graph.initializers.values())}
+    for position, value in enumerate(graph.outputs):
+        if id(value) in begins:
+            node = onnx_ir.node("Identity", [value])
+            graph.append(node)
+            graph.outputs[position] = node.outputs[0]
+            graph.outputs[position].type, graph.outputs[position].shape = value.type, value.shape
+
+
+def _name(values: Iterable[Any], names: Iterable[str], taken: set[str]) -> None:
+    for value, name in zip(values, names, strict=True):
+        value.name = _free(name, taken)
+        taken.add(value.name)
 
 
 _OVERLOAD = re.compile(r"OpOverload\(op='([\w:.]+)', overload='(\w*)'\)|'(aten\.[\w.]+)'|\b(aten\.\w+\.\w+)")
@@ -125,10 +174,49 @@ def _explain(error: Exception, program: Program) -> BackendError:
         cause = cause.__cause__
     found = _OVERLOAD.search(text)
     op = next((group for group in found.groups() if group), "") if found else ""
-    place = next((n for n in program.calls() if op and str(n.target).startswith(op.replace("::", "."))), None)
-    where = f"{place.meta.get('module', '')} {place.meta.get('source', '')}".strip() if place is not None else ""
+    place = _place(op.replace("::", "."), program) if op else None
     what = f"the ONNX exporter has no translation for {op}" if op else "the ONNX exporter cannot take this model"
-    return BackendError(what, where=where or None, why=f"{type(error).__name__}: {_last_line(text)}")
+    return BackendError(
+        what, where=(origin_of(place) or None) if place else None, why=f"{type(error).__name__}: {_last_line(text)}"
+    )
+
+
+_FAMILIES = ("linalg_", "special_", "fft_")
+_ALIKE = 3  # letters: `eigvalsh` becomes `_linalg_eigh`, `svdvals` becomes `_linalg_svd`
+
+
+def _place(op: str, program: Program) -> fx.Node | None:
+    """The node of an op; failing that, the one that the exporter has most likely decomposed into it."""
+    calls = list(program.calls())
+    exact = next((node for node in calls if f"{node.target}.".startswith(f"{op}.")), None)
+    if exact is not None:
+        return exact
+    wanted = _plain(op)
+    near: dict[fx.Node, int] = {}
+    for node in calls:
+        name = _plain(str(node.target))
+        alike = _common(name, wanted)
+        # Core ops are translated as they are: `exp` is not where an `expm1` comes from.
+        if (
+            alike >= _ALIKE
+            and 2 * alike > min(len(name), len(wanted))
+            and torch.Tag.core not in getattr(node.target, "tags", ())
+        ):
+            near[node] = alike
+    return max(near, key=near.__getitem__, default=None)
+
+
+def _plain(op: str) -> str:
+    """`aten._linalg_eigh.default` -> `eigh`."""
+    name = [*op.split("."), ""][1].lstrip("_")
+    for family in _FAMILIES:
+        name = name.removeprefix(family)
+    return name
+
+
+def _common(a: str, b: str) -> int:
+    """How many letters two names have in common from the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _last_line(text: str) -> str:

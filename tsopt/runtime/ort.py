@@ -87,7 +87,7 @@ def _refusals(program: Program) -> list[Unsupported]:
     for node in program.calls():
         if ops.is_random(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
-        elif ops.has_effect(node):
+        elif ops.has_effect(node) and not ops.is_settled_check(node):
             found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
         elif _may_trap(node):
             found.append(
@@ -163,9 +163,9 @@ def session_runner(held: Any, signature: Signature) -> Runner:
         return lambda values: run(outputs, dict(zip(inputs, values, strict=True)))
     if len(inputs) == 1:
         only = inputs[0]
-        return lambda values: [from_numpy(v) for v in run(outputs, {only: values[0].detach().numpy()})]
+        return lambda values: [from_numpy(v) for v in run(outputs, {only: values[0].numpy(force=True)})]
     return lambda values: [
-        from_numpy(v) for v in run(outputs, {n: v.detach().numpy() for n, v in zip(inputs, values, strict=True)})
+        from_numpy(v) for v in run(outputs, {n: v.numpy(force=True) for n, v in zip(inputs, values, strict=True)})
     ]
 
 

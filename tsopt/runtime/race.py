@@ -68,6 +68,9 @@ def race(
             torch.set_num_threads(threads)
         rows, executables = _prepare(optimized, oracle, backends, threads, tell)
         rows = _timed(model, captured, example, rows, executables, seconds, seed, tell)
+        executables = {
+            row.name: executables[row.name] for row in rows if row.status == "ok" and row.name in executables
+        }
     finally:
         torch.set_num_threads(before)
     return _choose(model, captured, example, rows, executables, seed, tell)
@@ -91,8 +94,9 @@ def _prepare(
             executable = compile(program, backend, threads=threads)
             took = time.perf_counter() - start
             tell(f"check {title}")
-            verdict = oracle.judge(executable)
-            if is_exact(program, backend) and verdict.ok and verdict.test != "bits":
+            verdict = oracle.judge(executable, exact=is_exact(program, backend))
+            if not verdict.ok and is_exact(program, backend):
+                verdict = oracle.judge(executable)
                 executable.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
         except TsoptError as error:
             rows.append(Row(title, "failed", _reason(error)))
@@ -142,6 +146,8 @@ def device_wait(example: Example) -> Callable[[], None]:
 def _with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
     if timing is None:
         return row
+    if timing.error:
+        return replace(row, status="failed", reason=f"while it was timed: {timing.error}")
     return replace(row, timing=timing, speedup=None if row.name == EAGER else speedup(timing, base))
 
 
@@ -163,7 +169,7 @@ def _choose(
         try:
             verdict = oracle.judge(executables[row.name])
             failure = "" if verdict.ok else verdict.reason
-        except Exception as error:  # state that was corrupted while it was timed shows here
+        except Exception as error:  # state that timing corrupted shows here
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
             return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executables[row.name], executables)
@@ -193,7 +199,9 @@ def benchmark(
     """
     example = as_example(example_input)
     inputs = [item.clone() for item in input_sets(example, seed)[:3]]
-    with protected(model), torch.inference_mode():
+    # NOTE: no program here to say which parameters the model writes, so all of them are kept safe.
+    written = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    with protected(model, written=written), torch.inference_mode():
         timings = measure(
             {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress
         )

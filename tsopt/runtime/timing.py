@@ -21,11 +21,12 @@ BOOTSTRAP = 2000
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per call of one candidate, a value for each round."""
+    """Milliseconds per call of one candidate, a value for each round; `error` says why it has no more of them."""
 
     samples: tuple[float, ...]
     first_call: float
     calls_per_sample: int = 1
+    error: str = ""
 
     def percentile(self, q: float) -> float:
         return float(np.percentile(self.samples, q))
@@ -66,6 +67,7 @@ class _Lane:
     call: Callable[..., Any]
     group: int = 1
     first: float = 0.0
+    error: str = ""
     samples: list[float] = field(default_factory=list)
 
 
@@ -85,30 +87,50 @@ def measure(
     Args:
         inputs: calls to make, of one signature.
         seconds: about how long to go on; at least MIN_ROUNDS rounds, at most MAX_ROUNDS.
+            The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
         wait: returns when the device has done all that was asked of it; part of every sample.
     """
     lanes = {name: _Lane(call) for name, call in calls.items()}
+    baseline = next(iter(lanes))
     for name, lane in lanes.items():
         if progress:
             progress(f"warm-up {name}")
-        lane.first = _time(lane.call, inputs[0], 1, wait)
-        spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
-        lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
+        _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
     end = time.perf_counter() + seconds
     names = list(lanes)
     for number in range(MAX_ROUNDS):
         if progress:
             progress(f"round {number + 1}")
+        names = [name for name in names if not lanes[name].error]
         turn = number % len(names)
+        example = inputs[number % len(inputs)]
         for name in names[turn:] + names[:turn]:
-            _sample(lanes[name], inputs[number % len(inputs)], wait)
+            _attempt(_sample, lanes[name], example, wait, is_baseline=name == baseline)
         if number + 1 >= MIN_ROUNDS:
             if time.perf_counter() > end:
                 break
-            names = _hopeful(lanes, names)
+            names = _hopeful(lanes, [name for name in names if not lanes[name].error])
     return {
-        name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group) for name, lane in lanes.items()
+        name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group, lane.error)
+        for name, lane in lanes.items()
     }
+
+
+def _attempt(
+    step: Callable[..., None], lane: _Lane, inputs: Any, wait: Callable[[], None], *, is_baseline: bool
+) -> None:
+    try:
+        step(lane, inputs, wait)
+    except Exception as error:  # a candidate may raise anything; it costs the candidate alone
+        if is_baseline:
+            raise
+        lane.error = f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+    lane.first = _time(lane.call, inputs[0], 1, wait)
+    spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
+    lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
 
 
 def _sample(lane: _Lane, example: Example, wait: Callable[[], None]) -> None:
