@@ -108,7 +108,7 @@ def test_a_seed_that_no_generator_takes_is_a_usage_error(tsopt, write, seed):
     assert "seed" in ran.err
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
 def test_a_time_that_is_none_is_a_usage_error(tsopt, write, seconds):
     write()
     ran = tsopt("bench", "m.py", "--seconds", seconds)

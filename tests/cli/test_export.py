@@ -64,6 +64,20 @@ def test_an_opset_that_does_not_exist_is_no_traceback(tsopt, write, tmp_path):
     assert names(tmp_path) == ["m.py"]
 
 
+def test_an_opset_that_the_exporter_does_not_reach_is_refused(tsopt, write, tmp_path, monkeypatch):
+    write()
+    monkeypatch.setattr("onnx.defs.onnx_opset_version", lambda: 10000)
+    ran = tsopt("export", "m.py", "--format", "onnx", "--opset", "9999", "-o", "x.onnx")
+    assert ran.code == 2
+    assert "cannot bring this model to opset 9999" in ran.err
+    assert names(tmp_path) == ["m.py"]
+
+
+def test_an_opset_without_an_onnx_file_is_no_matter(tsopt, write):
+    write()
+    assert tsopt("export", "m.py", "--opset", "9999").code == 0
+
+
 def test_the_name_follows_the_model_whatever_its_directory_is_called(tsopt, write, tmp_path):
     write(name="env.python/mlp.py")
     assert tsopt("export", tmp_path / "env.python" / "mlp.py").code == 0
@@ -113,8 +127,10 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
         (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "is one file"),
         (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is no bundle"),
         (lambda p: None, ["-o", "n" * 300], "cannot be written"),
+        (lambda p: None, ["-o", "n" * 245], "cannot be written"),  # fits, but not while it is written
+        (lambda p: None, ["-o", "new/" + "n" * 300], "cannot be written"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tsopt, write, tmp_path, prepare, arguments, text):
     write("raise RuntimeError('the model file must not be read first')\n")

@@ -123,6 +123,24 @@ def test_what_a_file_prints_does_not_reach_the_json(tsopt, write):
     assert "captured" in tsopt("inspect", "m.py", "--json").json
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def model(x):\n    print('called')\n    return x\n",
+        "def model(n=4):\n    print('made')\n    return nn.Linear(n, 2)\n",
+    ],
+)
+def test_what_a_model_prints_does_not_reach_the_json(tsopt, write, quick, text):
+    write(HEAD + text)
+    ran = tsopt("bench", "m.py", "--json")
+    assert ran.json["rows"]
+    assert "called" in ran.err or "made" in ran.err
+
+
+def test_a_path_that_is_too_long_is_no_traceback(tsopt):
+    failed(tsopt("inspect", "n" * 300), "cannot be read")
+
+
 def test_an_error_text_cannot_drive_the_terminal(tsopt, write):
     write("raise ValueError('\\x1b[2J\\x1b]0;owned\\x07')\n")
     assert "\x1b[2J" not in failed(tsopt("inspect", "m.py"), "raises ValueError")

@@ -84,14 +84,24 @@ def test_a_model_of_another_shape_is_no_traceback(tsopt, place, write):
     assert "shape [3, 4]" in ran.err
 
 
-@pytest.mark.parametrize("path", ["none.tsopt", "m.py", "."])
+@pytest.mark.parametrize("path", ["none.tsopt", "m.py", ".", "n" * 300])
 def test_what_is_no_bundle_exits_with_2(tsopt, place, path):
     ran = tsopt("verify", path)
     assert ran.code == 2
     assert "error: " in ran.err
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "junk", "other keys", "other shape"])
+DAMAGE = {
+    "missing": "cannot be read",
+    "empty": "cannot be read",
+    "junk": "cannot be read",
+    "other keys": "it holds 0 inputs, the signature 1",
+    "other number": "it has no input.0",
+    "other shape": "has shape [1, 5]",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_bundle_without_a_sound_record_is_no_traceback(tsopt, place, damage):
     from safetensors.torch import save_file
 
@@ -103,11 +113,24 @@ def test_a_bundle_without_a_sound_record_is_no_traceback(tsopt, place, damage):
     elif damage == "other keys":
         save_file({"x": torch.ones(1)}, file)
     else:
-        save_file({"input.0": torch.ones(1, 5), "output.0": torch.ones(1, 2)}, file)
+        key = "input.0" if damage == "other shape" else "input.7"
+        save_file({key: torch.ones(1, 5), "output.0": torch.ones(1, 2)}, file)
     sign(place / "m.tsopt")
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
     assert "error: " in ran.err
+    assert DAMAGE[damage] in ran.err
+
+
+def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
+    def fail(self, leaves):
+        raise RuntimeError("illegal instruction")
+
+    monkeypatch.setattr("tsopt.runtime.backend.Executable.run_leaves", fail)
+    ran = tsopt("verify", "m.tsopt")
+    assert ran.code == 2
+    assert "fails on the inputs that it was written with" in ran.err
+    assert "illegal instruction" in ran.err
 
 
 def test_code_needs_trust(tsopt, place, write):
