@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from tsopt.compiler.pipeline import Pass, Repeat
 from tsopt.compiler.rewrite import RulePass
-from tsopt.passes import affine, algebra, canonical
+from tsopt.passes import affine, algebra, canonical, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
 from tsopt.passes.fold import FoldConstants
 
 CANONICAL = RulePass("canonical", canonical.RULES)
+RECOMPOSE = RulePass("recompose", recompose.RULES)
 ALGEBRA = RulePass("algebra", algebra.RULES)
 AFFINE = RulePass("affine", affine.RULES)
 
@@ -18,6 +19,7 @@ STANDARD: tuple[Pass | Repeat, ...] = (
     CANONICAL,  # one form for each thing: the rules after it are written for that form
     FoldConstants(),  # masks, position ids and tables become weights, which other rules look for
     CommonSubexpressions(),  # before the chains: a value computed twice would look used elsewhere
+    RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
     Repeat((ALGEBRA, AFFINE)),  # a folded batch norm brings two chains together, and the reverse
     FoldConstants("fold-again"),  # what algebra made constant
     CommonSubexpressions("cse-again"),  # what algebra made equal

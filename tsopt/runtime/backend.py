@@ -87,7 +87,7 @@ class Executable:
         self.state = list(state)
         self._run = run
         self._guard = Guard(signature)
-        self._outputs = [(o.type.shape, o.type.dtype) for o in signature.outputs]
+        self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
         self._writes = len(signature.writes)
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
@@ -117,15 +117,15 @@ class Executable:
 
     def run_leaves(self, leaves: Sequence[Any]) -> Any:
         """Runs on tensors that fit, in signature order."""
-        inputs = [*leaves, *self.state]
+        inputs = [*leaves, *self.state] if self.state else leaves
         outputs = self._run(inputs)
         if len(outputs) != len(self._outputs):
             raise BackendError(
                 f"{self.backend} broke the output contract: {len(outputs)} outputs returned for {len(self._outputs)}",
                 fix="use another backend for this model",
             )
-        for value, (shape, dtype) in zip(outputs, self._outputs, strict=True):
-            if tuple(value.shape) != shape or str(value.dtype).removeprefix("torch.") != dtype:
+        for value, (dtype, shape) in zip(outputs, self._outputs, strict=True):
+            if value.dtype != dtype or value.shape != shape:
                 raise self._broken(outputs)
         if self._single:
             return outputs[0]

@@ -76,7 +76,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
                 exported,
                 dynamo=True,
                 verbose=False,
-                optimize=False,  # our passes have run; the exporter's own fold x + 0.0 and integer divisions by zero
+                optimize=not _adds_zero(program),
                 opset_version=opset,
             )
     except Exception as error:
@@ -164,6 +164,15 @@ def _name(values: Iterable[Any], names: Iterable[str], taken: set[str]) -> None:
 
 
 _OVERLOAD = re.compile(r"OpOverload\(op='([\w:.]+)', overload='(\w*)'\)|'(aten\.[\w.]+)'|\b(aten\.\w+\.\w+)")
+
+
+def _adds_zero(program: Program) -> bool:
+    """Whether `x + 0` is left, which turns -0.0 into 0.0, and which the exporter's optimizer drops.
+
+    That optimizer is wanted otherwise: it folds the sequences that a split is exported as into one Split.
+    """
+    sums = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
+    return any(node.target in sums and node.args[1] == 0 for node in program.calls())
 
 
 def _explain(error: Exception, program: Program) -> BackendError:
