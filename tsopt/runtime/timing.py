@@ -82,7 +82,8 @@ def measure(
     """Times callables side by side.
 
     In every round each of them is called once untimed, then timed, on the inputs in rotation (a candidate
-    that remembers its last answer gains nothing), in an order that rotates as well.
+    that remembers its last answer gains nothing), in an order that rotates
+    and turns round.
 
     Args:
         inputs: calls to make, of one signature.
@@ -104,7 +105,9 @@ def measure(
         names = [name for name in names if not lanes[name].error]
         turn = number % len(names)
         example = inputs[number % len(inputs)]
-        for name in names[turn:] + names[:turn]:
+        order = names[turn:] + names[:turn]
+        # Backwards every other round: who comes after whom must not be the same all the time.
+        for name in order[:: -1 if number % 2 else 1]:
             _attempt(_sample, lanes[name], example, wait, is_baseline=name == baseline)
         if number + 1 >= MIN_ROUNDS:
             if time.perf_counter() > end:
