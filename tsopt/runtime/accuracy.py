@@ -122,7 +122,8 @@ def compare(
     )
     truth = reference64() if reference64 is not None and reference.dtype != torch.float64 else None
     if truth is None:
-        return Comparison(False, "element", difference, failed)
+        missing = "" if reference64 is None else "; no float64 reference could be computed to decide"
+        return Comparison(False, "element", difference, failed + missing)
     if truth.is_complex():
         truth = torch.view_as_real(truth)
     return _float64_test(res, ref, truth, atol * scale, tol * scale, difference, failed, reference.dtype)
