@@ -157,19 +157,29 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     outputs = [item.name for item in session.get_outputs()]
     if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
         raise ArtifactError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
-    run: Callable[..., Sequence[Any]] = session.run
+    # The session under the Python class: `session.run` checks names that are known to fit, which costs a
+    # microsecond a call. Both take (outputs, feed, options); the class is used where there is nothing under it.
+    run: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
     from_numpy = _from_numpy()
+    only = inputs[0] if len(inputs) == 1 else None
+
+    # NOTE: `held` is a default of each, because the session's weights live only as long as it does.
+    def arrays(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        return run(outputs, dict(zip(inputs, values, strict=True)), None)
+
+    def tensors(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        feed = {name: value.numpy(force=True) for name, value in zip(inputs, values, strict=True)}
+        return [from_numpy(value) for value in run(outputs, feed, None)]
+
+    def tensor(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        return (from_numpy(run(outputs, {only: values[0].numpy(force=True)}, None)[0]),)
+
     if from_numpy is None:
-        return lambda values: run(outputs, dict(zip(inputs, values, strict=True)))
-    if len(inputs) == 1:
-        only = inputs[0]
-        return lambda values: [from_numpy(v) for v in run(outputs, {only: values[0].numpy(force=True)})]
-    return lambda values: [
-        from_numpy(v) for v in run(outputs, {n: v.numpy(force=True) for n, v in zip(inputs, values, strict=True)})
-    ]
+        return arrays
+    return tensor if len(inputs) == len(outputs) == 1 else tensors
 
 
-def _from_numpy() -> Callable[[Any], Any] | None:
+def _from_numpy() -> Any:
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
