@@ -207,7 +207,7 @@ def test_equal_inputs_are_not_confused():
     torch.testing.assert_close(found, model(*args))
 
 
-# ---- numbers that the exporter and the runtime have got wrong (NUMERICS, section 8) --------------------------
+# ---- numbers that the exporter and the runtime have got wrong -----------------------------------------------
 
 
 def test_adding_zero_turns_minus_zero_into_zero():

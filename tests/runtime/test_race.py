@@ -1,4 +1,4 @@
-"""Faulty candidates (CASES, F01-F14): each costs itself a row with a reason, and the race goes on."""
+"""Faulty candidates of every kind: each costs itself a row with a reason, and the race goes on."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def against_record(bundle: Path, trust: bool) -> str:
         AccuracyError: it gives something else here.
     """
     executable = _load(bundle, trust)
-    from tsopt.runtime.accuracy import compare
+    from tsopt.runtime.compare import compare
 
     signature = executable.signature
     returned = signature.outputs[len(signature.writes) :]

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-import re
-import traceback
 from collections.abc import Callable
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +17,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tsopt.compiler import ops
 from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.origin import origin_in, origin_of_meta
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
+from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training, explain
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.types import TensorType
 from tsopt.errors import CaptureError
 
-LIBRARIES = tuple(str(Path(p).resolve()) for p in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -57,8 +54,8 @@ def capture(
     if isinstance(model, ExportedProgram):
         model = model.module(check_guards=False)
         eval_mode = True
-    _check_model(model, allow_nan=allow_nan)
-    _check_inputs(model, example)
+    check_model(model, allow_nan=allow_nan)
+    check_inputs(model, example)
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     with protected(model), quiet():
         if training and eval_mode:
@@ -67,7 +64,7 @@ def capture(
         program = _capture(model, example)
         if training:
             with training_flags(model, False):
-                _check_training(program, _capture(model, example))
+                check_training(program, _capture(model, example))
         return program
 
 
@@ -100,9 +97,9 @@ def _capture(model: Callable[..., Any], example: Example) -> Program:
         if _needs_functionalization(exported):
             exported = exported.run_decompositions({})
     except Exception as error:
-        raise _explain(error, model, example) from error
+        raise explain(error, model, example) from error
     result = results[-1]
-    _check_result(result)
+    check_result(result)
     return _lower(exported, names, outer, result, _model_name(model))
 
 
@@ -199,7 +196,7 @@ class _Lowering:
                 fix="compute both branches and select with torch.where, or optimize the parts of the model one by one",
             )
         made = self.graph.node_copy(node, self.mapping.__getitem__)
-        made.meta = {"val": node.meta.get("val"), **_origin(node.meta)}
+        made.meta = {"val": node.meta.get("val"), **origin_in(node.meta)}
         for tensor in ops.tensors_of(node.meta.get("val")):
             if any(not isinstance(size, int) for size in tensor.shape):
                 raise CaptureError(
@@ -226,223 +223,6 @@ def _static_type(node: fx.Node) -> TensorType:
 def _clean(target: object) -> str:
     """`model.layer1.0.weight` -> `layer1.0.weight`; torch's own constants keep a readable name."""
     return str(target).removeprefix("model.")
-
-
-# ---- where a value comes from -----------------------------------------------------------------------------
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-_SLICED = re.compile(r"\.?slice\([^)]*\)")
-
-
-def _origin(meta: dict[str, Any]) -> dict[str, str]:
-    origin = {}
-    stack = meta.get("nn_module_stack")
-    if stack:
-        path = _SLICED.sub("", str(next(reversed(stack.values()))[0]))
-        path = path.removeprefix("L['self'].").removeprefix("model").strip(".")
-        if path:
-            origin["module"] = path
-    for file, line, _ in reversed(_FRAME.findall(meta.get("stack_trace") or "")):
-        if not _is_library(file):
-            origin["source"] = f"{short_path(file)}:{line}"
-            break
-    return origin
-
-
-def origin_of_meta(meta: dict[str, Any]) -> str:
-    return ", ".join(_origin(meta).values())
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith("<") or str(Path(file).resolve()).startswith(LIBRARIES)
-
-
-def short_path(file: str) -> str:
-    """A path as a user would say it: from the working directory, or from site-packages."""
-    path = Path(file)
-    if "site-packages" in path.parts:
-        return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def user_frame(error: BaseException) -> str | None:
-    """`file:line, in function` of the deepest frame of an error that is the user's."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not _is_library(frame.filename) and "/lib/python" not in frame.filename.split("site-packages")[0]:
-            line = f": {frame.line}" if frame.line else ""
-            return f"{short_path(frame.filename)}:{frame.lineno}, in {frame.name}{line}"
-    return None
-
-
-# ---- what is refused, and what it says --------------------------------------------------------------------
-
-
-def _check_model(model: object, *, allow_nan: bool) -> None:
-    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        raise CaptureError(
-            "the model is a TorchScript module",
-            why="capture reads Python modules",
-            fix="pass the nn.Module that it was scripted or traced from",
-        )
-    if not callable(model):
-        raise CaptureError(
-            f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"
-        )
-    if not isinstance(model, nn.Module):
-        return
-    devices: dict[str, str] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        _check_tensor(name, tensor, allow_nan=allow_nan)
-        devices.setdefault(str(tensor.device), name)
-    if len(devices) > 1:
-        raise CaptureError(
-            "the model's weights are on several devices",
-            where=", ".join(f"{name} on {device}" for device, name in devices.items()),
-            fix=f"move it to one: model.to({next(iter(devices))!r})",
-        )
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
-    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-        raise CaptureError(
-            "a lazy module has no weights yet", where=name, fix="call the model once on an example before optimizing"
-        )
-    if tensor.device.type == "meta":
-        raise CaptureError(
-            "a weight is on the meta device and has no values", where=name, fix="load the weights: model.to_empty(...)"
-        )
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
-        raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
-    if not allow_nan and (bad := _nan_count(tensor)):
-        raise CaptureError(
-            f"a weight holds {bad} NaN of {tensor.numel()} values",
-            where=name,
-            why="whatever depends on it is NaN, and no comparison could tell right from wrong",
-            fix="load a sound checkpoint, or pass allow_nan=True (--allow-nan) to go on all the same",
-        )
-
-
-def _nan_count(tensor: torch.Tensor) -> int:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return 0
-    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
-    return int(tensor.detach().isnan().sum()) if bool(tensor.detach().sum().isnan()) else 0
-
-
-def _check_inputs(model: object, example: Example) -> None:
-    leaves, structure = flatten((example.args, example.kwargs))
-    paths = dict(structure.paths())
-    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    for index, leaf in enumerate(leaves):
-        where = f"input {paths[index]}"
-        if not isinstance(leaf, torch.Tensor):
-            raise CaptureError(f"an input is a {type(leaf).__name__}", where=where, fix="pass a torch.Tensor")
-        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
-            raise CaptureError(
-                "an input is sparse, nested, quantized or on the meta device",
-                where=where,
-                fix="pass a dense tensor with values",
-            )
-        if first is not None and leaf.device != first.device and leaf.dim() > 0:
-            raise CaptureError(
-                f"the model is on {first.device}, an input on {leaf.device}",
-                where=where,
-                fix=f"move one to the other: x.to({str(first.device)!r})",
-            )
-
-
-def _check_result(result: Structure) -> None:
-    nodes = [result]
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.kind == "const" and isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CaptureError(
-                "the model returns a Python number that depends on the input",
-                why="a program returns tensors; the number would be frozen",
-                fix="return the tensor instead of tensor.item()",
-            )
-    if result.leaf_count == 0:
-        raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
-
-
-def _check_training(trained: Program, evaluated: Program) -> None:
-    """Refuses a model whose answer depends on the training flag; one where it makes no difference passes."""
-    pairs = list(zip_longest(trained.calls(), evaluated.calls()))
-    differing = next((a or b for a, b in pairs if a is None or b is None or not _same_in_both(a, b)), None)
-    if differing is None:
-        return
-    raise CaptureError(
-        f"the model is in training mode and its answer depends on it ({ops.name_of(differing)})",
-        where=origin_of(differing) or None,
-        why="dropout stays on and batch norm uses the statistics of the batch",
-        fix="call model.eval() first, or pass eval_mode=True (--eval on the command line)",
-    )
-
-
-def _same_in_both(a: fx.Node, b: fx.Node) -> bool:
-    if a.target == b.target and ops.name_of(a).startswith("aten.") and str(a.target).split(".")[1] in _HARMLESS:
-        return not ops.is_random(a) and not ops.is_random(b)  # dropout of 0: the flag makes no difference
-    return _call_text(a) == _call_text(b)
-
-
-_HARMLESS = frozenset(name.removeprefix("aten::") for name in ops.RANDOM_ONLY_IF if "dropout" in name)
-
-
-def _call_text(node: fx.Node) -> str:
-    return f"{node.target}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"
-
-
-def _explain(error: Exception, model: Callable[..., Any], example: Example) -> CaptureError:
-    """The user's view of a failed export: his own error if the model fails by itself, else the construct."""
-    if isinstance(error, CaptureError):
-        return error
-    own = _eager_failure(model, example)
-    if own is not None:
-        return CaptureError(
-            "the model itself fails on the example input",
-            where=user_frame(own) or user_frame(error),
-            why=f"{type(own).__name__}: {_first_lines(own)}",
-            fix="make model(*example) run in plain PyTorch first",
-        )
-    text = str(error)
-    where = user_frame(error)
-    if "data-dependent" in text or type(error).__name__.startswith("GuardOnDataDependent"):
-        return CaptureError(
-            "a Python decision depends on the values of a tensor",
-            where=where,
-            why="an if, a loop, .item() or int() on a tensor is decided while the model runs; a program is one graph",
-            fix="select with torch.where(condition, a, b), or decide on shapes and arguments instead",
-        )
-    return CaptureError(
-        "torch.export cannot capture the model",
-        where=where,
-        why=f"{type(error).__name__}: {_first_lines(error)}",
-        fix="replace the construct at that line by tensor operations",
-    )
-
-
-def _eager_failure(model: Callable[..., Any], example: Example) -> Exception | None:
-    args, kwargs = unflatten_clones(example)
-    try:
-        with protected(model, written=list(model.parameters()) if isinstance(model, nn.Module) else ()):
-            model(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
-
-
-def unflatten_clones(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with every tensor cloned: what the model writes stays here."""
-    leaves, structure = flatten((example.args, example.kwargs))
-    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-    return args, kwargs
-
-
-def _first_lines(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
-    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 # ---- names ------------------------------------------------------------------------------------------------

@@ -1,0 +1,189 @@
+"""What capture refuses, and what it says: models, inputs and results that no program can stand for.
+
+Every message says what, where, why and what to do. Never runs a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tsopt.compiler import ops
+from tsopt.compiler.example import Example
+from tsopt.compiler.origin import user_frame
+from tsopt.compiler.program import Program, origin_of
+from tsopt.compiler.protect import protected
+from tsopt.compiler.structure import Structure, flatten, unflatten
+from tsopt.errors import CaptureError
+
+
+def check_model(model: object, *, allow_nan: bool) -> None:
+    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
+        raise CaptureError(
+            "the model is a TorchScript module",
+            why="capture reads Python modules",
+            fix="pass the nn.Module that it was scripted or traced from",
+        )
+    if not callable(model):
+        raise CaptureError(
+            f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"
+        )
+    if not isinstance(model, nn.Module):
+        return
+    devices: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        _check_tensor(name, tensor, allow_nan=allow_nan)
+        devices.setdefault(str(tensor.device), name)
+    if len(devices) > 1:
+        raise CaptureError(
+            "the model's weights are on several devices",
+            where=", ".join(f"{name} on {device}" for device, name in devices.items()),
+            fix=f"move it to one: model.to({next(iter(devices))!r})",
+        )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
+    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        raise CaptureError(
+            "a lazy module has no weights yet", where=name, fix="call the model once on an example before optimizing"
+        )
+    if tensor.device.type == "meta":
+        raise CaptureError(
+            "a weight is on the meta device and has no values", where=name, fix="load the weights: model.to_empty(...)"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
+    if not allow_nan and (bad := _nan_count(tensor)):
+        raise CaptureError(
+            f"a weight holds {bad} NaN of {tensor.numel()} values",
+            where=name,
+            why="whatever depends on it is NaN, and no comparison could tell right from wrong",
+            fix="load a sound checkpoint, or pass allow_nan=True (--allow-nan) to go on all the same",
+        )
+
+
+def _nan_count(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
+    return int(tensor.detach().isnan().sum()) if bool(tensor.detach().sum().isnan()) else 0
+
+
+def check_inputs(model: object, example: Example) -> None:
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    for index, leaf in enumerate(leaves):
+        where = f"input {paths[index]}"
+        if not isinstance(leaf, torch.Tensor):
+            raise CaptureError(f"an input is a {type(leaf).__name__}", where=where, fix="pass a torch.Tensor")
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
+            raise CaptureError(
+                "an input is sparse, nested, quantized or on the meta device",
+                where=where,
+                fix="pass a dense tensor with values",
+            )
+        if first is not None and leaf.device != first.device and leaf.dim() > 0:
+            raise CaptureError(
+                f"the model is on {first.device}, an input on {leaf.device}",
+                where=where,
+                fix=f"move one to the other: x.to({str(first.device)!r})",
+            )
+
+
+def check_result(result: Structure) -> None:
+    nodes = [result]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.kind == "const" and isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError(
+                "the model returns a Python number that depends on the input",
+                why="a program returns tensors; the number would be frozen",
+                fix="return the tensor instead of tensor.item()",
+            )
+    if result.leaf_count == 0:
+        raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
+
+
+def check_training(trained: Program, evaluated: Program) -> None:
+    """Refuses a model whose answer depends on the training flag; one where it makes no difference passes."""
+    pairs = list(zip_longest(trained.calls(), evaluated.calls()))
+    differing = next((a or b for a, b in pairs if a is None or b is None or not _same_in_both(a, b)), None)
+    if differing is None:
+        return
+    raise CaptureError(
+        f"the model is in training mode and its answer depends on it ({ops.name_of(differing)})",
+        where=origin_of(differing) or None,
+        why="dropout stays on and batch norm uses the statistics of the batch",
+        fix="call model.eval() first, or pass eval_mode=True (--eval on the command line)",
+    )
+
+
+def _same_in_both(a: fx.Node, b: fx.Node) -> bool:
+    if a.target == b.target and ops.name_of(a).startswith("aten.") and str(a.target).split(".")[1] in _HARMLESS:
+        return not ops.is_random(a) and not ops.is_random(b)  # dropout of 0: the flag makes no difference
+    return _call_text(a) == _call_text(b)
+
+
+_HARMLESS = frozenset(name.removeprefix("aten::") for name in ops.RANDOM_ONLY_IF if "dropout" in name)
+
+
+def _call_text(node: fx.Node) -> str:
+    return f"{node.target}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"
+
+
+def explain(error: Exception, model: Callable[..., Any], example: Example) -> CaptureError:
+    """The user's view of a failed export: his own error if the model fails by itself, else the construct."""
+    if isinstance(error, CaptureError):
+        return error
+    own = _eager_failure(model, example)
+    if own is not None:
+        return CaptureError(
+            "the model itself fails on the example input",
+            where=user_frame(own) or user_frame(error),
+            why=f"{type(own).__name__}: {_first_lines(own)}",
+            fix="make model(*example) run in plain PyTorch first",
+        )
+    text = str(error)
+    where = user_frame(error)
+    if "data-dependent" in text or type(error).__name__.startswith("GuardOnDataDependent"):
+        return CaptureError(
+            "a Python decision depends on the values of a tensor",
+            where=where,
+            why="an if, a loop, .item() or int() on a tensor is decided while the model runs; a program is one graph",
+            fix="select with torch.where(condition, a, b), or decide on shapes and arguments instead",
+        )
+    return CaptureError(
+        "torch.export cannot capture the model",
+        where=where,
+        why=f"{type(error).__name__}: {_first_lines(error)}",
+        fix="replace the construct at that line by tensor operations",
+    )
+
+
+def _eager_failure(model: Callable[..., Any], example: Example) -> Exception | None:
+    args, kwargs = unflatten_clones(example)
+    try:
+        with protected(model, written=list(model.parameters()) if isinstance(model, nn.Module) else ()):
+            model(*args, **kwargs)
+    except Exception as error:
+        return error
+    return None
+
+
+def unflatten_clones(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with every tensor cloned: what the model writes stays here."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+    return args, kwargs
+
+
+def _first_lines(error: BaseException, limit: int = 300) -> str:
+    text = " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
+    return text if len(text) <= limit else text[:limit] + " ..."

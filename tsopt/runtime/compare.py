@@ -1,0 +1,159 @@
+"""One tensor against its reference, by the class of what was done to it. Says nothing about models.
+
+The tests and their numbers: PyTorch's `assert_close` defaults for one op, TorchDynamo's float64 criterion
+(RMSE no more than twice eager's own distance from float64) for whole graphs, with a bound on the largest
+error added, because an RMSE hides one bad element in a million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# whole-graph tolerances by dtype: rtol and atol of the element test, tol of the float64 test
+TOLERANCES: dict[torch.dtype, tuple[float, float, float]] = {
+    torch.float64: (1e-7, 1e-7, 1e-7),
+    torch.float32: (1e-4, 1e-5, 1e-4),
+    torch.float16: (1e-2, 1e-3, 1e-3),
+    torch.bfloat16: (3e-2, 1e-2, 1e-2),
+    torch.complex128: (1e-7, 1e-7, 1e-7),
+    torch.complex64: (1e-4, 1e-5, 1e-4),
+}
+FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One tensor against its reference. `test` is the one that decided: bits, element, float64, decision."""
+
+    ok: bool
+    test: str
+    max_difference: float = 0.0
+    reason: str = ""
+
+
+def compare(
+    result: torch.Tensor,
+    reference: torch.Tensor,
+    *,
+    exact: bool = False,
+    reference64: Callable[[], torch.Tensor | None] | None = None,
+) -> Comparison:
+    """Compares two tensors.
+
+    Args:
+        exact: the values must be equal to the bit (the sign of zero, the places of NaN; not NaN's payload).
+        reference64: gives the float64 value, when the element test has failed.
+    """
+    kind = _kind(result, reference)
+    if kind:
+        return Comparison(False, "type", reason=kind)
+    if bit_equal(result, reference):
+        return Comparison(True, "bits")
+    difference = _max_difference(result, reference)
+    if exact:
+        return Comparison(False, "bits", difference, f"not bit-equal, max difference {difference:.3g}")
+    if reference.dtype not in TOLERANCES:
+        count = int((result != reference).sum())
+        return Comparison(
+            False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ"
+        )
+    if reference.is_complex():
+        result, reference = torch.view_as_real(result), torch.view_as_real(reference)
+    places = _special_places(result, reference)
+    if places:
+        return Comparison(False, "element", difference, places)
+    rtol, atol, tol = TOLERANCES[reference.dtype]
+    # A copy in float64: differences of float16 values and squares of large float32 values overflow.
+    res, ref = _finite(result), _finite(reference)
+    # The size of the output sets the absolute tolerance: 1e-5 would hide all of an output around 1e-8.
+    scale = float(ref.square().mean().sqrt()) or 1.0
+    excess = (res - ref).abs() - (atol * scale + rtol * ref.abs())
+    if float(excess.max()) <= 0:
+        return Comparison(True, "element", difference)
+    bad = int((excess > 0).sum())
+    failed = (
+        f"{bad} of {ref.numel()} values beyond rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
+    )
+    truth = reference64() if reference64 is not None and reference.dtype != torch.float64 else None
+    if truth is None:
+        missing = "" if reference64 is None else "; no float64 reference could be computed to decide"
+        return Comparison(False, "element", difference, failed + missing)
+    if truth.is_complex():
+        truth = torch.view_as_real(truth)
+    return _float64_test(res, ref, truth, atol * scale, tol * scale, difference, failed, reference.dtype)
+
+
+def _float64_test(
+    res: torch.Tensor,
+    ref: torch.Tensor,
+    truth: torch.Tensor,
+    atol: float,
+    tol: float,
+    difference: float,
+    failed: str,
+    dtype: torch.dtype,
+) -> Comparison:
+    if not bool(truth.isfinite().all()) or truth.shape != ref.shape:
+        return Comparison(False, "element", difference, failed)
+    factor = 3.0 if dtype in (torch.float16, torch.bfloat16) or ref.numel() < FEW else 2.0
+    mine, eager = (res - truth), (ref - truth)
+    rmse, eager_rmse = float(mine.square().mean().sqrt()), float(eager.square().mean().sqrt())
+    worst, eager_worst = float(mine.abs().max()), float(eager.abs().max())
+    if rmse <= factor * eager_rmse + tol / 10 and worst <= 10 * eager_worst + atol:
+        return Comparison(True, "float64", difference)
+    return Comparison(
+        False,
+        "float64",
+        difference,
+        f"{failed}; against float64: RMSE {rmse:.3g} (eager {eager_rmse:.3g}), largest error {worst:.3g} "
+        f"(eager {eager_worst:.3g})",
+    )
+
+
+def _kind(result: torch.Tensor, reference: torch.Tensor) -> str:
+    if not isinstance(result, torch.Tensor):
+        return f"a {type(result).__name__} where eager returns a tensor"
+    if result.dtype != reference.dtype:
+        return f"dtype {result.dtype}, eager {reference.dtype}"
+    if result.shape != reference.shape:
+        return f"shape {list(result.shape)}, eager {list(reference.shape)}"
+    if result.device != reference.device:
+        return f"device {result.device}, eager {reference.device}"
+    return ""
+
+
+def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.numel() == 0:
+        return True
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    kind = views[a.element_size()]
+    same = a.contiguous().view(kind) == b.contiguous().view(kind)
+    return bool(same.all()) or bool((same | (a.isnan() & b.isnan())).all())
+
+
+def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.to(wide) - b.to(wide)).abs()
+    difference = difference[difference.isfinite()]
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
+    if not torch.equal(a.isnan(), b.isnan()):
+        return "NaN at other places than eager"
+    infinite = a.isinf() | b.isinf()
+    if bool(infinite.any()) and not torch.equal(a[infinite], b[infinite]):
+        return "infinities at other places than eager"
+    return ""
+
+
+def _finite(value: torch.Tensor) -> torch.Tensor:
+    wide = value.double()
+    return torch.where(wide.isfinite(), wide, torch.zeros((), dtype=torch.float64, device=wide.device))
