@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from tsopt.compiler.pipeline import Pass, Repeat
 from tsopt.compiler.rewrite import RulePass
-from tsopt.passes import affine, algebra, canonical, recompose
+from tsopt.passes import algebra, fuse, normalize, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
 from tsopt.passes.fold import FoldConstants
 
-CANONICAL = RulePass("canonical", canonical.RULES)
+NORMALIZE = RulePass("normalize", normalize.RULES)
 RECOMPOSE = RulePass("recompose", recompose.RULES)
 ALGEBRA = RulePass("algebra", algebra.RULES)
-AFFINE = RulePass("affine", affine.RULES)
+FUSE = RulePass("fuse", fuse.RULES)
 
 STANDARD: tuple[Pass | Repeat, ...] = (
     DeadCode(),  # what export left unused would count as a second use and stop rules
-    CANONICAL,  # one form for each thing: the rules after it are written for that form
+    NORMALIZE,  # one form for each thing: the rules after it are written for that form
     FoldConstants(),  # masks, position ids and tables become weights, which other rules look for
     CommonSubexpressions(),  # before the chains: a value computed twice would look used elsewhere
     RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
-    Repeat((ALGEBRA, AFFINE)),  # a folded batch norm brings two chains together, and the reverse
+    Repeat((ALGEBRA, FUSE)),  # a folded batch norm brings two chains together, and the reverse
     FoldConstants("fold-again"),  # what algebra made constant
     CommonSubexpressions("cse-again"),  # what algebra made equal
     DeadCode("dce-again"),  # what all of them left behind

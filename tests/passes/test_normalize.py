@@ -23,14 +23,14 @@ from tests.passes.helpers import (
 )
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
-from tsopt.passes import CANONICAL, DeadCode, canonical
+from tsopt.passes import NORMALIZE, DeadCode, normalize
 
 N = len(SPECIAL)
 X = specials(2, 3, 4)
 
 
 def test_every_rule_is_exact_and_has_an_equation():
-    assert all(item.numerics == Numerics.EXACT and "->" in item.doc for item in canonical.RULES)
+    assert all(item.numerics == Numerics.EXACT and "->" in item.doc for item in normalize.RULES)
 
 
 class Norm(torch.nn.Module):
@@ -47,12 +47,12 @@ class Norm(torch.nn.Module):
 
 
 def test_the_inference_batch_norm_gets_one_form():
-    found = check((DeadCode(), CANONICAL), Norm(), X, ["batch_norm"])
+    found = check((DeadCode(), NORMALIZE), Norm(), X, ["batch_norm"])
     assert found.after.numerics == Numerics.EXACT
 
 
 def test_the_inference_batch_norm_whose_statistics_are_used_stays():
-    found = check(canonical.batch_norm_inference, Norm(used=1), X)
+    found = check(normalize.batch_norm_inference, Norm(used=1), X)
     assert ("batch_norm_inference", USED_ELSEWHERE) in found.declined
 
 
@@ -61,20 +61,20 @@ def test_the_inference_batch_norm_whose_statistics_are_used_stays():
 )
 @pytest.mark.parametrize(("p", "train"), [(0.5, False), (0.0, True), (1.0, False)])
 def test_dropout_that_drops_nothing_goes(op, p, train):
-    check_fires(canonical.dropout_eval, lambda x: op.default(x, p, train).neg(), X, ops=["neg"])
+    check_fires(normalize.dropout_eval, lambda x: op.default(x, p, train).neg(), X, ops=["neg"])
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0])
 def test_an_active_dropout_stays(p):
     program = capture(lambda x: F.dropout(x, p, True).neg(), X)
-    after, records = run(program, passes_of(canonical.dropout_eval), Limits())
+    after, records = run(program, passes_of(normalize.dropout_eval), Limits())
     assert ops_of(after) == ops_of(program)
     assert "the dropout is active" in {item.reason for item in records[0].declined}
 
 
 def test_dropout_over_the_input_is_the_input_in_eager_too():
     """F.dropout in eval returns its argument: no new alias."""
-    check_fires(canonical.dropout_eval, lambda x: F.dropout(x, 0.5, False), X, ops=[])
+    check_fires(normalize.dropout_eval, lambda x: F.dropout(x, 0.5, False), X, ops=[])
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_dropout_over_the_input_is_the_input_in_eager_too():
     ],
 )
 def test_a_copy_goes(op):
-    found = check(canonical.copy_of_value, lambda x: op(x).neg(), X, ["neg"])
+    found = check(normalize.copy_of_value, lambda x: op(x).neg(), X, ["neg"])
     assert found.after.numerics == Numerics.EXACT
 
 
 def test_a_clone_that_is_returned_stays():
-    check_declines(canonical.copy_of_value, lambda x: x.clone(), X, NEW_ALIAS)
+    check_declines(normalize.copy_of_value, lambda x: x.clone(), X, NEW_ALIAS)
 
 
 def test_a_clone_of_a_weight_that_is_returned_stays():
@@ -106,7 +106,7 @@ def test_a_clone_of_a_weight_that_is_returned_stays():
         def forward(self, x):
             return self.w.clone(), x + self.w
 
-    check_declines(canonical.copy_of_value, Net(), torch.ones(3), NEW_ALIAS)
+    check_declines(normalize.copy_of_value, Net(), torch.ones(3), NEW_ALIAS)
 
 
 def test_one_of_two_returned_clones_stays():
@@ -114,14 +114,14 @@ def test_one_of_two_returned_clones_stays():
         y = x.neg()
         return y.clone(), y.clone()
 
-    found = check(canonical.copy_of_value, model, X)
+    found = check(normalize.copy_of_value, model, X)
     assert found.ops.count("clone") == 1
 
 
 def test_a_copy_into_another_layout_stays():
-    check_declines(canonical.copy_of_value, lambda x: x.transpose(0, 2).contiguous().neg(), X, OTHER_LAYOUT)
+    check_declines(normalize.copy_of_value, lambda x: x.transpose(0, 2).contiguous().neg(), X, OTHER_LAYOUT)
     check_declines(
-        canonical.copy_of_value,
+        normalize.copy_of_value,
         lambda x: x.contiguous(memory_format=torch.channels_last).neg(),
         torch.randn(1, 2, 3, 3),
         OTHER_LAYOUT,
@@ -141,17 +141,17 @@ def test_a_copy_into_another_layout_stays():
     ],
 )
 def test_a_cast_to_its_own_type_goes(op):
-    found = check(CANONICAL, lambda x: op(x).neg(), X)
+    found = check(NORMALIZE, lambda x: op(x).neg(), X)
     assert [name for name in found.ops if not name.startswith("_assert") and name not in ("zeros", "full")] == ["neg"]
 
 
 def test_a_cast_to_another_type_stays():
-    check_declines(canonical.cast_to_same, lambda x: aten.to.dtype(x, torch.float64).neg(), X)
+    check_declines(normalize.cast_to_same, lambda x: aten.to.dtype(x, torch.float64).neg(), X)
 
 
 def test_a_forced_copy_that_is_returned_stays():
     """to(copy=True) never returns its argument, whatever its schema says."""
-    check_declines(canonical.cast_to_same, lambda x: aten.to.dtype(x, torch.float32, False, True), X, NEW_ALIAS)
+    check_declines(normalize.cast_to_same, lambda x: aten.to.dtype(x, torch.float32, False, True), X, NEW_ALIAS)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_forced_copy_that_is_returned_stays():
     ],
 )
 def test_a_move_to_the_shape_at_hand_goes(op):
-    check_fires(canonical.same_shape, lambda x: op(x).neg(), X, ops=["neg"])
+    check_fires(normalize.same_shape, lambda x: op(x).neg(), X, ops=["neg"])
 
 
 @pytest.mark.parametrize(
@@ -191,20 +191,20 @@ def test_a_move_to_the_shape_at_hand_goes(op):
     ],
 )
 def test_a_move_to_another_shape_stays(op):
-    check_declines(canonical.same_shape, lambda x: op(x).neg(), X)
+    check_declines(normalize.same_shape, lambda x: op(x).neg(), X)
 
 
 def test_a_repeat_that_is_returned_stays():
     """repeat copies: without it the output would be the input."""
-    check_declines(canonical.same_shape, lambda x: x.repeat(1, 1, 1), X, NEW_ALIAS)
+    check_declines(normalize.same_shape, lambda x: x.repeat(1, 1, 1), X, NEW_ALIAS)
 
 
 def test_a_repeat_of_a_transposed_value_stays_dense():
-    check_declines(canonical.same_shape, lambda x: x.transpose(0, 2).repeat(1, 1, 1).neg(), X, OTHER_LAYOUT)
+    check_declines(normalize.same_shape, lambda x: x.transpose(0, 2).repeat(1, 1, 1).neg(), X, OTHER_LAYOUT)
 
 
 def test_a_view_of_other_dtype_is_no_move():
-    check_declines(canonical.same_shape, lambda x: x.view(torch.int32).neg(), X)
+    check_declines(normalize.same_shape, lambda x: x.view(torch.int32).neg(), X)
 
 
 @pytest.mark.parametrize(
@@ -212,30 +212,30 @@ def test_a_view_of_other_dtype_is_no_move():
     [lambda x: F.pad(x, (0, 0)), lambda x: F.pad(x, (0, 0, 0, 0), value=3.0), lambda x: F.pad(x, (0, 0), "reflect")],
 )
 def test_a_pad_of_nothing_goes(op):
-    found = check(canonical.pad_nothing, lambda x: op(x).neg(), X, ["neg"])
+    found = check(normalize.pad_nothing, lambda x: op(x).neg(), X, ["neg"])
     assert found.after.numerics == Numerics.EXACT
 
 
 @pytest.mark.parametrize("pad", [(0, 1), (1, -1), (-1, 0)])
 def test_a_pad_of_something_stays(pad):
-    check_declines(canonical.pad_nothing, lambda x: F.pad(x, pad).neg(), X)
+    check_declines(normalize.pad_nothing, lambda x: F.pad(x, pad).neg(), X)
 
 
 def test_a_pad_of_nothing_that_is_returned_stays():
-    check_declines(canonical.pad_nothing, lambda x: aten.constant_pad_nd.default(x, [0, 0], 0.0), X, NEW_ALIAS)
+    check_declines(normalize.pad_nothing, lambda x: aten.constant_pad_nd.default(x, [0, 0], 0.0), X, NEW_ALIAS)
 
 
 def test_cat_of_one_goes():
-    check_fires(canonical.cat_of_one, lambda x: torch.cat([x], 1).neg(), X, ops=["neg"])
+    check_fires(normalize.cat_of_one, lambda x: torch.cat([x], 1).neg(), X, ops=["neg"])
 
 
 def test_cat_of_two_stays():
-    check_declines(canonical.cat_of_one, lambda x: torch.cat([x, x], 1).neg(), X)
+    check_declines(normalize.cat_of_one, lambda x: torch.cat([x, x], 1).neg(), X)
 
 
 def test_cat_of_one_that_is_returned_stays():
-    check_declines(canonical.cat_of_one, lambda x: torch.cat([x]), X, NEW_ALIAS)
+    check_declines(normalize.cat_of_one, lambda x: torch.cat([x]), X, NEW_ALIAS)
 
 
 def test_getitem_of_other_results_is_no_batch_norm():
-    check_declines(canonical.batch_norm_inference, lambda x: operator.getitem(x.split(1, 0), 0).neg(), X)
+    check_declines(normalize.batch_norm_inference, lambda x: operator.getitem(x.split(1, 0), 0).neg(), X)

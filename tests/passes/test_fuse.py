@@ -10,7 +10,7 @@ from torch import nn
 from tests.passes.helpers import aten, capture, check, check_declines, check_fires, find, ops_of, run
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE
-from tsopt.passes import AFFINE, affine
+from tsopt.passes import FUSE, fuse
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -69,7 +69,7 @@ def layer_then(layer: nn.Module, k: torch.Tensor, op) -> nn.Module:
 def test_batch_norm_folds_into_a_convolution(dims, bias, groups):
     model = net(CONVS[dims](4, 6, 3, groups=groups, bias=bias, stride=2, padding=1), warm(NORMS[dims](6)))
     ops = [f"conv{dims}d"]
-    found = check_fires(affine.conv_batch_norm, model, image(4, dims), ops=ops, also=[100 * image(4, dims)])
+    found = check_fires(fuse.conv_batch_norm, model, image(4, dims), ops=ops, also=[100 * image(4, dims)])
     assert found.after.numerics == Numerics.ROUNDING
 
 
@@ -81,35 +81,35 @@ def test_batch_norm_folds_into_a_transposed_convolution(dims, groups):
         TRANSPOSED[dims](4, 6, 3, groups=groups, stride=2, output_padding=1, dilation=2, bias=groups == 1),
         warm(NORMS[dims](6)),
     )
-    check_fires(affine.conv_batch_norm, model, image(4, dims))
+    check_fires(fuse.conv_batch_norm, model, image(4, dims))
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("padding", ["same", "valid"])
 def test_batch_norm_folds_into_a_convolution_with_named_padding(dims, padding):
     model = net(CONVS[dims](4, 6, 2 if dims == 1 else 3, padding=padding), warm(NORMS[dims](6)))
-    check_fires(affine.conv_batch_norm, model, image(4, dims))
+    check_fires(fuse.conv_batch_norm, model, image(4, dims))
 
 
 def test_batch_norm_folds_into_a_depthwise_convolution():
-    check_fires(affine.conv_batch_norm, net(nn.Conv2d(4, 4, 3, groups=4), warm(nn.BatchNorm2d(4))), image(4, 2))
+    check_fires(fuse.conv_batch_norm, net(nn.Conv2d(4, 4, 3, groups=4), warm(nn.BatchNorm2d(4))), image(4, 2))
 
 
 def test_batch_norm_without_affine_folds():
     model = net(nn.Conv2d(3, 4, 3), warm(nn.BatchNorm2d(4, affine=False)))
-    check_fires(affine.conv_batch_norm, model, image(3, 2), ops=["conv2d"])
+    check_fires(fuse.conv_batch_norm, model, image(3, 2), ops=["conv2d"])
 
 
 def test_batch_norm_keeps_its_eps():
     norm = warm(nn.BatchNorm2d(4, eps=0.5))
     norm.running_var.fill_(1e-3)
-    check_fires(affine.conv_batch_norm, net(nn.Conv2d(3, 4, 1), norm), image(3, 2))
+    check_fires(fuse.conv_batch_norm, net(nn.Conv2d(3, 4, 1), norm), image(3, 2))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_batch_norm_folds_into_a_linear_layer(bias):
     check_fires(
-        affine.conv_batch_norm,
+        fuse.conv_batch_norm,
         net(nn.Linear(4, 6, bias=bias), warm(nn.BatchNorm1d(6))),
         torch.randn(3, 4),
         ops=["linear"],
@@ -119,7 +119,7 @@ def test_batch_norm_folds_into_a_linear_layer(bias):
 def test_batch_norm_over_a_sequence_is_not_over_the_features_of_a_linear_layer():
     """[N, C, L]: the norm's channels are axis 1, the features axis 2; here both are 6."""
     check_declines(
-        affine.conv_batch_norm,
+        fuse.conv_batch_norm,
         net(nn.Linear(4, 6), warm(nn.BatchNorm1d(6))),
         torch.randn(2, 6, 4),
         "the channels of the norm are not the features of the linear layer",
@@ -129,7 +129,7 @@ def test_batch_norm_over_a_sequence_is_not_over_the_features_of_a_linear_layer()
 @pytest.mark.parametrize("length", [4, 5])
 def test_batch_norm_over_a_convolution_without_batch_is_not_over_its_channels(length):
     """[C, L] out of a convolution: the norm takes L for its channels, whether or not it equals C."""
-    check(affine.conv_batch_norm, net(nn.Conv1d(3, 4, 1), warm(nn.BatchNorm1d(length))), torch.randn(3, length))
+    check(fuse.conv_batch_norm, net(nn.Conv1d(3, 4, 1), warm(nn.BatchNorm1d(length))), torch.randn(3, length))
 
 
 class Statistics(nn.Module):
@@ -160,20 +160,20 @@ def test_batch_norm_in_training_stays():
     program = capture(Statistics().eval(), image(3, 2))
     norm = find(program, "batch_norm")
     norm.args = (*norm.args[:5], True, *norm.args[6:])
-    after, records = run(program, (AFFINE,))
+    after, records = run(program, (FUSE,))
     assert ops_of(after) == ops_of(program)
-    assert ("conv_batch_norm", affine.TRAINING) in {(item.rule, item.reason) for item in records[0].declined}
+    assert ("conv_batch_norm", fuse.TRAINING) in {(item.rule, item.reason) for item in records[0].declined}
 
 
 def test_batch_norm_without_running_statistics_stays():
     """In eval mode too it is called with training=True: the user is told of the statistics, not of the mode."""
     model = net(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
-    check_declines(affine.conv_batch_norm, model, image(3, 2), affine.NO_STATISTICS)
+    check_declines(fuse.conv_batch_norm, model, image(3, 2), fuse.NO_STATISTICS)
 
 
 @pytest.mark.parametrize("which", ["gamma", "mean", "weight", "bias"])
 def test_batch_norm_with_a_computed_weight_stays(which):
-    check_declines(affine.conv_batch_norm, Statistics(computed=which).eval(), image(3, 2), affine.COMPUTED)
+    check_declines(fuse.conv_batch_norm, Statistics(computed=which).eval(), image(3, 2), fuse.COMPUTED)
 
 
 def test_batch_norm_over_a_convolution_used_elsewhere_stays():
@@ -186,7 +186,7 @@ def test_batch_norm_over_a_convolution_used_elsewhere_stays():
             y = self.conv(x)
             return self.norm(y) + y
 
-    check_declines(affine.conv_batch_norm, Net().eval(), image(3, 2), USED_ELSEWHERE)
+    check_declines(fuse.conv_batch_norm, Net().eval(), image(3, 2), USED_ELSEWHERE)
 
 
 def test_a_weight_shared_by_two_convolutions_is_changed_for_one_alone():
@@ -203,7 +203,7 @@ def test_a_weight_shared_by_two_convolutions_is_changed_for_one_alone():
 
     model = Net().eval()
     before = model.a.weight.detach().clone()
-    check_fires(affine.conv_batch_norm, model, image(3, 2), ops=["conv2d", "conv2d"])
+    check_fires(fuse.conv_batch_norm, model, image(3, 2), ops=["conv2d", "conv2d"])
     assert torch.equal(model.a.weight, before)
 
 
@@ -212,26 +212,26 @@ def test_a_fold_that_would_overflow_stays():
     norm.running_var.fill_(1e-30)
     conv = nn.Conv2d(3, 4, 1)
     conv.weight.data.fill_(3e38)
-    check_declines(affine.conv_batch_norm, net(conv, norm), torch.zeros(1, 3, 2, 2), affine.NOT_FINITE)
+    check_declines(fuse.conv_batch_norm, net(conv, norm), torch.zeros(1, 3, 2, 2), fuse.NOT_FINITE)
 
 
 def test_a_large_sum_of_finite_weights_folds():
     """Guards against taking the overflow of the probe's own sum for one of a weight."""
     conv = nn.Conv2d(3, 4, 1)
     conv.weight.data.fill_(2e38)
-    check_fires(affine.conv_mul, then(conv, lambda y: y * 0.5), torch.zeros(1, 3, 2, 2))
+    check_fires(fuse.conv_mul, then(conv, lambda y: y * 0.5), torch.zeros(1, 3, 2, 2))
 
 
 def test_an_infinite_weight_does_not_stop_the_fold_of_the_others():
     conv = nn.Conv2d(3, 4, 1)
     conv.weight.data[0, 0] = float("inf")
-    check_fires(affine.conv_mul, then(conv, lambda y: y * 2.0), torch.ones(1, 3, 2, 2))
+    check_fires(fuse.conv_mul, then(conv, lambda y: y * 2.0), torch.ones(1, 3, 2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_batch_norm_folds_in_other_precisions(dtype):
     model = net(nn.Conv2d(3, 4, 3), warm(nn.BatchNorm2d(4))).to(dtype)
-    check_fires(affine.conv_batch_norm, model, image(3, 2).to(dtype), ops=["conv2d"])
+    check_fires(fuse.conv_batch_norm, model, image(3, 2).to(dtype), ops=["conv2d"])
 
 
 # ---- scales and shifts ------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ OPS = {"conv_mul": lambda y, k: y * k, "conv_add": lambda y, k: y + k}
 def test_a_constant_for_each_channel_folds(rule, layer):
     module, shape, k = LAYERS[layer]
     model = layer_then(module, torch.rand(k) + 0.5, OPS[rule])
-    found = check_fires(getattr(affine, rule), model, torch.randn(shape))
+    found = check_fires(getattr(fuse, rule), model, torch.randn(shape))
     assert len(found.ops) == 1
 
 
@@ -264,12 +264,12 @@ def test_a_constant_for_each_channel_folds(rule, layer):
 @pytest.mark.parametrize("rule", OPS)
 def test_a_literal_folds(rule, k, layer):
     module, shape, _ = LAYERS[layer]
-    check_fires(getattr(affine, rule), then(module, lambda y: OPS[rule](y, k)), torch.randn(shape))
+    check_fires(getattr(fuse, rule), then(module, lambda y: OPS[rule](y, k)), torch.randn(shape))
 
 
 @pytest.mark.parametrize("k", [torch.tensor(2.0), torch.tensor([2.0]), torch.tensor(3), torch.ones(1, 1, 1, 1) * 2])
 def test_one_constant_for_all_channels_folds(k):
-    check_fires(affine.conv_mul, layer_then(nn.Conv2d(4, 6, 3), k, OPS["conv_mul"]), torch.randn(2, 4, 5, 5))
+    check_fires(fuse.conv_mul, layer_then(nn.Conv2d(4, 6, 3), k, OPS["conv_mul"]), torch.randn(2, 4, 5, 5))
 
 
 @pytest.mark.parametrize(
@@ -278,35 +278,35 @@ def test_one_constant_for_all_channels_folds(k):
 @pytest.mark.parametrize("rule", OPS)
 def test_a_constant_along_another_axis_stays(rule, shape):
     model = layer_then(nn.Conv2d(4, 6, 3), torch.rand(shape), OPS[rule])
-    check_declines(getattr(affine, rule), model, torch.randn(2, 4, 5, 5))
+    check_declines(getattr(fuse, rule), model, torch.randn(2, 4, 5, 5))
 
 
 def test_a_constant_along_the_rows_of_a_linear_layer_stays():
     """[6, 1] broadcasts over rows although there are six features too."""
-    check_declines(affine.conv_mul, layer_then(nn.Linear(4, 6), torch.rand(6, 1), OPS["conv_mul"]), torch.randn(6, 4))
+    check_declines(fuse.conv_mul, layer_then(nn.Linear(4, 6), torch.rand(6, 1), OPS["conv_mul"]), torch.randn(6, 4))
 
 
 def test_a_constant_that_widens_the_result_stays():
     model = layer_then(nn.Conv2d(4, 1, 3), torch.rand(6, 1, 1), OPS["conv_mul"])
-    check_declines(affine.conv_mul, model, torch.randn(2, 4, 5, 5))
+    check_declines(fuse.conv_mul, model, torch.randn(2, 4, 5, 5))
 
 
 def test_a_constant_that_promotes_stays():
     model = layer_then(nn.Linear(4, 6), torch.rand(6, dtype=torch.float64), OPS["conv_mul"])
-    check_declines(affine.conv_mul, model, torch.randn(2, 4))
+    check_declines(fuse.conv_mul, model, torch.randn(2, 4))
 
 
 def test_a_boolean_literal_stays():
-    check_declines(affine.conv_mul, then(nn.Linear(4, 6), lambda y: aten.mul.Tensor(y, True)), torch.randn(2, 4))
+    check_declines(fuse.conv_mul, then(nn.Linear(4, 6), lambda y: aten.mul.Tensor(y, True)), torch.randn(2, 4))
 
 
 def test_a_computed_factor_stays():
-    check_declines(affine.conv_mul, then(nn.Linear(4, 6), lambda y: y * y.mean()), torch.randn(2, 4))
+    check_declines(fuse.conv_mul, then(nn.Linear(4, 6), lambda y: y * y.mean()), torch.randn(2, 4))
 
 
 def test_an_added_tensor_with_alpha_stays():
     model = layer_then(nn.Linear(4, 6), torch.rand(6), lambda y, k: torch.add(y, k, alpha=2))
-    check_declines(affine.conv_add, model, torch.randn(2, 4))
+    check_declines(fuse.conv_add, model, torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("rule", OPS)
@@ -314,18 +314,16 @@ def test_a_scaled_value_used_elsewhere_stays(rule):
     def function(y):
         return OPS[rule](y, 2.0), y.relu()
 
-    check_declines(getattr(affine, rule), then(nn.Linear(4, 6), function), torch.randn(2, 4), USED_ELSEWHERE)
+    check_declines(getattr(fuse, rule), then(nn.Linear(4, 6), function), torch.randn(2, 4), USED_ELSEWHERE)
 
 
 def test_an_infinite_factor_stays():
-    check_declines(
-        affine.conv_mul, then(nn.Linear(4, 6), lambda y: y * float("inf")), torch.randn(2, 4), affine.NOT_FINITE
-    )
+    check_declines(fuse.conv_mul, then(nn.Linear(4, 6), lambda y: y * float("inf")), torch.randn(2, 4), fuse.NOT_FINITE)
 
 
 def test_computed_weights_stay():
     check_declines(
-        affine.conv_mul, lambda x, w: F.linear(x, w) * 2.0, (torch.randn(2, 4), torch.randn(6, 4)), affine.COMPUTED
+        fuse.conv_mul, lambda x, w: F.linear(x, w) * 2.0, (torch.randn(2, 4), torch.randn(6, 4)), fuse.COMPUTED
     )
 
 
@@ -338,8 +336,8 @@ def test_a_linear_layer_with_a_vector_for_weight_does_not_stop_the_pass():
         def forward(self, x):
             return F.linear(x, self.w) * 2.0
 
-    check(affine.conv_mul, Dot().eval(), torch.randn(3))
-    check(affine.conv_mul, Dot().eval(), torch.randn(3, 3))
+    check(fuse.conv_mul, Dot().eval(), torch.randn(3))
+    check(fuse.conv_mul, Dot().eval(), torch.randn(3, 3))
 
 
 @pytest.mark.parametrize("rule", OPS)
@@ -353,7 +351,7 @@ def test_a_complex_layer_keeps_its_imaginary_bias(rule):
         def forward(self, x):
             return OPS[rule](F.linear(x, self.w, self.b), 2.0)
 
-    check(getattr(affine, rule), Complex().eval(), torch.randn(2, 4, dtype=torch.complex64))
+    check(getattr(fuse, rule), Complex().eval(), torch.randn(2, 4, dtype=torch.complex64))
 
 
 def test_an_integer_layer_keeps_its_large_weights():
@@ -367,16 +365,16 @@ def test_an_integer_layer_keeps_its_large_weights():
         def forward(self, x):
             return F.linear(x, self.w) * 3
 
-    check(affine.conv_mul, Whole().eval(), torch.ones(2, 4, dtype=torch.int64))
+    check(fuse.conv_mul, Whole().eval(), torch.ones(2, 4, dtype=torch.int64))
 
 
 def test_chains_fold_into_one_layer():
     layers = nn.Conv2d(3, 4, 3, bias=False), warm(nn.BatchNorm2d(4)), warm(nn.BatchNorm2d(4))
-    check(AFFINE, then(net(*layers), lambda y: (y * 2 + 1) * 0.5), image(3, 2), ["conv2d"])
+    check(FUSE, then(net(*layers), lambda y: (y * 2 + 1) * 0.5), image(3, 2), ["conv2d"])
 
 
 def test_a_zero_factor_keeps_the_places_of_nan():
-    found = check(AFFINE, then(nn.Linear(2, 2), lambda y: y * 0.0), torch.tensor([[1.0, float("inf")]]))
+    found = check(FUSE, then(nn.Linear(2, 2), lambda y: y * 0.0), torch.tensor([[1.0, float("inf")]]))
     assert found.ops == ["linear"]
 
 
@@ -405,15 +403,15 @@ def padded(pad, conv, mode="constant", value=0.0):
     ],
 )
 def test_a_zero_padding_goes_into_the_convolution(pad, conv, dims):
-    check_fires(affine.pad_conv, padded(pad, conv), image(3, dims), ops=[f"conv{dims}d"])
+    check_fires(fuse.pad_conv, padded(pad, conv), image(3, dims), ops=[f"conv{dims}d"])
 
 
 def test_a_padding_goes_into_a_convolution_without_batch():
-    check_fires(affine.pad_conv, padded([1, 1, 2, 2], nn.Conv2d(3, 4, 3)), torch.randn(3, 5, 5))
+    check_fires(fuse.pad_conv, padded([1, 1, 2, 2], nn.Conv2d(3, 4, 3)), torch.randn(3, 5, 5))
 
 
 def test_a_padding_without_a_value_goes_into_the_convolution():
-    check_fires(affine.pad_conv, padded([1, 1], nn.Conv1d(3, 4, 3), value=None), image(3, 1))
+    check_fires(fuse.pad_conv, padded([1, 1], nn.Conv1d(3, 4, 3), value=None), image(3, 1))
 
 
 @pytest.mark.parametrize(
@@ -421,7 +419,7 @@ def test_a_padding_without_a_value_goes_into_the_convolution():
 )
 def test_a_padding_with_other_values_stays(mode, value):
     model = padded([1, 1, 1, 1], nn.Conv2d(3, 4, 3), mode, value)
-    found = check(affine.pad_conv, model, image(3, 2))
+    found = check(fuse.pad_conv, model, image(3, 2))
     assert found.done == set()
     if "pad" in found.ops:
         assert ("pad_conv", "it does not pad with zeros") in found.declined
@@ -429,14 +427,14 @@ def test_a_padding_with_other_values_stays(mode, value):
 
 def test_a_padding_with_ones_says_why_it_stays():
     model = padded([1, 1, 1, 1], nn.Conv2d(3, 4, 3), value=1.0)
-    check_declines(affine.pad_conv, model, image(3, 2), "it does not pad with zeros")
+    check_declines(fuse.pad_conv, model, image(3, 2), "it does not pad with zeros")
 
 
 @pytest.mark.parametrize("pad", [[0, 1], [1, 1, 0, 2], [-1, -1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]])
 def test_a_padding_of_another_form_stays(pad):
     conv = nn.Conv2d(5 if pad[-2:] == [1, 1] and len(pad) == 6 else 3, 4, 2)
     check_declines(
-        affine.pad_conv,
+        fuse.pad_conv,
         padded(pad, conv),
         image(3, 2),
         "the padding is not the same on both sides of spatial axes alone",
@@ -453,7 +451,7 @@ def test_a_padded_value_used_elsewhere_stays():
             y = aten.pad.default(x, [1, 1, 1, 1], "constant", 0.0)
             return self.conv(y), y.relu()
 
-    check_declines(affine.pad_conv, Net().eval(), image(3, 2), USED_ELSEWHERE)
+    check_declines(fuse.pad_conv, Net().eval(), image(3, 2), USED_ELSEWHERE)
 
 
 def test_a_norm_over_another_axis_declines_with_the_reason():
@@ -465,7 +463,7 @@ def test_a_norm_over_another_axis_declines_with_the_reason():
         def forward(self, x):
             return self.norm(self.conv(x))
 
-    check_declines(affine.conv_batch_norm, Net().eval(), torch.randn(3, 5), affine.NO_BATCH)
+    check_declines(fuse.conv_batch_norm, Net().eval(), torch.randn(3, 5), fuse.NO_BATCH)
 
 
 def test_integer_weights_decline_with_the_reason():
@@ -477,4 +475,4 @@ def test_integer_weights_decline_with_the_reason():
         def forward(self, x):
             return F.linear(x, self.w) * 3
 
-    check_declines(affine.conv_mul, Net().eval(), torch.arange(3).reshape(1, 3), affine.NOT_REAL)
+    check_declines(fuse.conv_mul, Net().eval(), torch.arange(3).reshape(1, 3), fuse.NOT_REAL)
