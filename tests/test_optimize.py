@@ -70,8 +70,9 @@ def test_it_returns_what_the_model_returned(full, net, example):
 
 
 def test_every_candidate_has_a_row(full):
-    assert [row.name for row in full.report.rows] == ["eager", "eager + passes", "TorchScript", "ONNX Runtime"]
-    assert {row.status for row in full.report.rows} == {"ok"}
+    names = ["eager", "eager + passes", "torch + oneDNN", "TorchScript", "ONNX Runtime"]
+    assert [row.name for row in full.report.rows] == names
+    assert {row.status for row in full.report.rows} <= {"ok", "no gain"}
     assert full.report.row("eager").verdict == "baseline"
     assert full.report.winner in [row.name for row in full.report.rows]
     assert full.report.speedup >= 1
@@ -306,7 +307,7 @@ def test_the_json_survives_a_round_trip(full):
     found = json.loads(json.dumps(full.report.to_json(), allow_nan=False))
     assert json.dumps(found) == json.dumps(full.report.to_json())
     assert [row["name"] for row in found["rows"]] == [row.name for row in full.report.rows]
-    assert all(row["accuracy"]["ok"] for row in found["rows"][1:])
+    assert all(row["accuracy"]["ok"] for row in found["rows"][1:] if row["status"] == "ok")
     assert found["winner"] == full.report.winner
 
 

@@ -52,6 +52,10 @@ class BackendError(TsoptError):
     """A backend cannot take this Program, or its library is missing."""
 
 
+class NoGain(BackendError):
+    """A backend would run this Program just as another one does already."""
+
+
 class SignatureError(TsoptError):
     """A call does not fit the signature that the program was captured for."""
 

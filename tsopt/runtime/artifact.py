@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.example import Example
     from tsopt.runtime.report import Report
 
+log = logging.getLogger("tsopt")
 FORMAT = 1
 MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
@@ -234,17 +236,28 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
     threads = options.get("threads") if isinstance(options.get("threads"), int) else None
     if backend == "onnxruntime":
         return _open_onnx(directory, options, signature)
-    if backend == "eager":
-        from tsopt.compiler.serialize import read_program
-        from tsopt.runtime.eager import EagerBackend
-
-        state = _read_state(directory, signature)
-        return EagerBackend(threads=threads).compile(read_program(directory, state))
+    if backend in ("eager", "onednn"):
+        return _open_program(directory, backend, threads, signature)
     if backend == "torchscript":
         return _open_torchscript(directory, threads, signature, trust)
     raise ArtifactError(
         f"the bundle needs the backend {backend[:40]!r}", where=str(directory), fix="load it with a version that has it"
     )
+
+
+def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
+    from tsopt.compiler.serialize import read_program
+    from tsopt.runtime.eager import EagerBackend
+    from tsopt.runtime.onednn import OneDnnBackend
+
+    program = read_program(directory, _read_state(directory, signature))
+    packs = OneDnnBackend(threads=threads)
+    if backend == "onednn" and packs.missing() is None:
+        try:
+            return packs.compile(program)
+        except BackendError as error:  # on this machine torch's own kernels may be the faster ones
+            log.info("%s: %s", directory, error.what)
+    return EagerBackend(threads=threads).compile(program)
 
 
 def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:

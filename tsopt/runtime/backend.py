@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BACKENDS: dict[str, str] = {
     "eager": "tsopt.runtime.eager:EagerBackend",
     "torchscript": "tsopt.runtime.torchscript:TorchScriptBackend",
+    "onednn": "tsopt.runtime.onednn:OneDnnBackend",
     "onnxruntime": "tsopt.runtime.ort:OnnxRuntimeBackend",
     "null": "tsopt.runtime.null:NullBackend",
 }
@@ -61,7 +62,8 @@ class Executable:
         signature: inputs and outputs.
         run: flat inputs (the user's, then state) to flat outputs (writes, then the user's).
         state: the live tensors of the state inputs, in order.
-        save: writes the files that rebuild it into a directory; `options` rebuild its session.
+        save: writes the files that rebuild it into a directory, or its one file to a path that is none;
+            `options` rebuild its session.
         code: whether reading those files back executes code (then a bundle asks for trust).
         notes: what a caller should know of how the backend differs from eager.
     """

@@ -16,6 +16,7 @@ from tsopt.compiler.structure import flatten
 from tsopt.compiler.types import TensorType
 from tsopt.errors import SignatureError, TsoptError
 from tsopt.runtime import artifact
+from tsopt.runtime.accuracy import verify
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.report import Report
 
@@ -122,6 +123,17 @@ class Optimized:
         """
         executable = self._executable or compile(self.program, "eager")
         return artifact.save(executable, path, self.model, self._example, self.report)
+
+    def verified(self, backend: str, **options: Any) -> Executable:
+        """The optimized program on another backend, verified against the model: for a file in a format of its own.
+
+        Raises:
+            BackendError: the backend cannot take it, or it fails.
+            AccuracyError: it computes something else.
+        """
+        executable = compile(self.program, backend, **options)
+        verify(self.model, executable, self._example)
+        return executable
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.infer import infer
+from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import BackendError, UsageError
@@ -71,7 +73,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
     try:
         with quiet(stdout=True), torch.no_grad():
-            exported = torch.export.export(program.module(), inputs, strict=False)
+            exported = torch.export.export(four_axes(program).module(), inputs, strict=False)
             made = torch.onnx.export(
                 exported,
                 dynamo=True,
@@ -86,6 +88,41 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     _check_made(made.model, opset)
     _rename(made.model, program)
     return OnnxModel(made.model)
+
+
+def four_axes(program: Program) -> Program:
+    """A copy in which attention has the four axes that the exporter knows: the leading ones become the first."""
+    made = program.copy()
+    for node in list(made.graph.nodes):
+        if node.target is aten.scaled_dot_product_attention.default and len(node.meta["val"].shape) != 4:
+            _four_axes(made, node)
+    return made
+
+
+def _four_axes(program: Program, node: fx.Node) -> None:
+    call = bind(node)
+    lead = list(node.meta["val"].shape[:-2])
+    batch = torch.Size(lead).numel()
+
+    def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with program.graph.inserting_before(node):
+            new = program.graph.call_function(target, args, kwargs)
+        new.meta = {**node.meta, "val": infer(program, target, args, kwargs)}
+        return new
+
+    def flat(part: fx.Node) -> fx.Node:
+        ends = list(part.meta["val"].shape[-2:])
+        whole = made(aten.expand.default, part, [*lead, *ends])
+        return made(aten.reshape.default, whole, [batch, 1, *ends])
+
+    call |= {key: flat(call[key]) for key in ("query", "key", "value")}
+    if call["attn_mask"] is not None:
+        call["attn_mask"] = flat(call["attn_mask"])
+    options = {key: call.pop(key) for key in ("scale", "enable_gqa")}
+    target: Any = node.target
+    result = made(aten.reshape.default, made(target, *call.values(), **options), list(node.meta["val"].shape))
+    node.replace_all_uses_with(result)
+    program.graph.erase_node(node)
 
 
 def check_opset(opset: int | None) -> None:

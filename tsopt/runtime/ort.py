@@ -32,10 +32,12 @@ class OnnxRuntimeBackend:
 
     threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
     opset: ONNX opset; None takes the exporter's default.
+    fused: use the runtime's own operators for attention, RMS norm and SiLU.
     """
 
     threads: int | None = None
     opset: int | None = None
+    fused: bool = True
     name: str = "onnxruntime"
 
     def missing(self) -> str | None:
@@ -48,9 +50,10 @@ class OnnxRuntimeBackend:
     def compile(self, program: Program) -> Executable:
         import torch
 
-        from tsopt.runtime.onnx_export import to_onnx
+        from tsopt.runtime.onnx_export import four_axes, to_onnx
+        from tsopt.runtime.ort_kernels import with_own_operators
 
-        model = to_onnx(program, self.opset)
+        model = to_onnx(with_own_operators(four_axes(program)) if self.fused else program, self.opset)
         proto, weights = model.detached()
         threads = self.threads or torch.get_num_threads()
         session = open_session(proto, threads, weights)
@@ -58,8 +61,8 @@ class OnnxRuntimeBackend:
             str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls()
         )
 
-        def save(directory: Path) -> None:
-            model.save(directory / FILE)
+        def save(place: Path) -> None:
+            model.save(place / FILE if place.is_dir() else place)
 
         return Executable(
             self.name,

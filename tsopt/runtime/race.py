@@ -13,7 +13,7 @@ from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
-from tsopt.errors import TsoptError
+from tsopt.errors import NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
 from tsopt.runtime.backend import Executable, compile, get_backend
 from tsopt.runtime.inputs import input_sets
@@ -22,8 +22,14 @@ from tsopt.runtime.timing import Timing, measure, speedup
 
 EAGER = "eager"
 PASSES = "eager + passes"
-TITLES = {"eager": PASSES, "torchscript": "TorchScript", "onnxruntime": "ONNX Runtime", "null": "null"}
-STANDARD_BACKENDS = ("eager", "torchscript", "onnxruntime")
+TITLES = {
+    "eager": PASSES,
+    "onednn": "torch + oneDNN",
+    "torchscript": "TorchScript",
+    "onnxruntime": "ONNX Runtime",
+    "null": "null",
+}
+STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime")
 
 Progress = Callable[[str], None]
 
@@ -98,6 +104,9 @@ def _prepare(
             if not verdict.ok and is_exact(program, backend):
                 verdict = oracle.judge(executable)
                 executable.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
+        except NoGain as error:
+            rows.append(Row(title, "no gain", error.what))
+            continue
         except TsoptError as error:
             rows.append(Row(title, "failed", _reason(error)))
             continue

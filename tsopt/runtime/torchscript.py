@@ -17,8 +17,10 @@ from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.onednn import LOSES_NAN
 
 FILE = "model.ts"
+LAYER_AND_RELU = {torch.ops.aten.conv2d.default, torch.ops.aten.relu.default}  # what it hands to oneDNN as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class TorchScriptBackend:
                 "TorchScript cannot take this model", why=f"{type(error).__name__}: {str(error).strip()[:200]}"
             ) from error
 
-        def save(directory: Path) -> None:
+        def save(place: Path) -> None:
             # NOTE: what optimize_for_inference made (MKL-DNN constants) cannot be serialized; it is made again on load.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 # NOTE: through memory: torch's own writer aborts the process when the disk is full.
                 buffer = io.BytesIO()
                 torch.jit.save(frozen, buffer)
-                (directory / FILE).write_bytes(buffer.getbuffer())
+                (place / FILE if place.is_dir() else place).write_bytes(buffer.getbuffer())
 
         return Executable(
             self.name,
@@ -66,6 +68,7 @@ class TorchScriptBackend:
             save=save,
             options={"threads": self.threads},
             code=True,
+            notes=[LOSES_NAN] if {node.target for node in program.calls()} >= LAYER_AND_RELU else [],
         )
 
 
