@@ -135,6 +135,15 @@ def test_half_precision_differences_do_not_overflow():
     assert found.max_difference == pytest.approx(1.2e5, rel=1e-2)
 
 
+@pytest.mark.parametrize("part", [torch.conj, lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_values_that_are_read_conjugated_or_negated_are_compared(part):
+    x = torch.complex(torch.tensor([1.0, -0.0]), torch.tensor([2.0, 3.0]))
+    plain = part(x).resolve_conj().resolve_neg()
+    assert compare(part(x), plain, exact=True).test == "bits"
+    assert compare(plain + 1e-7, part(x)).ok
+    assert not compare(part(x), -plain).ok
+
+
 def test_complex_values_are_compared_as_their_parts():
     reference = torch.randn(4, dtype=torch.complex64)
     assert compare(reference * (1 + 1e-6), reference).ok

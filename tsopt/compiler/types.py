@@ -20,6 +20,11 @@ SHORT = {
     "uint32": "u32",
     "uint64": "u64",
     "bool": "bool",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e5m2": "f8e5m2",
+    "float8_e4m3fnuz": "f8e4m3fnuz",
+    "float8_e5m2fnuz": "f8e5m2fnuz",
+    "complex32": "c32",
     "complex64": "c64",
     "complex128": "c128",
 }

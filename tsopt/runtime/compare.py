@@ -50,6 +50,7 @@ def compare(
     kind = _kind(result, reference)
     if kind:
         return Comparison(False, "type", reason=kind)
+    result, reference = _plain(result), _plain(reference)
     if bit_equal(result, reference):
         return Comparison(True, "bits")
     difference = _max_difference(result, reference)
@@ -83,7 +84,7 @@ def compare(
         missing = "" if reference64 is None else "; no float64 reference could be computed to decide"
         return Comparison(False, "element", difference, failed + missing)
     if truth.is_complex():
-        truth = torch.view_as_real(truth)
+        truth = torch.view_as_real(_plain(truth))
     return _float64_test(res, ref, truth, atol * scale, tol * scale, difference, failed, reference.dtype)
 
 
@@ -126,9 +127,15 @@ def _kind(result: torch.Tensor, reference: torch.Tensor) -> str:
     return ""
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values themselves, where the tensor says that they are to be read conjugated or negated."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.numel() == 0:
         return True
+    a, b = _plain(a), _plain(b)
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point():
