@@ -58,12 +58,38 @@ def resnet(depths: list[int], sizes: list[int], layer: str) -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
-def image() -> tsopt.Example:
-    return tsopt.example(torch.randn(1, 3, 224, 224))
+def image(size: int = 224) -> tsopt.Example:
+    return tsopt.example(torch.randn(1, 3, size, size))
 
 
 def tokens(length: int) -> torch.Tensor:
     return torch.randint(0, 1000, (1, length))
+
+
+class Encoder(nn.Module):
+    """The encoder of a speech model, 30 seconds of sound at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.WhisperConfig(decoder_layers=1)
+        self.encoder = transformers.WhisperModel(config).encoder
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.encoder(features).last_hidden_state
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def efficientnet() -> nn.Module:
+    config = transformers.EfficientNetConfig(
+        image_size=224, width_coefficient=1.0, depth_coefficient=1.0, hidden_dim=1280, dropout_rate=0.2
+    )
+    return transformers.EfficientNetForImageClassification(config)
 
 
 MODELS: dict[str, Case] = {
@@ -83,4 +109,12 @@ MODELS: dict[str, Case] = {
         lambda: tsopt.example(tokens(64)),
     ),
     "vit_b16": Case(lambda: transformers.ViTForImageClassification(transformers.ViTConfig()), image),
+    "llama_160m": Case(llama, lambda: tsopt.example(tokens(64))),
+    "efficientnet_b0": Case(efficientnet, image),
+    "convnext_tiny": Case(lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig()), image),
+    "swin_tiny": Case(lambda: transformers.SwinForImageClassification(transformers.SwinConfig()), image),
+    "segformer_b0": Case(
+        lambda: transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig()), lambda: image(512)
+    ),
+    "whisper_tiny": Case(Encoder, lambda: tsopt.example(torch.randn(1, 80, 3000))),
 }

@@ -1,6 +1,7 @@
 """Eager, tsopt, and what an engineer would write by hand with TorchScript and ONNX Runtime, timed in one run.
 
-Usage: python -m bench.side_by_side [MODEL ...]; writes bench/results/side_by_side.{json,md}.
+Usage: python -m bench.side_by_side [MODEL ...]; writes bench/results/side_by_side.{json,md}. Each model has a process
+of its own, as it has with a user: what another has left in memory and in the garbage collector counts for nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 import tsopt
 from bench.models import MODELS
+from bench.process import in_own_process
 from tsopt.compiler.protect import protected
 from tsopt.runtime.environment import environment
 from tsopt.runtime.inputs import input_sets
@@ -37,7 +39,7 @@ def main() -> None:
     place = RESULTS / "side_by_side.json"
     rows = {} if not sys.argv[1:] or not place.exists() else json.loads(place.read_text())["models"]
     for name in names:
-        rows[name] = one(name)
+        rows[name] = in_own_process("bench.side_by_side:one", name)
         print(line(name, rows[name]), flush=True)
     RESULTS.mkdir(exist_ok=True)
     env = environment()
