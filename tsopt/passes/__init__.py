@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from tsopt.compiler.pipeline import Pass, Repeat
 from tsopt.compiler.rewrite import RulePass
-from tsopt.passes import algebra, fuse, normalize, recompose
+from tsopt.passes import algebra, attention, fuse, linear, moves, normalize, norms, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
 from tsopt.passes.fold import FoldConstants
+from tsopt.passes.order import MemoryOrder
 
 NORMALIZE = RulePass("normalize", normalize.RULES)
-RECOMPOSE = RulePass("recompose", recompose.RULES)
+RECOMPOSE = Repeat(  # a norm or product that is found late is seen again by what comes after it
+    (RulePass("recompose", (*recompose.RULES, *norms.RULES, *attention.RULES, *linear.RULES)),)
+)
 ALGEBRA = RulePass("algebra", algebra.RULES)
+MOVES = RulePass("moves", moves.RULES)
 FUSE = RulePass("fuse", fuse.RULES)
 
 STANDARD: tuple[Pass | Repeat, ...] = (
@@ -19,9 +23,14 @@ STANDARD: tuple[Pass | Repeat, ...] = (
     NORMALIZE,  # one form for each thing: the rules after it are written for that form
     FoldConstants(),  # masks, position ids and tables become weights, which other rules look for
     CommonSubexpressions(),  # before the chains: a value computed twice would look used elsewhere
-    RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
-    Repeat((ALGEBRA, FUSE)),  # a folded batch norm brings two chains together, and the reverse
+    Repeat(  # signs and constants that algebra puts right show further formulas
+        (
+            RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
+            Repeat((ALGEBRA, MOVES, FUSE)),  # a folded batch norm brings two chains together, and the reverse
+        )
+    ),
     FoldConstants("fold-again"),  # what algebra made constant
     CommonSubexpressions("cse-again"),  # what algebra made equal
     DeadCode("dce-again"),  # what all of them left behind
+    MemoryOrder(),  # last: it must see the calls that are left
 )

@@ -1,4 +1,7 @@
-"""Algebraic simplification: identities, chains of moves and casts, cheaper forms of powers and divisions."""
+"""Algebraic simplification: identities, signs, bounds, casts, cheaper forms of powers and divisions.
+
+Written for the forms of `normalize`. What happens to constants is in `constants`, and part of this pass.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,27 @@ import math
 from typing import Any
 
 import torch
+from torch import fx
 
-from tsopt.compiler.ops import aten
+from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import rule
+from tsopt.compiler.rewrite import Site, rule
+from tsopt.passes import constants
 
 CASTS = "the literal promotes the dtype or the shape"
 KEEPS_FLOAT = "not a floating-point value"
 COMPLEX = "complex arithmetic with a real literal is not exact: inf * 1 has a NaN part"
 LOSES = "the first cast loses values"
+PROMOTES_SIGN = "the negated value is promoted: its sign changes before or after"
+CROSSED = "the bounds are not in order"
+SHARED = "the inner value is used elsewhere"
 
 
 @rule(
     lambda x: aten.mul.Tensor(x, 1),
     lambda x: aten.mul.Tensor(x, 1.0),
-    lambda x: aten.mul.Scalar(x, 1),
-    lambda x: aten.mul.Scalar(x, 1.0),
     lambda x: aten.div.Tensor(x, 1),
     lambda x: aten.div.Tensor(x, 1.0),
-    lambda x: aten.div.Scalar(x, 1),
-    lambda x: aten.div.Scalar(x, 1.0),
     lambda x: aten.pow.Tensor_Scalar(x, 1),
     lambda x: aten.pow.Tensor_Scalar(x, 1.0),
 )
@@ -38,11 +42,8 @@ def times_one(at, x):
 
 @rule(
     lambda x, alpha: aten.sub.Tensor(x, 0, alpha=alpha),
-    lambda x, alpha: aten.sub.Scalar(x, 0, alpha),
     lambda x: aten.sub.Tensor(x, 0.0),
-    lambda x: aten.sub.Scalar(x, 0.0),
     lambda x: aten.add.Tensor(x, -0.0),
-    lambda x: aten.add.Scalar(x, -0.0),
 )
 def minus_zero(at, x, alpha=1):
     """x - 0 -> x, x + -0.0 -> x"""
@@ -53,7 +54,7 @@ def minus_zero(at, x, alpha=1):
     return x if at.same_type(x) else at.skip(CASTS)
 
 
-@rule(lambda x: aten.add.Tensor(x, 0), lambda x: aten.add.Scalar(x, 0))
+@rule(lambda x: aten.add.Tensor(x, 0))
 def plus_zero_integer(at, x):
     """x + 0 -> x for integers"""
     if at.type(x).dtype.startswith(("float", "bfloat", "complex")):
@@ -64,13 +65,14 @@ def plus_zero_integer(at, x):
 @rule(
     lambda x: aten.add.Tensor(x, 0),
     lambda x: aten.add.Tensor(x, 0.0),
-    lambda x: aten.add.Scalar(x, 0),
-    lambda x: aten.add.Scalar(x, 0.0),
     numerics=Numerics.ROUNDING,
 )
 def plus_zero(at, x):
     """x + 0 -> x; the sign of -0.0 is kept where eager loses it"""
     return x if at.same_type(x) else at.skip(CASTS)
+
+
+# ---- signs --------------------------------------------------------------------------------------------------
 
 
 @rule(lambda x: aten.neg.default(aten.neg.default(x)))
@@ -79,69 +81,144 @@ def neg_neg(at, x):
     return x
 
 
+def _negates_exactly(at: Site, *values: fx.Node) -> bool:
+    """Whether it makes no difference if values are negated before or after they are promoted.
+
+    It does for integers (-(-128) is -128 in int8 and 128 in int32) and for complex results (0j - 0j is not 0j + -0j).
+    """
+    dtype = at.root.meta["val"].dtype
+    found = [value.meta["val"].dtype for value in values]
+    return all(own == dtype or (own.is_floating_point and dtype.is_floating_point) for own in found)
+
+
 @rule(
-    lambda x: aten.relu.default(aten.relu.default(x)),
+    lambda x, y: aten.add.Tensor(x, aten.neg.default(y)),
+    lambda x, y: aten.add.Tensor(aten.neg.default(y), x),
 )
-def relu_relu(at, x):
-    """relu(relu(x)) -> relu(x)"""
-    return at.call(aten.relu.default, x)
+def add_neg(at, x, y):
+    """x + -y -> x - y, -y + 2 -> rsub(y, 2)"""
+    if not _negates_exactly(at, y):
+        return at.skip(PROMOTES_SIGN)
+    return at.call(aten.sub.Tensor, x, y) if isinstance(x, fx.Node) else at.call(aten.rsub.Scalar, y, x)
 
 
-@rule(lambda x, p, q: aten.permute.default(aten.permute.default(x, p), q))
-def permute_permute(at, x, p, q):
-    """permute(permute(x, p), q) -> permute(x, p[q]), or x when they cancel"""
-    axes = [p[i] % len(p) for i in q]
-    return x if axes == sorted(axes) else at.call(aten.permute.default, x, axes)
+@rule(
+    lambda x, y: aten.sub.Tensor(x, aten.neg.default(y)),
+    lambda x, y: aten.rsub.Scalar(aten.neg.default(y), x),
+)
+def sub_neg(at, x, y):
+    """x - -y -> x + y, 2 - -y -> y + 2"""
+    if not _negates_exactly(at, y):
+        return at.skip(PROMOTES_SIGN)
+    return at.call(aten.add.Tensor, x, y) if isinstance(x, fx.Node) else at.call(aten.add.Tensor, y, x)
 
 
-@rule(lambda x, a, b, c, d: aten.transpose.int(aten.transpose.int(x, a, b), c, d))
-def transpose_transpose(at, x, a, b, c, d):
-    """transpose(transpose(x, a, b), a, b) -> x; any other pair becomes one permute"""
-    rank = len(at.type(x).shape)
-    if not rank:
+@rule(
+    lambda x, y: aten.mul.Tensor(aten.neg.default(x), aten.neg.default(y)),
+    lambda x, y: aten.div.Tensor(aten.neg.default(x), aten.neg.default(y)),
+)
+def neg_times_neg(at, x, y):
+    """-x * -y -> x * y, -x / -y -> x / y"""
+    if not _negates_exactly(at, x, y):
+        return at.skip(PROMOTES_SIGN)
+    return at.call(at.root.target, x, y)
+
+
+@rule(
+    lambda x, c: aten.mul.Tensor(aten.neg.default(x), c),
+    lambda x, c: aten.div.Tensor(aten.neg.default(x), c),
+    lambda x, c: aten.neg.default(aten.mul.Tensor(x, c)),
+    lambda x, c: aten.neg.default(aten.div.Tensor(x, c)),
+)
+def neg_times(at, x, c):
+    """-x * 2 -> x * -2, -(x / 2) -> x / -2: rounding to nearest knows no sign"""
+    if not isinstance(c, (int, float)) or isinstance(c, bool):
+        return None
+    dtype = at.root.meta["val"].dtype
+    if not at.same_type(x) or not (dtype.is_floating_point or dtype.is_signed) or dtype.is_complex:
+        return at.skip(CASTS)
+    target = at.root.args[0].target if at.root.target is aten.neg.default else at.root.target
+    if dtype.is_floating_point:
+        # NOTE: as a float, for there is no integer -0.
+        return at.call(target, x, -float(c)) if isinstance(c, float) or abs(c) <= 2**53 else None
+    return at.call(target, x, -c) if c > torch.iinfo(dtype).min else None
+
+
+# ---- bounds -------------------------------------------------------------------------------------------------
+
+# NOTE: sqrt and relu are not here: they keep -0.0, which abs does not.
+_POSITIVE = (aten.exp.default, aten.sigmoid.default, aten.softmax.int)
+
+
+@rule(lambda x: aten.relu.default(x), lambda x: aten.abs.default(x))
+def positive_already(at, x):
+    """relu(x) -> x, abs(x) -> x where x is relu (abs) of something, abs, exp, sigmoid or softmax"""
+    is_float = x.meta["val"].is_floating_point()  # NOTE: abs of the smallest integer is negative
+    known = x.target is at.root.target or (is_float and x.target in (*_POSITIVE, aten.abs.default))
+    return x if known else None
+
+
+@rule(lambda x: aten.abs.default(x), numerics=Numerics.ROUNDING)
+def abs_relu(at, x):
+    """abs(relu(x)) -> relu(x); relu keeps -0.0"""
+    return x if x.target is aten.relu.default else None
+
+
+_BOUNDED = (
+    lambda x: aten.relu.default(x),
+    lambda x: aten.relu6.default(x),
+    lambda x, low, high: aten.hardtanh.default(x, low, high),
+    lambda x, low, high: aten.clamp.default(x, low, high),
+    lambda x, low: aten.clamp_min.default(x, low),
+    lambda x, high: aten.clamp_max.default(x, high),
+)
+
+
+@rule(*_BOUNDED, numerics=Numerics.ROUNDING)
+def clamp_clamp(at, x, *_):
+    """clamp(clamp(x, a, b), c, d) -> clamp(x, max(a, c), min(b, d)); relu, relu6 and hardtanh are clamps too
+
+    ROUNDING for the sign of zero alone. NaN goes through all of them.
+    """
+    outer, inner = bounds_of(at.root), bounds_of(x)
+    if outer is None or inner is None or not at.same_type(x) or not at.same_type(x.args[0]):
+        return None
+    if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
+        return at.skip(CROSSED)
+    low, high = (min(max(bound, outer[0]), outer[1]) for bound in inner)
+    if (low, high) == inner:
         return x
-    axes = list(range(rank))
-    for i, j in ((a, b), (c, d)):
-        axes[i], axes[j] = axes[j], axes[i]
-    return x if axes == sorted(axes) else at.call(aten.permute.default, x, axes)
+    if len(x.users) > 1:
+        return at.skip(SHARED)
+    if (low, high) == outer:
+        return at.call(at.root.target, x.args[0], *at.root.args[1:], **at.root.kwargs)
+    ends = [None if math.isinf(bound) else bound for bound in (low, high)]
+    return at.call(aten.clamp.default, x.args[0], *ends)
 
 
-@rule(lambda x: aten.t.default(aten.t.default(x)))
-def t_t(at, x):
-    """x.t().t() -> x"""
-    return x
+def bounds_of(node: object) -> tuple[float, float] | None:
+    """The interval that a clamp, relu, relu6 or hardtanh maps to; None for anything else."""
+    if not isinstance(node, fx.Node):
+        return None
+    fixed = {aten.relu.default: (0, math.inf), aten.relu6.default: (0, 6)}
+    if node.target in fixed:
+        return fixed[node.target]
+    names = {aten.hardtanh.default: ("min_val", "max_val"), aten.clamp.default: ("min", "max")}
+    names |= {aten.clamp_min.default: ("min", ""), aten.clamp_max.default: ("", "max")}
+    if node.target not in names:
+        return None
+    bound = bind(node)
+    low, high = (bound.get(name) for name in names[node.target])
+    return (-math.inf if low is None else low, math.inf if high is None else high)
 
 
-@rule(lambda x, p: aten.permute.default(x, p), lambda x, a, b: aten.transpose.int(x, a, b))
-def permute_nothing(at, x, *axes):
-    """permute(x, [0, 1, ...]) -> x, transpose(x, a, a) -> x"""
-    rank = len(at.type(x).shape)
-    if len(axes) == 2:
-        return x if axes[0] % max(rank, 1) == axes[1] % max(rank, 1) else None
-    return x if [axis % max(rank, 1) for axis in axes[0]] == list(range(rank)) else None
+# ---- casts, powers, divisions -------------------------------------------------------------------------------
 
 
-@rule(
-    lambda x, s, t: aten.view.default(aten.view.default(x, s), t),
-    lambda x, s, t: aten.reshape.default(aten.view.default(x, s), t),
-    lambda x, s, t: aten.reshape.default(aten.reshape.default(x, s), t),
-    lambda x, s, t: aten.view.default(aten.reshape.default(x, s), t),
-    lambda x, s, t: aten.view.default(aten.unsqueeze.default(x, s), t),
-    lambda x, s, t: aten.reshape.default(aten.unsqueeze.default(x, s), t),
-)
-def reshape_reshape(at, x, s, t):
-    """reshape(reshape(x, s), t) -> reshape(x, t)"""
-    return x if at.same_type(x) else at.call(aten.reshape.default, x, list(at.type(at.root).shape))
-
-
-@rule(
-    lambda x, d, e: aten.to.dtype(aten.to.dtype(x, d), e),
-    lambda x, d, e: aten._to_copy.default(aten._to_copy.default(x, dtype=d), dtype=e),
-    lambda x, d, e: aten.to.dtype(aten._to_copy.default(x, dtype=d), e),
-)
+@rule(lambda x, d, e: aten.to.dtype(aten.to.dtype(x, d), e))
 def cast_cast(at, x, d, e):
     """x.to(d).to(e) -> x.to(e) where d holds every value of x"""
-    if d is None or e is None or not holds(d, at.type(x).dtype):
+    if not holds(d, at.type(x).dtype):
         return at.skip(LOSES)
     return x if at.same_type(x) else at.call(aten.to.dtype, x, e)
 
@@ -168,10 +245,7 @@ def holds(wide: torch.dtype, narrow: str) -> bool:
     return torch.iinfo(wide).min <= limits.min and torch.iinfo(wide).max >= limits.max
 
 
-@rule(
-    lambda x, c: aten.div.Tensor(x, c),
-    lambda x, c: aten.div.Scalar(x, c),
-)
+@rule(lambda x, c: aten.div.Tensor(x, c))
 def div_power_of_two(at, x, c):
     """x / 2**k -> x * 2**-k"""
     if not isinstance(c, (int, float)) or isinstance(c, bool):
@@ -213,14 +287,16 @@ RULES = (
     plus_zero_integer,
     plus_zero,
     neg_neg,
-    relu_relu,
-    permute_permute,
-    transpose_transpose,
-    t_t,
-    permute_nothing,
-    reshape_reshape,
+    add_neg,
+    sub_neg,
+    neg_times_neg,
+    neg_times,
+    positive_already,
+    abs_relu,
+    clamp_clamp,
     cast_cast,
     div_power_of_two,
     small_power,
     reciprocal_sqrt,
+    *constants.RULES,
 )

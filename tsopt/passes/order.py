@@ -58,43 +58,45 @@ def _needs(calls: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return needs
 
 
-def greedy(calls: Sequence[fx.Node], lives: Lives, needs: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
-    """Always the call that leaves the fewest bytes more alive; the given order breaks ties."""
-    place = {node: i for i, node in enumerate(calls)}
-    waiting = {node: len(sources) for node, sources in needs.items()}
-    followers: dict[fx.Node, list[fx.Node]] = {node: [] for node in calls}
-    for node, sources in needs.items():
-        for source in sources:
-            followers[source].append(node)
-    readers = {memory: set(users) for memory, users in lives.users.items()}
+def last_first(calls: Sequence[fx.Node], lives: Lives, needs: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
+    """From the end: always the call before which the fewest bytes are alive; the given order breaks ties.
+
+    Seen from the end, a call begins what it reads and ends what it makes, so values are made right before they are
+    needed, and what is returned is made late.
+    """
+    place = {node: -i for i, node in enumerate(calls)}
+    followers: dict[fx.Node, int] = dict.fromkeys(calls, 0)
+    for source in (source for sources in needs.values() for source in sources):
+        followers[source] += 1
+    alive = set(lives.kept)
 
     def growth(node: fx.Node) -> int:
-        freed = sum(lives.size[m] for m in lives.used[node] if len(readers[m]) == 1 and m not in lives.kept)
-        return sum(lives.size[m] for m in lives.made[node] if readers[m] or m in lives.kept) - freed
+        begun = sum(lives.size[memory] for memory in lives.used[node] if memory not in alive)
+        return begun - sum(lives.size[memory] for memory in lives.made[node] if memory in alive)
 
-    ready = {node for node in calls if not waiting[node]}
+    ready = {node for node in calls if not followers[node]}
     heap = [(growth(node), place[node], node) for node in ready]
     heapq.heapify(heap)
     order: list[fx.Node] = []
     while heap:
         score, _, node = heapq.heappop(heap)
         if node not in ready or score != growth(node):
-            continue  # made already, or pushed again with its score of now
+            continue  # taken already, or pushed again with its score of now
         ready.discard(node)
         order.append(node)
-        changed = set()
+        changed: set[fx.Node] = set()
         for memory in lives.used[node]:
-            readers[memory].discard(node)
-            if len(readers[memory]) == 1:
-                changed |= readers[memory]
-        for follower in followers[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                ready.add(follower)
-                changed.add(follower)
+            if memory not in alive:
+                alive.add(memory)
+                changed |= {memory[0], *lives.users[memory]}
+        for source in needs[node]:
+            followers[source] -= 1
+            if not followers[source]:
+                ready.add(source)
+                changed.add(source)
         for other in changed & ready:
             heapq.heappush(heap, (growth(other), place[other], other))
-    return order
+    return order[::-1]
 
 
 def depth_first(calls: Sequence[fx.Node], lives: Lives, needs: dict[fx.Node, list[fx.Node]]) -> list[fx.Node]:
@@ -126,4 +128,4 @@ def depth_first(calls: Sequence[fx.Node], lives: Lives, needs: dict[fx.Node, lis
     return order
 
 
-HEURISTICS: tuple[Callable[..., list[fx.Node]], ...] = (greedy, depth_first)
+HEURISTICS: tuple[Callable[..., list[fx.Node]], ...] = (last_first, depth_first)

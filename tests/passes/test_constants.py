@@ -1,0 +1,595 @@
+"""Literals and constant tensors: one form, none that change nothing, one in the place of two."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.helpers import SPECIAL, check, check_declines, check_fires, specials
+from tsopt.compiler.program import Numerics
+from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, RulePass
+from tsopt.passes import ALGEBRA, NORMALIZE, STANDARD, DeadCode, FoldConstants, constants
+
+N = len(SPECIAL)
+INTS = torch.tensor([0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 5])
+NUMBERS = specials(N).nan_to_num(nan=2.0, posinf=math.inf, neginf=-math.inf).flip(0)  # no model holds a NaN
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+NARROW = [torch.int64, torch.int32, torch.int8, torch.uint8]
+
+
+class With(nn.Module):
+    """A function of its inputs and of constants."""
+
+    def __init__(self, function, *tensors):
+        super().__init__()
+        self.function, self.count = function, len(tensors)
+        for i, tensor in enumerate(tensors):
+            self.register_buffer(f"w{i}", tensor)
+        self.eval()
+
+    def forward(self, *xs):
+        return self.function(*xs, *(getattr(self, f"w{i}") for i in range(self.count)))
+
+
+def test_every_rule_has_an_equation_and_a_name_of_its_own():
+    rules = (*constants.FORMS, *constants.RULES)
+    assert len({item.name for item in rules}) == len(rules)
+    assert all("->" in item.doc for item in rules)
+    assert all(item.numerics == Numerics.EXACT for item in constants.FORMS)
+
+
+# ---- literals ---------------------------------------------------------------------------------------------
+
+BINARY = {
+    "add": (lambda x, w: x + w, "add.Tensor"),
+    "sub": (lambda x, w: x - w, "sub.Tensor"),
+    "mul": (lambda x, w: x * w, "mul.Tensor"),
+    "div": (lambda x, w: x / w, "div.Tensor"),
+    "eq": (lambda x, w: x == w, "eq.Scalar"),
+    "ne": (lambda x, w: x != w, "ne.Scalar"),
+    "lt": (lambda x, w: x < w, "lt.Scalar"),
+    "le": (lambda x, w: x <= w, "le.Scalar"),
+    "gt": (lambda x, w: x > w, "gt.Scalar"),
+    "ge": (lambda x, w: x >= w, "ge.Scalar"),
+    "remainder": (lambda x, w: x % w, "remainder.Scalar"),
+    "fmod": (lambda x, w: x.fmod(w), "fmod.Scalar"),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", BINARY)
+def test_a_scalar_constant_becomes_a_literal_with_the_same_bits(op, dtype):
+    """Values that the dtype of x does not hold as well: the kernels see the same float64 number."""
+    function, name = BINARY[op]
+    for value, own in ((-0.0, dtype), (3.0, dtype), (1e-7, torch.float64), (1.0 / 3.0, torch.float64)):
+        model = With(function, torch.tensor(value, dtype=own))
+        check_fires(constants.literal_operand, model, specials(3, N, dtype=dtype), ops=[name], exact=True)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "lt", "eq", "remainder"])
+def test_an_integer_constant_becomes_a_literal(op, dtype):
+    function, name = BINARY[op]
+    for own in (dtype, torch.int64):
+        model = With(function, torch.tensor(100, dtype=own))
+        check_fires(constants.literal_operand, model, INTS.to(dtype), ops=[name], exact=True)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("own", NARROW, ids=str)
+def test_an_integer_constant_beside_a_float_becomes_a_literal(own, dtype):
+    model = With(lambda x, w: x * w, torch.tensor(3, dtype=own))
+    found = check_fires(constants.literal_operand, model, specials(N, dtype=dtype), ops=["mul.Tensor"], exact=True)
+    assert "aten.mul.Tensor(%arg0, 3)" in found.after.text
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (2, 3, 7)])
+def test_a_scalar_constant_becomes_a_literal_in_any_shape(shape):
+    model = With(lambda x, w: x * w + 1, torch.tensor(0.3))
+    check_fires(constants.literal_operand, model, torch.randn(shape), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (specials(N).half(), torch.ones(1)),
+        (specials(N), torch.ones(1)),
+        (specials(N), torch.tensor(math.inf)),
+        (specials(N), torch.tensor(True)),
+        (specials(N), torch.tensor(1 + 2j)),
+        (INTS, torch.tensor(2.0)),
+        (torch.tensor([True, False]), torch.tensor(2)),
+        (torch.tensor([1 + 2j]), torch.tensor(2.0)),
+        (torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float64)),
+        (torch.tensor(1, dtype=torch.int8), torch.tensor(2)),
+        (INTS.to(torch.int8), torch.tensor(1000)),
+    ],
+    ids=[
+        "rank 1 promotes",
+        "rank 1",
+        "inf",
+        "bool",
+        "complex",
+        "int",
+        "bool x",
+        "complex x",
+        "0-d",
+        "0-d int",
+        "range",
+    ],
+)
+def test_a_constant_that_is_no_literal_stays(x, w):
+    check_declines(constants.literal_operand, With(lambda x, w: x * w, w), x)
+
+
+def test_a_constant_with_alpha_stays():
+    model = With(lambda x, w: torch.add(x, w, alpha=2), torch.tensor(2.0))
+    check_declines(constants.literal_operand, model, specials(N))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.uint8], ids=str)
+def test_a_constant_minus_a_value_is_rsub(dtype):
+    x = specials(2, N, dtype=dtype) if dtype.is_floating_point else INTS.to(dtype)
+    model = With(lambda x, w: w - x, torch.tensor(3).to(dtype))
+    check_fires(constants.literal_minus, model, x, ops=["rsub.Scalar"], exact=True)
+
+
+@pytest.mark.parametrize("w", [torch.ones(1), torch.tensor(math.inf), torch.tensor(2.5, dtype=torch.float64)])
+def test_other_differences_stay(w):
+    check_declines(constants.literal_minus, With(lambda x, w: w - x, w), torch.tensor(0.5))
+
+
+@pytest.mark.parametrize("value", [2.0, -math.inf, -3.3895313892515355e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_fill_takes_its_number_out_of_the_constant(value, dtype):
+    model = With(lambda x, w: x.masked_fill(x > 0, w), torch.tensor(value, dtype=dtype))
+    x = specials(3, N, dtype=dtype)
+    check_fires(constants.literal_fill, model, x, ops=["gt.Scalar", "masked_fill.Scalar"], exact=True)
+
+
+def test_a_fill_of_integers_takes_its_number_out_of_the_constant():
+    model = With(lambda x, w: x.masked_fill(x > 0, w), torch.tensor(7))
+    check_fires(constants.literal_fill, model, INTS, exact=True)
+    check_fires(constants.literal_fill, model, INTS.float(), exact=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [(torch.tensor([True, False]), torch.tensor(True)), (torch.tensor([1 + 1j]), torch.tensor(1 + 2j))],
+    ids=["bool", "complex"],
+)
+def test_other_fills_stay(x, w):
+    check_declines(constants.literal_fill, With(lambda x, w: x.masked_fill(x == 1, w), w), x)
+
+
+def test_a_fill_with_a_computed_number_stays():
+    check_declines(constants.literal_fill, lambda x: x.masked_fill(x > 0, x.sum()), specials(N))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("function", [lambda x, w: w + x, lambda x, w: w * x], ids=["add", "mul"])
+@pytest.mark.parametrize("shape", [(N,), (3, N)])
+def test_the_constant_is_on_the_right(function, shape, dtype):
+    x = (specials(2, 3, N) if dtype.is_floating_point else specials(2, 3, N) > 0).to(dtype)
+    w = (NUMBERS.expand(shape) if dtype.is_floating_point else NUMBERS.expand(shape) > 0).to(dtype).contiguous()
+    found = check_fires(constants.constant_right, With(function, w), x, exact=True)
+    assert "(%arg0, %w0)" in found.after.text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w: x + w,
+        lambda x, w: w - x,
+        lambda x, w: w / x,
+        lambda x, w: torch.add(w, x, alpha=2),
+        lambda x, w: w + w,
+        lambda x, w: w * 2,
+        lambda x, w: x.neg() * x,
+    ],
+)
+def test_nothing_else_changes_sides(function):
+    check_declines(constants.constant_right, With(function, NUMBERS), specials(N))
+
+
+def test_sides_change_the_layout_that_ties_decide():
+    """With strides that tie, the first operand decides the layout of the sum."""
+    w = torch.randn(3, 2).t()
+    check_declines(constants.constant_right, With(lambda x, w: w + x, w), torch.randn(2, 3), OTHER_LAYOUT)
+
+
+@pytest.mark.parametrize(
+    ("function", "ops"),
+    [
+        (lambda x, w: x * w.sqrt(), ["mul.Tensor"]),
+        (lambda x, w: x > w.sqrt(), ["gt.Scalar"]),
+        (lambda x, w: w.sqrt() - x, ["rsub.Scalar"]),
+        (lambda x, w: w.sqrt() * x, ["mul.Tensor"]),
+        (lambda x, w: x.masked_fill(x > 0, w.sqrt()), ["gt.Scalar", "masked_fill.Scalar"]),
+        (lambda x, w: w.sqrt().expand(N) + x, ["add.Tensor"]),
+    ],
+)
+def test_what_folding_made_constant_gets_its_form_as_well(function, ops):
+    passes = (NORMALIZE, FoldConstants(), DeadCode(), ALGEBRA)
+    found = check(passes, With(function, torch.tensor(9.0)), specials(N), ops, exact=True)
+    again = (constants.literal_fill_again, constants.constant_right_again)
+    assert found.done & {item.name for item in (constants.uniform_operand, constants.uniform_minus, *again)}
+
+
+# ---- masks ------------------------------------------------------------------------------------------------
+
+NONE, ALL, SOME = torch.zeros(N).bool(), torch.ones(N).bool(), torch.arange(N) > 3
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("value", [1, -math.inf])
+def test_a_fill_of_nothing_goes(value, dtype):
+    if math.isinf(value) and not dtype.is_floating_point:
+        return
+    x = specials(2, N, dtype=dtype) if dtype.is_floating_point else torch.arange(2 * N).reshape(2, N).to(dtype)
+    model = With(lambda x, m: x.masked_fill(m, value).logical_not(), NONE)
+    check_fires(constants.fill_nothing, model, x, ops=["logical_not"], exact=True)
+
+
+def test_a_fill_of_nothing_with_a_computed_number_goes():
+    model = With(lambda x, m: x.masked_fill(m, x.sum()).neg(), NONE)
+    check_fires(constants.fill_nothing, model, specials(N), ops=["neg"], exact=True)
+
+
+@pytest.mark.parametrize("mask", [SOME, ALL], ids=["some", "all"])
+def test_a_fill_of_something_stays(mask):
+    check_declines(constants.fill_nothing, With(lambda x, m: x.masked_fill(m, 1.0), mask), specials(N))
+
+
+def test_a_fill_of_nothing_that_broadcasts_stays():
+    model = With(lambda x, m: x.masked_fill(m, 1.0).neg(), NONE)
+    check_declines(constants.fill_nothing, model, torch.ones(1), constants.PROMOTES)
+
+
+def test_a_fill_of_nothing_that_is_returned_stays():
+    check_declines(constants.fill_nothing, With(lambda x, m: x.masked_fill(m, 1.0), NONE), specials(N), NEW_ALIAS)
+
+
+def test_a_fill_by_a_computed_mask_stays():
+    check_declines(constants.fill_nothing, lambda x: x.masked_fill(x > math.inf, 1.0), specials(N))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("function", "mask"),
+    [
+        (lambda x, m: torch.where(m, x, x.neg()), ALL),
+        (lambda x, m: torch.where(m, x.neg(), x), NONE),
+        (lambda x, m: torch.where(m, x, 2), ALL),
+        (lambda x, m: torch.where(m, 2, x), NONE),
+    ],
+)
+def test_a_decided_where_is_its_branch(function, mask, dtype):
+    x = specials(2, N, dtype=dtype) if dtype.is_floating_point else torch.arange(N)
+    model = With(lambda x, m: function(x, m).abs(), mask)
+    check_fires(constants.where_decided, model, x, ops=["abs"], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "mask"),
+    [
+        (lambda x, m: torch.where(m, 2.0, x), ALL),
+        (lambda x, m: torch.where(m, x, 2.0), NONE),
+        (lambda x, m: torch.where(m, x, x.double()).neg(), ALL),
+        (lambda x, m: torch.where(m, x.sum(), x).neg(), ALL),
+    ],
+)
+def test_a_decided_where_of_another_type_stays(function, mask):
+    check_declines(constants.where_decided, With(function, mask), specials(N), constants.PROMOTES)
+
+
+@pytest.mark.parametrize("function", [lambda x, m: torch.where(m, x, 2.0), lambda x, m: torch.where(x > 0, x, x.neg())])
+def test_an_undecided_where_stays(function):
+    check_declines(constants.where_decided, With(function, SOME), specials(N))
+
+
+def test_an_empty_where_is_a_branch():
+    model = With(lambda x, m: torch.where(m, x, x.neg()) + 1, torch.zeros(0).bool())
+    check_fires(constants.where_decided, model, torch.ones(0), ops=["add.Tensor"])
+
+
+# ---- constants of one number ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", BINARY)
+@pytest.mark.parametrize("shape", [(N,), (2, 1)])
+def test_a_constant_of_one_number_becomes_a_literal_with_the_same_bits(op, shape, dtype):
+    function, name = BINARY[op]
+    model = With(function, torch.full(shape, 0.1, dtype=dtype))
+    check_fires(constants.uniform_operand, model, specials(2, N, dtype=dtype), ops=[name], exact=True)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("op", ["add", "mul", "gt"])
+def test_an_integer_constant_of_one_number_becomes_a_literal(op, dtype):
+    function, name = BINARY[op]
+    model = With(function, torch.full((8,), 100, dtype=dtype))
+    check_fires(constants.uniform_operand, model, INTS.to(dtype), ops=[name], exact=True)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)
+def test_a_constant_of_one_number_minus_a_value_is_rsub(dtype):
+    x = specials(2, N, dtype=dtype) if dtype.is_floating_point else INTS.to(dtype)
+    model = With(lambda x, w: w - x, torch.full((x.shape[-1],), 3, dtype=dtype))
+    check_fires(constants.uniform_minus, model, x, ops=["rsub.Scalar"], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (specials(N), torch.ones(2, N)),
+        (specials(N), torch.ones(N).double()),
+        (specials(N).half(), torch.ones(1)),
+        (INTS, torch.ones(1)),
+        (torch.full((3,), complex(math.inf, 0)), torch.ones(3)),
+        (specials(2), torch.tensor([0.0, -0.0])),
+        (specials(3), torch.tensor([1.0, 2.0, 1.0])),
+        (specials(3), torch.full((3,), -math.inf)),
+        (torch.ones(0), torch.ones(0)),
+    ],
+    ids=["broadcasts", "f64", "f32", "int", "complex", "signs", "numbers", "inf", "empty"],
+)
+def test_a_constant_that_is_more_than_a_number_stays(x, w):
+    check_declines(constants.uniform_operand, With(lambda x, w: (x * w, x + w), w), x)
+    check_declines(constants.uniform_minus, With(lambda x, w: w - x, w), x)
+
+
+def test_a_constant_of_one_number_stays_until_the_formulas_are_known():
+    check_declines(constants.literal_operand, With(lambda x, w: x * w, torch.ones(N)), specials(N))
+    check_declines(constants.literal_minus, With(lambda x, w: w - x, torch.ones(N)), specials(N))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, w: x * (w + 1), lambda x, w: (w + 1) * x, lambda x, w: x - w, lambda x, w: x + -w],
+    ids=["times ones", "ones times", "minus zeros", "plus minus zeros"],
+)
+def test_ones_and_zeros_go_at_level_one(function, dtype):
+    x = specials(2, N, dtype=dtype) if dtype.is_floating_point else torch.arange(2 * N).reshape(2, N).to(dtype)
+    model = With(lambda x, w: function(x, w).abs(), torch.zeros(N, dtype=dtype))
+    check(STANDARD, model, x, ["abs"], level=Numerics.EXACT)
+
+
+def test_zeros_of_the_other_sign_go_at_level_two():
+    model = With(lambda x, w: (x + w).abs(), torch.zeros(N))
+    assert len(check(STANDARD, model, specials(N), level=Numerics.EXACT).ops) == 2
+    check(STANDARD, model, specials(N), ["abs"])
+
+
+def test_a_mask_without_padding_goes():
+    """(1 - mask) * min is -0.0 where nothing is masked."""
+    model = With(lambda x, m: x + (1.0 - m) * -3.4e38, torch.ones(2, 7))
+    check(STANDARD, lambda x: model(x).softmax(-1), torch.randn(2, 7), ["softmax.int"])
+
+
+# ---- powers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", [2.0, 3.0, -1.0, -2.0, 1.0, 0.0, 4.0])
+def test_a_power_by_a_constant_has_a_literal(n, dtype):
+    x = specials(2, N, dtype=dtype)
+    model = With(lambda x, w: x**w, torch.tensor(n, dtype=dtype))
+    found = check_fires(constants.literal_power, model, x, ops=["pow.Tensor_Scalar"])
+    assert found.after.numerics == Numerics.ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (specials(N), torch.tensor(0.5)),
+        (specials(N), torch.tensor(-0.5)),
+        (specials(N), torch.tensor(100.0)),
+        (specials(2), torch.tensor([2.0, 3.0])),
+        (INTS, torch.tensor(2)),
+        (INTS, torch.tensor(2.0)),
+    ],
+)
+def test_other_powers_stay(x, w):
+    check_declines(constants.literal_power, With(lambda x, w: x**w, w), x)
+
+
+# ---- two constants ----------------------------------------------------------------------------------------
+
+ROW, TABLE = torch.rand(7) + 0.5, torch.rand(2, 7) + 0.5
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "literal"),
+    [
+        (lambda x: x * 0.5 * 0.3, 0.15),
+        (lambda x: x * 2 * 3, 6.0),
+        (lambda x: x / 255 * 2, 2 / 255),
+        (lambda x: x * 3 / 2, 1.5),
+        (lambda x: x / 3 / 5, 1 / 15),
+        (lambda x: x * -1.5 * -2, 3.0),
+        (lambda x: x * 0 * 2, 0.0),
+    ],
+)
+def test_two_factors_become_one(function, literal, dtype):
+    x = specials(2, 3, dtype=dtype)
+    found = check_fires(constants.mul_mul, function, x, ops=["mul.Tensor"], also=[torch.randn(2, 3).to(dtype)])
+    (node,) = found.after.calls()
+    assert isinstance(node.args[1], float)
+    assert math.isclose(node.args[1], literal)
+    assert found.after.numerics == Numerics.ROUNDING
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v, w: x * v * 2,
+        lambda x, v, w: x / 3 * v,
+        lambda x, v, w: x * v / w,
+        lambda x, v, w: x / w * v,
+        lambda x, v, w: x * w.flatten()[:7] * v,
+    ],
+)
+def test_constant_factors_become_one(function, dtype):
+    passes = (NORMALIZE, FoldConstants(), DeadCode(), RulePass("products", (constants.mul_mul,)))
+    model = With(function, ROW.to(dtype), TABLE.to(dtype))
+    found = check(passes, model, torch.randn(3, 2, 7).to(dtype), ["mul.Tensor"])
+    assert "mul_mul" in found.done
+    assert len(found.after.weights) == 1
+
+
+def test_factors_become_one_with_the_values_at_the_edge():
+    check_fires(constants.mul_mul, lambda x: x * 0.5 * 0.25, specials(N), ops=["mul.Tensor"])
+    check_fires(constants.mul_mul, lambda x: x * 8.0 * 2.0, specials(N), ops=["mul.Tensor"])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_integer_factors_and_terms_become_one_where_they_wrap(dtype):
+    x = INTS.to(dtype)
+    check_fires(constants.mul_mul, lambda x: x * 100 * 77, x, ops=["mul.Tensor"], exact=True)
+    check_fires(constants.add_add, lambda x: x + 100 - 77 + 120, x, ops=["add.Tensor"], exact=True)
+    model = With(lambda x, w: x * w * 3, torch.arange(8).to(dtype) * 19)
+    check_fires(constants.mul_mul, model, x, ops=["mul.Tensor"], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x * 1e30 * 1e30),
+        (torch.float32, lambda x: x * 1e-30 * 1e-30),
+        (torch.float32, lambda x: x * 1e-20 * 1e-19),
+        (torch.float32, lambda x: x / 0 * 2),
+        (torch.float32, lambda x: x * math.inf * 2),
+        (torch.float32, lambda x: x * math.nan * 2),
+        (torch.float16, lambda x: x * 300.0 * 300.0),
+        (torch.float16, lambda x: x * 0.005 * 0.005),
+    ],
+)
+def test_factors_stay_where_one_would_be_no_normal_number(dtype, function):
+    check_declines(constants.mul_mul, function, specials(N, dtype=dtype), constants.OUT_OF_RANGE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x * 1e10 * 1e-10),
+        (torch.float32, lambda x: x / 1e-10 * 1e-5),
+        (torch.float16, lambda x: x * 8 * 0.25),
+        (torch.float64, lambda x: x * 1e100 * 0.5),
+    ],
+)
+def test_factors_stay_where_the_first_may_overflow(dtype, function):
+    check_declines(constants.mul_mul, function, specials(N, dtype=dtype), constants.OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("item", "x", "function"),
+    [
+        (constants.mul_mul, INTS, lambda x: x * 2 * 0.5),
+        (constants.mul_mul, INTS, lambda x: x / 3 * 0.5),
+        (constants.mul_mul, torch.tensor([True]), lambda x: x * 2 * 3),
+        (constants.add_add, INTS, lambda x: x + 2 + 0.5),
+        (constants.add_add, torch.tensor([True]), lambda x: x + 2 + 3),
+    ],
+)
+def test_constants_that_promote_stay(item, x, function):
+    check_declines(item, function, x, constants.PROMOTES)
+
+
+def test_constants_that_widen_the_shape_stay():
+    model = With(lambda x, v, w: x * v * w, ROW, TABLE)
+    check_declines(constants.mul_mul, model, torch.randn(1, 1), constants.PROMOTES)
+
+
+@pytest.mark.parametrize(
+    ("item", "function"),
+    [
+        (constants.mul_mul, lambda x, v, w: x * w[0] * w.t()[0].reshape(2, 1)),  # a row and a column
+        (constants.mul_mul, lambda x, v, w: (x + v) * w),
+        (constants.mul_mul, lambda x, v, w: x * v.double() * 2.0 if x.dtype == torch.float64 else x * x * v),
+        (constants.mul_mul, lambda x, v, w: (x % 2) * v),
+        (constants.add_add, lambda x, v, w: x * v + w),
+        (constants.add_add, lambda x, v, w: torch.add(x + v, w, alpha=2)),
+        (constants.add_add, lambda x, v, w: 1 - (x + v)),
+        (constants.add_add, lambda x, v, w: x + x + v),
+    ],
+)
+def test_other_constants_stay(item, function):
+    passes = (FoldConstants(), RulePass("pairs", (item,)))
+    found = check(passes, With(function, ROW, TABLE), torch.randn(2, 7))
+    assert item.name not in found.done
+
+
+def test_large_constants_stay_two():
+    """The merged one would be a second table, where others use the first."""
+    x, table = torch.ones(1, 1), torch.rand(1, constants.LARGEST + 1)
+    check_declines(constants.add_add, With(lambda x, w: x.expand(w.shape) + w + 1, table), x)
+    check_fires(constants.add_add, With(lambda x, w: x.expand(w.shape) + w + 1, table[:, 1:].clone()), x)
+
+
+def test_a_constant_used_elsewhere_is_merged_all_the_same():
+    model = With(lambda x, v, w: (x * v * 2) + v, ROW, TABLE)
+    check_fires(constants.mul_mul, model, torch.randn(2, 7), ops=["mul.Tensor", "add.Tensor"])
+
+
+def test_complex_and_boolean_constants_stay():
+    check_declines(constants.mul_mul, lambda x: x * 2.0 * 3.0, torch.tensor([1 + 2j]))
+    model = With(lambda x, v, w: x * v * w, torch.tensor([True]), torch.tensor([False]))
+    check_declines(constants.mul_mul, model, torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "literal"),
+    [
+        (lambda x: x + 2 + 0.5, 2.5),
+        (lambda x: x - 2 + 0.5, -1.5),
+        (lambda x: x + 2 - 0.5, 1.5),
+        (lambda x: x - 2 - 0.5, -2.5),
+        (lambda x: x + 2.0 - 2.0, 0.0),
+    ],
+)
+def test_two_terms_become_one(function, literal, dtype):
+    x = specials(2, 3, dtype=dtype)
+    found = check_fires(constants.add_add, function, x, ops=["add.Tensor"], also=[torch.randn(2, 3).to(dtype)])
+    (node,) = found.after.calls()
+    assert node.args[1] == literal
+
+
+@pytest.mark.parametrize("function", [lambda x, v, w: x + w + v, lambda x, v, w: x - v - w, lambda x, v, w: x + 1 - w])
+def test_constant_terms_become_one(function):
+    """The tables of positions and of token types, added one after the other."""
+    model = With(function, ROW, TABLE)
+    found = check_fires(constants.add_add, model, torch.randn(3, 2, 7), ops=["add.Tensor"])
+    assert len(found.after.weights) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x + 12582912.0 - 12582912.0),
+        (torch.float32, lambda x: x + math.inf - 1),
+        (torch.float32, lambda x: x + 1 + math.nan),
+        (torch.bfloat16, lambda x: x + 128 - 128),
+        (torch.float16, lambda x: x + 1024.0 - 1024.0),
+    ],
+)
+def test_a_term_that_rounds_on_purpose_stays(dtype, function):
+    x = torch.tensor([0.3, 1.7, -2.5, 100.0]).to(dtype)
+    check_declines(constants.add_add, function, x, constants.ABSORBS)
+
+
+def test_long_chains_become_one():
+    check(
+        ALGEBRA,
+        lambda x: (x * 2 / 3 * 4 + 1 - 2 + 3) * 0.5 * 3,
+        torch.randn(2, 3),
+        ["mul.Tensor", "add.Tensor", "mul.Tensor"],
+    )
