@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,12 +12,16 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.capture import capture
 from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode
+from tsopt.compiler.rewrite import Rule
 from tsopt.errors import AccuracyError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.backend import Executable, get_backend
+from tsopt.runtime.debug import Debugged
+from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.race import STANDARD_BACKENDS, race
@@ -94,6 +99,7 @@ def optimize(
         capture_seconds,
         environment(),
         optimized.numerics.name,
+        peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
     )
 
     def another(form: Example) -> Executable:
@@ -141,6 +147,7 @@ def transform(
     level: int = 2,
     without: Iterable[str] = (),
     fuel: int | None = None,
+    debug: Any = None,
 ) -> Program:
     """Runs passes over a copy of a program, every invariant checked after each.
 
@@ -148,8 +155,17 @@ def transform(
         level: 0 none, 1 EXACT, 2 EXACT and ROUNDING.
         without: names of rules and passes to leave out.
         fuel: how many rewrites to make; bisect it to find the one that breaks a model.
+        debug: an example input; every rewrite is compared on it, which takes many times as long.
+
+    Raises:
+        AccuracyError: under `debug`, naming the first rewrite that changes values, and its place.
     """
-    return transform_with_records(program, passes, level=level, without=without, fuel=fuel)[0]
+    if debug is None:
+        return transform_with_records(program, passes, level=level, without=without, fuel=fuel)[0]
+    found = debug_passes(program, debug, passes, level=level, without=without, fuel=fuel)
+    if found.findings:
+        raise found.error()
+    return found.program
 
 
 def transform_with_records(
@@ -163,29 +179,78 @@ def transform_with_records(
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Program, list[PassRecord]]:
     """`transform`, with the record of each pass."""
+    passes, limits = _run_of(passes, level, without, fuel)
+    if not passes:
+        return program, []
+    return run(program, passes, limits, keep_text=keep_text, progress=_naming_passes(progress))
+
+
+def debug_passes(
+    program: Program,
+    example_input: Any,
+    passes: Iterable[Pass | Repeat] = STANDARD,
+    *,
+    level: int = 2,
+    without: Iterable[str] = (),
+    fuel: int | None = None,
+    keep_text: bool = False,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Debugged:
+    """`transform` with every rewrite compared on the example; what was found wrong is a value, not an error."""
+    passes, limits = _run_of(passes, level, without, fuel)
+    tell = _naming_passes(progress)
+    return run_debug(program, example_input, passes, limits, keep_text=keep_text, seed=seed, progress=tell)
+
+
+def _run_of(
+    passes: Iterable[Pass | Repeat], level: int, without: Iterable[str], fuel: int | None
+) -> tuple[tuple[Pass | Repeat, ...], Limits]:
+    """The passes of a level and what they may do; options checked."""
     if level not in LEVELS:
         raise UsageError(f"there is no level {level}", fix=f"one of {', '.join(f'-O{n}' for n in LEVELS)}")
-    numerics = LEVELS[level]
-    if numerics is None:
-        return program, []
     passes, left_out = tuple(passes), frozenset(without)
-    unknown = left_out - set(names_of(passes))
-    if unknown:
-        raise UsageError(f"no rule or pass is called {min(unknown)!r}", fix="tsopt inspect MODEL --passes lists them")
-    limits = Limits(numerics, fuel, left_out)
-    tell = progress or (lambda text: None)
-    return run(program, passes, limits, keep_text=keep_text, progress=lambda name: tell(f"pass {name}"))
+    for name in sorted(left_out):
+        check_name(name, names_of(passes))
+    numerics = LEVELS[level]
+    return ((), Limits()) if numerics is None else (passes, Limits(numerics, fuel, left_out))
+
+
+def _naming_passes(progress: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    return None if progress is None else lambda name: progress(f"pass {name}")
 
 
 def names_of(passes: Iterable[Pass | Repeat]) -> list[str]:
     """Names of all passes and rules of a pipeline."""
     names: list[str] = []
-    for item in passes:
-        if isinstance(item, Repeat):
-            names += names_of(item.passes)
-        else:
-            names += [item.name, *(rule.name for rule in getattr(item, "rules", ()))]
+    for item in _flat(passes):
+        names += [item.name, *(rule.name for rule in getattr(item, "rules", ()))]
     return names
+
+
+def rules_of(passes: Iterable[Pass | Repeat]) -> dict[str, tuple[str, Rule]]:
+    """The rules of a pipeline by name, each with the name of its pass."""
+    return {rule.name: (item.name, rule) for item in _flat(passes) for rule in getattr(item, "rules", ())}
+
+
+def _flat(passes: Iterable[Pass | Repeat]) -> list[Pass]:
+    """The passes of a pipeline, those inside a Repeat included."""
+    found: list[Pass] = []
+    todo = list(passes)[::-1]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Repeat):
+            todo += item.passes[::-1]
+        else:
+            found.append(item)
+    return found
+
+
+def check_name(name: str, known: Sequence[str]) -> None:
+    """Raises UsageError for a name that no rule or pass has, with those that are near it."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
+        raise UsageError(f"no rule or pass is called {name!r}", fix=f"one of: {', '.join(near)}")
 
 
 def _check_options(policy: str, backends: Sequence[str], threads: int | None, seconds: float) -> None:

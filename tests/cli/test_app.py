@@ -188,6 +188,28 @@ def test_a_model_that_fails_shows_its_own_error(tsopt, write):
     assert "mat1 and mat2" in ran.err
 
 
+@pytest.mark.parametrize("command", ["export", "bench", "inspect"])
+def test_rules_are_left_out_by_every_command_that_optimizes(tsopt, write, quick, command):
+    write(
+        HEAD
+        + "class Net(nn.Module):\n    def forward(self, x):\n        return (-(-x) * 1).sin()\nmodel = Net().eval()\n"
+    )
+    rules = [set(), {"neg_neg"}, {"neg_neg", "times_one"}]
+    for left_out in rules:
+        options = [word for name in sorted(left_out) for word in ("--without", name)]
+        found = tsopt(command, "m.py", "--json", *options).json
+        done = {item["rule"] for record in found["passes"] for item in record["done"]}
+        assert {"neg_neg", "times_one"} - left_out <= done
+        assert not left_out & done
+
+
+@pytest.mark.parametrize("command", ["export", "bench", "inspect"])
+def test_commands_share_the_options_that_say_what_to_optimize(tsopt, command):
+    text = tsopt(command, "--help").out
+    assert all(option in text for option in ("--input", "-O", "--seed", "--eval", "--allow-nan", "--without", "--json"))
+    assert ("--threads" in text) == ("--seconds" in text) == (command != "inspect")
+
+
 # ---- bench --------------------------------------------------------------------------------------------------
 
 

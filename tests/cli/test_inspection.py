@@ -1,6 +1,13 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
+
+from tsopt import api
+from tsopt.compiler.ops import aten
+from tsopt.compiler.program import Numerics
+from tsopt.compiler.rewrite import RulePass, rule
 
 FOLDS = """
 import torch
@@ -13,13 +20,18 @@ class Net(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(1, 2, 3)
         self.norm = nn.BatchNorm2d(2)
+        self.other = nn.Conv2d(2, 2, 3)
+        self.last = nn.BatchNorm2d(2)
 
     def forward(self, image):
-        return self.norm(self.conv(image * 1))
+        value = self.norm(self.conv(image * 1))
+        between = self.other(value)
+        return self.last(between), between
 
 model = Net().eval()
-example_input = torch.ones(1, 1, 5, 5)
+example_input = torch.ones(1, 1, 7, 7)
 """
+USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
 
 
 @pytest.fixture
@@ -27,15 +39,20 @@ def folds(write):
     return write(FOLDS)
 
 
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text."""
+    return [line.split() for line in text.splitlines()]
+
+
 @pytest.mark.usefixtures("folds")
-class TestInspect:
+class TestTexts:
     def test_the_text_names_inputs_weights_modules_and_lines(self, tsopt):
         ran = tsopt("inspect", "m.py")
         assert ran.code == 0, ran.err
         assert "program Net" in ran.out
-        assert "%image: f32[1, 1, 5, 5] = input" in ran.out
+        assert "%image: f32[1, 1, 7, 7] = input" in ran.out
         assert "%conv.weight" in ran.out
-        assert "m.py:14" in ran.out
+        assert "m.py:16" in ran.out
         assert "after " in ran.out
 
     def test_diff_shows_only_what_changed(self, tsopt):
@@ -44,32 +61,6 @@ class TestInspect:
         assert ran.code == 0
         assert any(line.startswith("-") for line in body)
         assert len(body) < len(tsopt("inspect", "m.py").out.splitlines())
-
-    def test_passes_shows_a_row_for_each_pass(self, tsopt):
-        ran = tsopt("inspect", "m.py", "--passes")
-        assert ran.code == 0
-        assert ran.out.splitlines()[0].split()[:2] == ["pass", "nodes"]
-        assert "program Net" not in ran.out
-
-    def test_why_shows_where_a_rule_was_applied(self, tsopt):
-        records = tsopt("inspect", "m.py", "--json").json["passes"]
-        rule = next(done["rule"] for record in records for done in record["done"])
-        ran = tsopt("inspect", "m.py", "--why", rule)
-        assert ran.code == 0
-        assert ran.out.startswith(f"{rule}: applied ")
-        assert "done in " in ran.out
-
-    def test_why_with_an_unknown_rule_lists_the_known(self, tsopt):
-        ran = tsopt("inspect", "m.py", "--why", "fold_everything")
-        assert ran.code == 2
-        assert "'fold_everything'" in ran.err
-        assert "one of: " in ran.err
-
-    def test_without_leaves_a_rule_out(self, tsopt):
-        records = tsopt("inspect", "m.py", "--json").json["passes"]
-        rule = next(done["rule"] for record in records for done in record["done"])
-        left = tsopt("inspect", "m.py", "--json", "--without", rule).json["passes"]
-        assert rule not in {done["rule"] for record in left for done in record["done"]}
 
     def test_level_0_shows_the_program_alone(self, tsopt):
         ran = tsopt("inspect", "m.py", "-O0")
@@ -80,3 +71,211 @@ class TestInspect:
         found = tsopt("inspect", "m.py", "--json").json
         assert found["captured"].startswith("program Net")
         assert all({"name", "changed", "done", "declined", "text"} <= set(record) for record in found["passes"])
+
+
+@pytest.mark.usefixtures("folds")
+class TestPasses:
+    def test_there_is_a_row_for_each_pass_with_what_it_cost_and_gained(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--passes")
+        assert ran.code == 0
+        table = rows(ran.out)
+        assert table[0] == ["pass", "nodes", "weights", "peak", "done", "nearly", "ms"]
+        fuse = next(row for row in table if row[0] == "fuse")
+        assert fuse[1:4] == ["4", "->", "3"]
+        assert "program Net" not in ran.out
+        assert "in all: nodes 5 -> 3; weights " in ran.out
+
+    def test_there_is_a_row_for_each_rule_that_did_or_nearly_did_something(self, tsopt):
+        table = rows(tsopt("inspect", "m.py", "--passes").out)
+        start = table.index(["rule", "in", "done", "nearly", "because"])
+        rules = {row[0]: row[1:] for row in table[start + 1 :] if row}
+        assert rules["conv_batch_norm"] == ["fuse", "1", "1", *USED_ELSEWHERE.split()]
+        assert rules["times_one"] == ["algebra", "1", "-"]
+        assert "pad_conv" not in rules
+
+    def test_level_0_has_no_passes_to_show(self, tsopt):
+        assert tsopt("inspect", "m.py", "--passes", "-O0").out == "no pass was run\n"
+
+    def test_json_counts_by_pass_and_by_rule(self, tsopt):
+        found = tsopt("inspect", "m.py", "--passes", "--json").json
+        rules = {item["rule"]: item for item in found["rules"]}
+        assert rules["conv_batch_norm"] == {
+            "rule": "conv_batch_norm",
+            "done": 1,
+            "declined": {USED_ELSEWHERE: 1},
+        }
+        first = next(record for record in found["passes"] if record["name"] == "fuse")
+        assert first["rules"] == [rules["conv_batch_norm"]]
+        assert first["nodes"] == {"before": 4, "after": 3}
+        for size in ("weight_bytes", "peak_bytes"):
+            assert first[size]["before"] > 0
+            assert found["size"]["before"][size] == found["passes"][0][size]["before"]
+            assert found["size"]["after"][size] == found["passes"][-1][size]["after"]
+        assert first["seconds"] > 0
+
+
+@pytest.mark.usefixtures("folds")
+class TestWhy:
+    def test_it_lists_the_places_done_and_not_done(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--why", "conv_batch_norm")
+        assert ran.code == 0
+        assert ran.out.splitlines() == [
+            "conv_batch_norm: applied once, nearly once",
+            "  batch_norm(conv(x, w, b)) -> conv(x, w * s, (b - mean) * s + beta), s = gamma / sqrt(var + eps)",
+            "  in the pass fuse",
+            "",
+            "applied",
+            "  norm, m.py:16",
+            "",
+            f"not applied: {USED_ELSEWHERE}",
+            "  last, m.py:18",
+        ]
+
+    def test_json_holds_the_same(self, tsopt):
+        (why,) = tsopt("inspect", "m.py", "--why", "conv_batch_norm", "--json").json["why"]
+        assert why["done"] == {"norm, m.py:16": 1}
+        assert why["declined"] == {USED_ELSEWHERE: {"last, m.py:18": 1}}
+        assert why["equation"].startswith("batch_norm(conv(x, w, b)) -> ")
+        assert (why["rule"], why["passes"], why["obstacle"]) == ("conv_batch_norm", ["fuse"], "")
+
+    def test_a_pass_is_explained_by_its_rules(self, tsopt):
+        assert tsopt("inspect", "m.py", "--why", "fuse").out == tsopt("inspect", "m.py", "--why", "conv_batch_norm").out
+        ran = tsopt("inspect", "m.py", "--why", "dce")
+        assert (ran.code, ran.out) == (0, "dce: did nothing, and nearly did nothing\n")
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["neg_neg"], "ends in aten.neg; no call is one"),
+            (["pad_conv"], "2 calls of aten.conv1d, aten.conv2d, aten.conv3d, none on what it asks for"),
+            (["conv_batch_norm", "-O1"], "not tried: it is ROUNDING, which -O1 does not allow"),
+            (["conv_batch_norm", "-O0"], "not tried: it is ROUNDING, which -O0 does not allow"),
+            (["conv_batch_norm", "--without", "conv_batch_norm"], "not tried: it was left out"),
+            (["conv_batch_norm", "--without", "times_one", "--without", "fuse"], "not tried: it was left out"),
+        ],
+    )
+    def test_a_rule_that_was_not_near_says_what_it_needs(self, tsopt, arguments, reason):
+        ran = tsopt("inspect", "m.py", "--why", *arguments)
+        first, equation, in_pass, obstacle = ran.out.splitlines()
+        assert first == f"{arguments[0]}: applied nowhere"
+        assert " -> " in equation
+        assert in_pass.startswith("  in the pass ")
+        assert obstacle.endswith(reason)
+
+    def test_the_rewrites_of_other_passes_have_no_equation(self, tsopt, write):
+        write("import torch\nexample_input = torch.ones(3)\ndef model(x):\n    return x + torch.ones(3) * 2\n")
+        ran = tsopt("inspect", "m.py", "--why", "fold_constant")
+        assert ran.code == 0, ran.err
+        assert ran.out.splitlines()[:2] == ["fold_constant: applied once", "  in the pass fold"]
+
+    def test_places_without_a_line_are_counted(self, tsopt, write):
+        write("import torch\nexample_input = torch.ones(3)\ndef model(x):\n    return -(-(-(-x.exp())))\n")
+        ran = tsopt("inspect", "m.py", "--why", "neg_neg")
+        assert ran.out.startswith("neg_neg: applied 2 times\n")
+        assert ran.out.endswith("applied\n  a place without a source line  x2\n")
+
+    def test_an_unknown_name_gets_those_that_are_near(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--why", "conv_norm")
+        assert ran.code == 2
+        assert "no rule or pass is called 'conv_norm'" in ran.err
+        assert "one of: " in ran.err
+        assert "conv_batch_norm" in ran.err
+
+
+@pytest.mark.usefixtures("folds")
+def test_without_leaves_rules_and_passes_out(tsopt):
+    found = tsopt("inspect", "m.py", "--json", "--without", "conv_batch_norm", "--without", "algebra").json
+    assert "conv_batch_norm" not in {item["rule"] for item in found["rules"]}
+    assert "times_one" not in {item["rule"] for item in found["rules"]}
+    assert "algebra" not in {record["name"] for record in found["passes"]}
+
+
+@rule(lambda x, k: aten.mul.Tensor(x, k), numerics=Numerics.ROUNDING)
+def half_of_it(at, x, k):
+    """x * k -> x * (k / 2)"""
+    return at.call(aten.mul.Tensor, x, k / 2) if isinstance(k, float) and k > 2 else None
+
+
+DOUBLES = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        return (x * 3.0).sin() + (x.cos() * 4.0).sin()
+
+model = Net().eval()
+example_input = torch.ones(3)
+"""
+
+
+@pytest.fixture
+def wrong_rule(monkeypatch, write):
+    """A model, and a pipeline with a wrong rule in it."""
+    write(DOUBLES)
+    mine = functools.partial(api.debug_passes, passes=(*api.STANDARD, RulePass("mine", (half_of_it,))))
+    monkeypatch.setattr(api, "debug_passes", mine)
+
+
+class TestDebugPasses:
+    @pytest.mark.usefixtures("folds")
+    def test_right_passes_end_with_0(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--debug-passes")
+        assert (ran.code, ran.err) == (0, "")
+        assert ran.out.startswith("compared ")
+        assert ran.out.endswith(" returned, on the example and special inputs: no value changed\n")
+
+    @pytest.mark.usefixtures("wrong_rule")
+    def test_a_wrong_rule_is_named_with_place_difference_and_fix(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--debug-passes")
+        assert ran.code == 1
+        lines = ran.out.splitlines()
+        assert lines[0].endswith("on the example and special inputs: 2 changed values")
+        assert lines[2:] == [
+            "half_of_it in the pass mine changes values",
+            "  where:    m.py:7",
+            "  promise:  ROUNDING",
+            "  differs:  on the example input: 3 of 3 values beyond rtol 0.0001, atol 3e-05; max difference 1.5; "
+            "against float64: RMSE 1.5 (eager 0), largest error 1.5 (eager 0)",
+            "  before:   %1: f32[3] = aten.mul.Tensor(%x, 3.0)",
+            "  after:    %0: f32[3] = aten.mul.Tensor(%x, 1.5)",
+            "  fix:      --without half_of_it",
+            "  also at:  m.py:7",
+        ]
+
+    @pytest.mark.usefixtures("wrong_rule")
+    def test_json_holds_the_findings(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--debug-passes", "--json")
+        assert ran.code == 1
+        found = ran.json["debug"]
+        assert (found["rewrites"], found["inputs"], found["not_compared"]) == (2, ["example", "special"], {})
+        first, _ = found["findings"]
+        assert (first["rule"], first["in_pass"], first["where"], first["trial"]) == (
+            "half_of_it",
+            "mine",
+            "m.py:7",
+            "example",
+        )
+        assert (first["numerics"], first["leave_out"]) == ("ROUNDING", "half_of_it")
+        assert first["difference"].startswith("3 of 3 values beyond rtol")
+
+    @pytest.mark.usefixtures("wrong_rule")
+    def test_left_out_it_does_no_harm(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--debug-passes", "--without", "half_of_it")
+        assert ran.code == 0
+
+    @pytest.mark.usefixtures("folds")
+    def test_it_goes_with_passes_and_why(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--debug-passes", "--passes", "--why", "conv_batch_norm")
+        assert ran.code == 0
+        places = [ran.out.index(text) for text in ("conv_batch_norm: applied", "in all: nodes", "compared ")]
+        assert places == sorted(places)
+
+    def test_a_random_model_is_compared_as_well(self, tsopt, write):
+        write(
+            "import torch\nexample_input = torch.ones(3)\n"
+            "def model(x):\n    return (x * 1 + torch.rand_like(x)) * torch.rand_like(x) * 1\n"
+        )
+        ran = tsopt("inspect", "m.py", "--debug-passes")
+        assert ran.code == 0, ran.out
+        assert "not compared" not in ran.out

@@ -295,6 +295,46 @@ def test_a_written_buffer_that_is_returned_is_new():
 # ---- where things come from -------------------------------------------------------------------------------
 
 
+NORMS = {
+    "batch_norm": lambda m, x: F.batch_norm(x, m.mean, m.var, training=True),
+    "native_batch_norm": lambda m, x: torch.native_batch_norm(x, None, None, m.mean, m.var, True, 0.1, 1e-5)[0],
+    "instance_norm": lambda m, x: F.instance_norm(x, m.mean, m.var, use_input_stats=True),
+}
+
+
+def statistics(norm):
+    return Net(norm, mean=torch.zeros(3), var=torch.ones(3))
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_statistics_that_a_norm_writes_in_secret_are_state(norm):
+    """The schemas of these ops deny it."""
+    x, mine, theirs = torch.randn(4, 3, 5), statistics(norm), statistics(norm)
+    program = captured(mine, x)
+    assert [item.name for item in program.signature.state_inputs] == ["mean", "var"]
+    assert not mine.mean.any()
+    run = tsopt.compile(program, "eager")
+    for _ in range(2):
+        torch.testing.assert_close(run(x), theirs(x), rtol=0, atol=0)
+        torch.testing.assert_close(mine.mean, theirs.mean, rtol=0, atol=0)
+        torch.testing.assert_close(mine.var, theirs.var, rtol=0, atol=0)
+    assert mine.mean.any()
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_optimizing_writes_no_statistics(norm):
+    """Of a constant input all of the norm would be constant, but for the write."""
+    model = statistics(lambda m, x: x + norm(m, torch.arange(60.0).reshape(4, 3, 5)))
+    tsopt.transform(capture(model, torch.ones(4, 3, 5)))
+    assert not model.mean.any()
+
+
+def test_a_norm_that_cannot_be_taken_apart_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.export, "default_decompositions", dict)
+    with pytest.raises(CaptureError, match=r"(?s)instance_norm updates its running statistics.*helpers.py.*fix: use"):
+        capture(statistics(NORMS["instance_norm"]), torch.randn(4, 3, 5))
+
+
 def test_nodes_know_module_and_source_line():
     model = nn.Sequential(OrderedDict(body=Net(lambda self, x: x.sin(), act=nn.ReLU()), head=nn.Linear(3, 2))).eval()
     program = capture(model, X)

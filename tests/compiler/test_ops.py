@@ -28,6 +28,21 @@ def test_writes_is_read_from_the_schema(target, expected):
 
 
 @pytest.mark.parametrize(
+    ("flag", "running", "expected"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+@pytest.mark.parametrize("name", ops.SECRET_WRITES)
+def test_writes_that_the_schema_denies_depend_on_the_arguments(name, flag, running, expected):
+    target = getattr(aten, name.removeprefix("aten::")).default
+    assert not ops.writes(target)
+    made = torch.fx.Graph().call_function(target, tuple(None for _ in target._schema.arguments))
+    names = [argument.name for argument in target._schema.arguments]
+    values = {"training": flag, "use_input_stats": flag, "running_mean": 1 if running else None}
+    made.args = tuple(values.get(name) for name in names)
+    assert ops.writes_in_secret(made) is expected
+    assert ops.has_effect(made) is expected
+
+
+@pytest.mark.parametrize(
     ("model", "name", "random"),
     [
         (lambda x: F.dropout(x, 0.5, True), "dropout", True),
@@ -52,7 +67,7 @@ def test_every_exception_names_an_op_of_torch_and_a_reason():
     for name, (_, reason) in ops.RANDOM_ONLY_IF.items():
         assert hasattr(aten, name.removeprefix("aten::")), name
         assert reason
-    for name in ops.UNINITIALIZED | ops.ALWAYS_NEW:
+    for name in ops.UNINITIALIZED | ops.ALWAYS_NEW | ops.SECRET_WRITES.keys():
         assert hasattr(aten, name.removeprefix("aten::")), name
 
 
@@ -145,6 +160,16 @@ def test_what_shares_memory_is_known_to_do_so(index):
     assert roots[program.outputs[0]] & roots[first], program.text
 
 
+def test_what_shares_memory_is_known_when_arguments_become_one():
+    """What is kept of a call between two passes must not go by the number of its different arguments."""
+    program = capture(lambda x: torch.broadcast_tensors(x + 1, x * 2, x * 3), X)
+    node = find(program, "broadcast_tensors")
+    first, second, third = node.all_input_nodes
+    assert ops.may_alias(node) == [first, second, third]
+    node.replace_input_with(second, first)
+    assert ops.may_alias(node) == [first, third]
+
+
 def test_new_values_share_nothing():
     program = capture(lambda x: (x.sin(), x + 1, x.split(2)[0] * 2), X)
     roots = ops.storage_roots(program.graph.nodes)
@@ -157,3 +182,9 @@ def test_the_results_of_one_call_are_apart():
     program = capture(lambda x: tuple(x.max(0)), X)
     roots = ops.storage_roots(program.graph.nodes)
     assert not roots[program.outputs[0]] & roots[program.outputs[1]]
+
+
+def test_a_result_that_hangs_on_values_may_be_any_argument():
+    """istft looks into its window, which a fake tensor does not have."""
+    found = node(lambda x: torch.istft(x, 8), "istft", torch.randn(2, 5, 4, dtype=torch.complex64))
+    assert ops.may_alias(found) == found.all_input_nodes

@@ -15,7 +15,7 @@ from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import RulePass, rule
 from tsopt.compiler.verify import output_aliases, verify_program
 from tsopt.errors import InvalidProgram, PassError, RuleError
-from tsopt.passes import CANONICAL, DeadCode
+from tsopt.passes import NORMALIZE, DeadCode
 
 
 class Tiny(nn.Module):
@@ -328,8 +328,8 @@ def test_an_idle_pass_returns_the_program_itself():
 def test_records_say_what_was_done():
     seen = []
     after, (record,) = run(tiny(), (Edit(drop_a_node, "dropper"),), keep_text=True, progress=seen.append)
-    assert (record.name, record.changed, record.nodes_before, record.nodes_after) == ("dropper", True, 3, 2)
-    assert (record.bytes_before, record.bytes_after) == (12, 0)
+    assert (record.name, record.changed, record.before.nodes, record.after.nodes) == ("dropper", True, 3, 2)
+    assert (record.before.weight_bytes, record.after.weight_bytes) == (12, 0)
     assert record.text == after.text
     assert record.seconds > 0
     assert seen == ["dropper"]
@@ -363,14 +363,14 @@ def test_a_repeat_that_never_rests_names_the_rules():
 
 def test_a_repeat_stops_when_nothing_changes():
     program = capture(lambda x: x.clone().clone().neg(), torch.ones(3))
-    after, records = run(program, (Repeat((CANONICAL, DeadCode())),))
+    after, records = run(program, (Repeat((NORMALIZE, DeadCode())),))
     assert ops_of(after) == ["neg"]
     assert [record.changed for record in records] == [True, False, False, False]
 
 
 def test_repeats_nest():
     program = capture(lambda x: x.clone().neg(), torch.ones(3))
-    after, _ = run(program, (Repeat((Repeat((CANONICAL,)), DeadCode())),))
+    after, _ = run(program, (Repeat((Repeat((NORMALIZE,)), DeadCode())),))
     assert ops_of(after) == ["neg"]
 
 
@@ -401,7 +401,7 @@ def test_fuel_counts_rewrites(fuel):
 
 def test_fuel_is_shared_by_passes():
     program = capture(lambda x: x.sin().clone().neg(), torch.ones(3))
-    after, _ = run(program, (RulePass("cosine", (sin_to_cos,)), CANONICAL), Limits(fuel=1))
+    after, _ = run(program, (RulePass("cosine", (sin_to_cos,)), NORMALIZE), Limits(fuel=1))
     assert ops_of(after) == ["cos", "clone", "neg"]
 
 
@@ -477,4 +477,4 @@ def test_names_of_nodes_are_no_change():
 
 def test_a_pass_may_be_given_special_values_of_any_kind():
     program = capture(lambda x: x.clone().neg(), specials(4))
-    assert ops_of(run(program, (CANONICAL,))[0]) == ["neg"]
+    assert ops_of(run(program, (NORMALIZE,))[0]) == ["neg"]

@@ -67,9 +67,11 @@ def branch(self, x):
         (lambda self, x: x[: int(x.sum())], "depends on|cannot capture|the model itself fails"),
         (lambda self, x: x.nonzero(), "the shape of aten.nonzero depends on values"),
         (lambda self, x: x[x > 0], "depends on values"),
+        (lambda self, x: x * torch.equal(x, x + 1), "a Python decision depends on the values"),
+        (lambda self, x: torch.linalg.lstsq(x, x).rank, "the shape of aten.linalg_lstsq.default depends on values"),
         (lambda self, x: (x, x.sum().item()), "a Python number that depends on the input"),
     ],
-    ids=["if", "item", "slice", "nonzero", "mask", "return-item"],
+    ids=["if", "item", "slice", "nonzero", "mask", "equal", "lstsq", "return-item"],
 )
 def test_what_depends_on_values_is_refused_with_the_place(function, words):
     with pytest.raises(CaptureError, match=words) as caught:
@@ -135,6 +137,15 @@ def test_models_that_cannot_be_are_refused_by_name(model, words):
     with pytest.raises(CaptureError, match=words) as caught:
         capture(model(), X)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("model", [lambda self, x: x.to_sparse(), lambda self, x: x.to_sparse().to_dense() + 1])
+@pytest.mark.filterwarnings("ignore")
+def test_sparse_values_are_refused_with_the_place(model):
+    with pytest.raises(
+        CaptureError, match=r"(?s)aten.*to_sparse.* makes a sparse_coo tensor.*tests/compiler.*fix: keep"
+    ):
+        capture(Net(model), X)
 
 
 @pytest.mark.parametrize(

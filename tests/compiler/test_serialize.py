@@ -61,6 +61,45 @@ def test_literals_come_back_to_the_bit(tmp_path, value):
     assert_same_bits(stored(program, tmp_path).module()(X)[0], program.module()(X)[0])
 
 
+SPECTRUM = torch.randn(2, 5, 4, dtype=torch.complex64)
+
+
+def test_a_type_that_only_capture_can_derive_is_stored(tmp_path):
+    """istft asks whether its window is zero, which fake tensors cannot answer."""
+    program = transform(capture(lambda x: torch.istft(x * 1, 8).neg(), SPECTRUM))
+    assert ops_of(program) == ["mul.Tensor", "istft", "neg"]
+    made = stored(program, tmp_path)
+    assert made.fingerprint() == program.fingerprint()
+    assert_same_bits(call(made, SPECTRUM), call(program, SPECTRUM))
+
+
+@pytest.mark.parametrize("change", [{"dtype": "load"}, {"shape": [2, -6]}, {"stride": None}, {"shape": [9]}])
+def test_a_damaged_type_ends_in_a_typed_error(tmp_path, change):
+    write_program(capture(lambda x: torch.istft(x, 8), SPECTRUM), tmp_path)
+    data = json.loads((tmp_path / GRAPH).read_text())
+    nodes_of(data, "call_function")["type"].update(change)
+    (tmp_path / GRAPH).write_text(json.dumps(data))
+    with pytest.raises(TsoptError):
+        read_program(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.normal(0.0, 1.0, (3,)),
+        lambda x: torch.blackman_window(3),
+        lambda x: torch.kaiser_window(3),
+        lambda x: torch.bartlett_window(3),
+        lambda x: torch.fft.fftfreq(3),
+        lambda x: torch.fft.rfftfreq(4),
+        lambda x: torch.empty_permuted((2, 3), (1, 0)),
+    ],
+)
+def test_factories_are_stored(tmp_path, make):
+    program = capture(lambda x: x + make(x), X)
+    assert stored(program, tmp_path).text == program.text
+
+
 def test_custom_ops_are_not_stored(tmp_path):
     with torch.library._scoped_library("tsopt_stored", "DEF") as library:
         library.define("own(Tensor x) -> Tensor")

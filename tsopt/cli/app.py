@@ -10,9 +10,11 @@ import math
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -76,6 +78,50 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, how to capture it, and which rewrites it gets."""
+
+    model: Model
+    input: Input = None
+    level: Level = 2
+    seed: Seed = 0
+    eval: Eval = False
+    allow_nan: AllowNan = False
+    without: Without = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How candidates are raced."""
+
+    threads: Threads = None
+    seconds: Seconds = 10.0
+
+
+def _grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes groups of options, as typer reads it: with each option of a group as one of its own."""
+    own = _options_of(command)
+    groups = {option.name: _options_of(option.annotation) for option in own if is_dataclass(option.annotation)}
+    options = [part.replace(kind=Parameter.KEYWORD_ONLY) for item in own for part in groups.get(item.name, [item])]
+
+    def run(**given: Any) -> None:
+        for item in own:
+            if item.name in groups:
+                given[item.name] = item.annotation(**{part.name: given.pop(part.name) for part in groups[item.name]})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    return run
+
+
+def _options_of(called: Any) -> list[Parameter]:
+    hints = get_type_hints(called, include_extras=True)
+    return [option.replace(annotation=hints[option.name]) for option in signature(called).parameters.values()]
+
+
 def _output(as_json: bool = False, quiet: bool = False) -> Any:
     from tsopt.cli.console import Output
 
@@ -96,58 +142,40 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
-def _optimized(
-    model: str,
-    inputs: list[str] | None,
-    out: Any,
-    *,
-    level: int,
-    threads: int | None,
-    seed: int,
-    eval_mode: bool,
-    allow_nan: bool,
-    without: list[str] | None,
-    seconds: float,
-) -> Any:
-    with out.progress(Path(model).name) as tell:
+def _optimized(subject: Subject, timing: Timing, out: Any) -> Any:
+    with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
-        loaded = _load(model, inputs, seed)
+        loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
 
         return optimize(
             loaded.model,
             loaded.example_input,
-            level=level,
-            threads=threads,
-            seed=seed,
-            eval_mode=eval_mode,
-            allow_nan=allow_nan,
-            without=without or (),
-            seconds=seconds,
+            level=subject.level,
+            threads=timing.threads,
+            seed=subject.seed,
+            eval_mode=subject.eval,
+            allow_nan=subject.allow_nan,
+            without=subject.without or (),
+            seconds=timing.seconds,
             progress=tell,
         )
 
 
 @app.command()
+@_grouped
 def export(
-    model: Model,
+    subject: Subject,
+    timing: Timing,
     format: Annotated[
         list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="File or directory; the current directory by default.")
     ] = None,
-    input: Input = None,
-    level: Level = 2,
     opset: Annotated[
         int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's default if not given.")
     ] = None,
-    threads: Threads = None,
-    seed: Seed = 0,
-    eval: Eval = False,
-    allow_nan: AllowNan = False,
-    without: Without = None,
-    seconds: Seconds = 10.0,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -156,21 +184,10 @@ def export(
     from tsopt.cli.export import check_formats, targets, write
 
     formats = [item.value for item in format or [Format.tsopt]]
-    places = targets(model, formats, output)
+    places = targets(subject.model, formats, output)
     check_formats(formats, opset)
-    fast = _optimized(
-        model,
-        input,
-        out,
-        level=level,
-        threads=threads,
-        seed=seed,
-        eval_mode=eval,
-        allow_nan=allow_nan,
-        without=without,
-        seconds=seconds,
-    )
-    with out.progress(Path(model).name) as tell:
+    fast = _optimized(subject, timing, out)
+    with out.progress(Path(subject.model).name) as tell:
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)
@@ -178,77 +195,64 @@ def export(
 
 
 @app.command()
-def bench(
-    model: Model,
-    input: Input = None,
-    level: Level = 2,
-    threads: Threads = None,
-    seed: Seed = 0,
-    eval: Eval = False,
-    allow_nan: AllowNan = False,
-    without: Without = None,
-    seconds: Seconds = 10.0,
-    json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@_grouped
+def bench(subject: Subject, timing: Timing, json: AsJson = False, quiet: Quiet = False) -> None:
     """Time eager and every candidate side by side; writes nothing."""
     out = _output(json, quiet)
-    fast = _optimized(
-        model,
-        input,
-        out,
-        level=level,
-        threads=threads,
-        seed=seed,
-        eval_mode=eval,
-        allow_nan=allow_nan,
-        without=without,
-        seconds=seconds,
-    )
-    out.report(fast.report)
+    out.report(_optimized(subject, timing, out).report)
 
 
 @app.command()
+@_grouped
 def inspect(
-    model: Model,
+    subject: Subject,
     diff: Annotated[bool, typer.Option("--diff", help="Only what each pass changed.")] = False,
     passes: Annotated[
-        bool, typer.Option("--passes", help="What each pass and rule did and declined, not the text.")
+        bool, typer.Option("--passes", help="What each pass and rule did, nearly did, and cost; not the text.")
     ] = False,
     why: Annotated[
-        str | None, typer.Option("--why", metavar="RULE", help="Where a rule was applied or declined.")
+        str | None, typer.Option("--why", metavar="RULE", help="Where a rule or pass was applied, and where not.")
     ] = None,
-    input: Input = None,
-    level: Level = 2,
-    seed: Seed = 0,
-    eval: Eval = False,
-    allow_nan: AllowNan = False,
-    without: Without = None,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug-passes", help="Compare every rewrite on the example; exit code 1 and its name when one is wrong."
+        ),
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Show the program as captured and after each pass that changed it."""
     out = _output(json)
-    with out.progress(Path(model).name) as tell:
-        loaded = _load(model, input, seed)
-        from tsopt.api import names_of, transform_with_records
+    with out.progress(Path(subject.model).name) as tell:
+        loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.api import check_name, debug_passes, names_of, transform_with_records
+        from tsopt.cli import inspection
         from tsopt.compiler.capture import capture
         from tsopt.passes import STANDARD
 
-        if why is not None and why not in names_of(STANDARD):
-            raise UsageError(f"no rule or pass is called {why!r}", fix=f"one of: {', '.join(names_of(STANDARD))}")
         tell("capture")
-        program = capture(loaded.model, loaded.example_input, eval_mode=eval, allow_nan=allow_nan)
-        _, records = transform_with_records(program, level=level, without=without or (), keep_text=True, progress=tell)
-    from tsopt.cli.inspection import show_passes, show_texts, show_why, to_json
-
+        program = capture(loaded.model, loaded.example_input, eval_mode=subject.eval, allow_nan=subject.allow_nan)
+        options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
+        debugged = None
+        if debug:
+            debugged = debug_passes(program, loaded.example_input, seed=subject.seed, **options)
+        records = transform_with_records(program, **options)[1] if debugged is None else debugged.records
+        reasons = None
+        if why is not None:
+            check_name(why, [*names_of(STANDARD), *inspection.names_in(records)])
+            reasons = inspection.explain(why, program.text, records, subject.level, subject.without or ())
     if json:
-        out.json(to_json(program, records))
-    elif why is not None:
-        show_why(out, records, why)
-    elif passes:
-        show_passes(out, records)
-    else:
-        show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
+        out.json(inspection.to_json(program.text, records, reasons, debugged))
+    if reasons is not None:
+        inspection.show_why(out, str(why), reasons)
+    if passes:
+        inspection.show_passes(out, records)
+    if debugged is not None:
+        inspection.show_debug(out, debugged)
+    if reasons is None and debugged is None and not passes:
+        inspection.show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
+    if debugged is not None and debugged.findings:
+        raise typer.Exit(1)
 
 
 @app.command()

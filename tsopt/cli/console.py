@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from tsopt.errors import TsoptError
     from tsopt.runtime.report import Report
 
-STYLES = {"faster": "green", "slower": "yellow", "wrong": "red", "failed": "red", "unsupported": "dim", "no gain": "dim"}
+STYLES = {
+    "faster": "green",
+    "slower": "yellow",
+    "wrong": "red",
+    "failed": "red",
+    "unsupported": "dim",
+    "no gain": "dim",
+}
 
 
 class Output:

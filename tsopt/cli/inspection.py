@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from tsopt.api import LEVELS, rules_of
+from tsopt.compiler.ops import name_of
 from tsopt.compiler.pipeline import PassRecord
-from tsopt.compiler.program import Program
-from tsopt.runtime.report import PASS_COLUMNS, pass_cells, pass_json
+from tsopt.compiler.rewrite import Rule
+from tsopt.passes import STANDARD
+from tsopt.runtime.debug import Debugged, title
+from tsopt.runtime.report import (
+    PASS_COLUMNS,
+    RULE_COLUMNS,
+    RuleRecord,
+    amount,
+    arrow,
+    pass_cells,
+    pass_json,
+    rule_cells,
+    rule_records,
+    rules_json,
+)
+
+SHOWN = 3  # places or ops in one line; JSON has them all
 
 
 def show_texts(
@@ -20,7 +39,7 @@ def show_texts(
     for record in records:
         if not record.changed:
             continue
-        out.say(f"after {record.name}: {record.nodes_before} -> {record.nodes_after} nodes")
+        out.say(f"after {record.name}: {record.before.nodes} -> {record.after.nodes} nodes")
         if diff:
             lines = differ(before.splitlines(), record.text.splitlines(), lineterm="", n=1)
             out.say("\n".join(line for line in lines if not line.startswith(("---", "+++"))))
@@ -29,26 +48,185 @@ def show_texts(
         before = record.text
 
 
+# ---- --passes -----------------------------------------------------------------------------------------------
+
+
 def show_passes(out: Any, records: Sequence[PassRecord]) -> None:
-    """A row for each pass, then every near miss with its reason."""
-    out.table(PASS_COLUMNS, pass_cells(records))
-    declined = [(d.rule, d.where, d.reason) for record in records for d in record.declined]
-    if declined:
-        out.say("\nnearly:")
-        for row in dict.fromkeys(declined):
-            out.say(f"  {row[0]} at {row[1] or '?'}: {row[2]}")
+    """A row for each pass with its sizes, then a row for each rule that did something or nearly did."""
+    if not records:
+        out.say("no pass was run")
+        return
+    out.table(PASS_COLUMNS, [_counts(cells, r) for cells, r in zip(pass_cells(records), records, strict=True)])
+    first, last = records[0].before, records[-1].after
+    out.say(
+        f"\nin all: nodes {arrow(first.nodes, last.nodes)}; "
+        f"weights {arrow(first.weight_bytes, last.weight_bytes, amount)}; "
+        f"peak of activations {arrow(first.peak_bytes, last.peak_bytes, amount)}; "
+        f"{sum(record.seconds for record in records):.2f} s"
+    )
+    rules = rule_records(records)
+    if rules:
+        out.say()
+        out.table(RULE_COLUMNS, rule_cells(rules))
+        out.say("\n--why RULE lists the places")
 
 
-def show_why(out: Any, records: Sequence[PassRecord], name: str) -> None:
-    """Where a rule (or all rules of a pass) was applied, and where it was not, and why."""
-    done = [(r.name, d) for r in records for d in r.done if name in (r.name, d.rule)]
-    declined = list(dict.fromkeys((r.name, d) for r in records for d in r.declined if name in (r.name, d.rule)))
-    out.say(f"{name}: applied {len(done)} times, declined {len(declined)} times")
-    for place, item in done:
-        out.say(f"  done in {place}: {item.rule} at {item.where or '?'}")
-    for place, miss in declined:
-        out.say(f"  declined in {place}: {miss.rule} at {miss.where or '?'}: {miss.reason}")
+def _counts(cells: tuple[str, ...], record: PassRecord) -> tuple[str, ...]:
+    """The row of a pass with counts in the place of the names, which have rows of their own here."""
+    done, nearly = PASS_COLUMNS.index("done"), PASS_COLUMNS.index("nearly")
+    counts = {done: str(len(record.done) or "-"), nearly: str(len(record.declined) or "-")}
+    return tuple(counts.get(position, cell) for position, cell in enumerate(cells))
 
 
-def to_json(program: Program, records: Sequence[PassRecord]) -> dict[str, Any]:
-    return {"captured": program.text, "passes": [pass_json(record) | {"text": record.text} for record in records]}
+# ---- --why --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Where a rule was applied, and where it nearly was: how often at each place.
+
+    equation: what the rule does; empty for the rewrites of passes that are more than rules.
+    obstacle: what kept a rule that was not even near.
+    """
+
+    rule: str
+    passes: tuple[str, ...]
+    equation: str
+    done: dict[str, int]
+    declined: dict[str, dict[str, int]]
+    obstacle: str = ""
+
+
+def explain(name: str, captured: str, records: Sequence[PassRecord], level: int, without: Sequence[str]) -> list[Why]:
+    """One Why for a rule; for a pass one for each of its rules that did something or nearly did."""
+    rules = rules_of(STANDARD)
+    found = [item for item in rule_records(records) if name == item.name or name in item.passes]
+    if found or name not in rules:
+        return [_why(item, rules[item.name][1].doc if item.name in rules else "") for item in found]
+    in_pass, rule = rules[name]
+    texts = [captured, *(record.text for record in records)]
+    left_out = name in without or in_pass in without
+    return [Why(name, (in_pass,), rule.doc, {}, {}, _obstacle(rule, texts, level, left_out))]
+
+
+def _why(found: RuleRecord, equation: str) -> Why:
+    declined = {
+        reason: _places(item.where for item in found.declined if item.reason == reason) for reason in found.reasons
+    }
+    return Why(found.name, found.passes, equation, _places(item.where for item in found.done), declined)
+
+
+def _places(places: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(place or "a place without a source line" for place in places))
+
+
+def _obstacle(rule: Rule, texts: Sequence[str], level: int, left_out: bool) -> str:
+    """What kept a rule from being near."""
+    allowed = LEVELS[level]
+    if left_out:
+        return "not tried: it was left out"
+    if allowed is None or rule.numerics > allowed:
+        return f"not tried: it is {rule.numerics.name}, which -O{level} does not allow"
+    ends = list(dict.fromkeys(name_of(pattern.root) for pattern in rule.patterns))
+    shown = f"{', '.join(ends[:SHOWN])}{' or the like' if len(ends) > SHOWN else ''}"
+    count = max(sum(text.count(f" = {end}(") for end in ends) for text in texts)
+    if not count:
+        return f"it needs the left side of its equation, which ends in {shown}; no call is one"
+    return f"it needs the left side of its equation; {_several(count, 'call')} of {shown}, none on what it asks for"
+
+
+def names_in(records: Sequence[PassRecord]) -> list[str]:
+    """What passes call their rewrites."""
+    return [item.name for item in rule_records(records)]
+
+
+def show_why(out: Any, name: str, found: Sequence[Why]) -> None:
+    """The places of each rule, done first, then the near misses by reason."""
+    if not found:
+        out.say(f"{name}: did nothing, and nearly did nothing")
+    for number, item in enumerate(found):
+        if number:
+            out.say()
+        _show_rule(out, item)
+
+
+def _show_rule(out: Any, item: Why) -> None:
+    nearly = sum(sum(places.values()) for places in item.declined.values())
+    out.say(f"{item.rule}: applied {_times(sum(item.done.values()))}{f', nearly {_times(nearly)}' if nearly else ''}")
+    if item.equation:
+        out.say(f"  {item.equation}")
+    out.say(f"  in {'the pass' if len(item.passes) == 1 else 'the passes'} {', '.join(item.passes)}")
+    if item.obstacle:
+        out.say(f"  {item.obstacle}")
+    for heading, places in (("applied", item.done), *((f"not applied: {r}", p) for r, p in item.declined.items())):
+        if places:
+            out.say(f"\n{heading}")
+        for place, count in places.items():
+            out.say(f"  {place}{f'  x{count}' if count > 1 else ''}")
+
+
+def _times(count: int) -> str:
+    return {0: "nowhere", 1: "once"}.get(count, f"{count} times")
+
+
+# ---- --debug-passes -----------------------------------------------------------------------------------------
+
+
+def show_debug(out: Any, found: Debugged) -> None:
+    """What was compared, then each rewrite that changes values; a rule's further sites as a list of places."""
+    trials = " and ".join(found.trials)
+    out.say(
+        f"compared {_several(found.rewrites, 'rewrite')} of rules and what {_several(found.passes, 'pass')} returned, "
+        f"on the {trials} input{'s' if len(found.trials) > 1 else ''}: "
+        + (f"{len(found.findings)} changed values" if found.findings else "no value changed")
+    )
+    for reason, count in found.not_compared.items():
+        out.say(f"  not compared: {_several(count, 'value')}: {reason}")
+    for who in dict.fromkeys(map(title, found.findings)):
+        first, *more = [item for item in found.findings if title(item) == who]
+        out.say(f"\n{who} changes values")
+        rows = [
+            ("where", first.where),
+            ("promise", first.numerics.name),
+            ("differs", f"on the {first.trial} input: {first.difference}"),
+            ("before", first.before),
+            ("after", first.after.replace("\n", f"\n{'':12}")),
+            ("fix", f"--without {first.leave_out}"),
+            ("also at", ", ".join([item.where or "?" for item in more[:SHOWN]] + ["..."] * (len(more) > SHOWN))),
+        ]
+        for heading, text in rows:
+            if text:
+                out.say(f"  {heading + ':':10}{text}")
+
+
+def _several(count: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{count} {noun if count == 1 else plural}"
+
+
+# ---- --json -------------------------------------------------------------------------------------------------
+
+
+def to_json(
+    captured: str, records: Sequence[PassRecord], why: Sequence[Why] | None, debugged: Debugged | None
+) -> dict[str, Any]:
+    """Everything that was asked for, in one value."""
+    found: dict[str, Any] = {
+        "captured": captured,
+        "passes": [pass_json(record) | {"text": record.text} for record in records],
+        "rules": rules_json(rule_records(records)),
+    }
+    if records:
+        before, after = asdict(records[0].before), asdict(records[-1].after)
+        found["size"] = {"before": before, "after": after}
+    if why is not None:
+        found["why"] = [asdict(item) for item in why]
+    if debugged is not None:
+        found["debug"] = {
+            "rewrites": debugged.rewrites,
+            "passes": debugged.passes,
+            "inputs": list(debugged.trials),
+            "not_compared": dict(debugged.not_compared),
+            "findings": [asdict(item) | {"numerics": item.numerics.name} for item in debugged.findings],
+        }
+    return found

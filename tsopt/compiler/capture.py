@@ -95,7 +95,7 @@ def _capture(model: Callable[..., Any], example: Example) -> Program:
     try:
         exported = torch.export.export(flat, inputs, strict=False)
         if _needs_functionalization(exported):
-            exported = exported.run_decompositions({})
+            exported = exported.run_decompositions(_secret_writers(exported))
     except Exception as error:
         raise explain(error, model, example) from error
     result = results[-1]
@@ -105,8 +105,16 @@ def _capture(model: Callable[..., Any], example: Example) -> Program:
 
 def _needs_functionalization(exported: ExportedProgram) -> bool:
     return any(
-        ops.is_call(node) and (ops.writes(node.target) or not _plain(node.target)) for node in exported.graph.nodes
+        ops.is_call(node) and (ops.writes(node.target) or not _plain(node.target) or ops.writes_in_secret(node))
+        for node in exported.graph.nodes
     )
+
+
+def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """How to take apart the ops whose writes torch.export does not see; the parts write for all to see."""
+    table = torch.export.default_decompositions()
+    found = {node.target for node in exported.graph.nodes if ops.is_call(node) and ops.writes_in_secret(node)}
+    return {target: table[target] for target in found if target in table}
 
 
 def _plain(target: object) -> bool:
@@ -197,7 +205,21 @@ class _Lowering:
             )
         made = self.graph.node_copy(node, self.mapping.__getitem__)
         made.meta = {"val": node.meta.get("val"), **origin_in(node.meta)}
+        if ops.writes_in_secret(made):
+            raise CaptureError(
+                f"{ops.name_of(node)} updates its running statistics in the call",
+                where=origin_of(made) or None,
+                why="the program could not say that it does: the op's schema denies it",
+                fix="use the running statistics instead (model.eval()), or none (track_running_stats=False)",
+            )
         for tensor in ops.tensors_of(node.meta.get("val")):
+            if tensor.layout != torch.strided:
+                raise CaptureError(
+                    f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
+                    where=origin_of(made) or None,
+                    why="a program computes with dense tensors",
+                    fix="keep it dense, or optimize the parts of the model before and after it",
+                )
             if any(not isinstance(size, int) for size in tensor.shape):
                 raise CaptureError(
                     f"the shape of {ops.name_of(node)} depends on values, not on shapes",

@@ -10,10 +10,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 aten = torch.ops.aten
 
 Arguments = dict[str, Any]
+
+# What a call on fake tensors raises where its result hangs on values, which only the tracing in capture can work out.
+UNDECIDED = (DataDependentOutputException, DynamicOutputShapeException)
 
 # An op tagged as random that is not, for the arguments given: name -> (is random, why).
 RANDOM_ONLY_IF: dict[str, tuple[Callable[[Arguments], bool], str]] = {
@@ -41,6 +45,15 @@ UNINITIALIZED = frozenset(
         "aten::empty_quantized",
     }
 )
+
+# Ops that write their running statistics although their schema denies it: name -> the argument that makes them do so.
+SECRET_WRITES = {
+    "aten::batch_norm": "training",
+    "aten::native_batch_norm": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+}
 
 # Namespaces whose functional ops do what their schema says; a custom op may log, count or talk to a device.
 KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
@@ -92,6 +105,15 @@ def writes(target: object) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
+def writes_in_secret(node: fx.Node) -> bool:
+    """Whether the call changes one of its arguments although its schema says that it does not."""
+    flag = SECRET_WRITES.get(node.target._schema.name) if isinstance(node.target, OpOverload) else None
+    if flag is None:
+        return False
+    bound = bind(node)
+    return bool(bound[flag]) and bound["running_mean"] is not None
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether two calls with the same arguments may differ."""
     target = node.target
@@ -113,7 +135,9 @@ def has_effect(node: fx.Node) -> bool:
         return False
     if not isinstance(target, OpOverload):
         return True
-    return writes(target) or not target._schema.returns or target.namespace not in KNOWN_PURE
+    if writes(target) or writes_in_secret(node):
+        return True
+    return not target._schema.returns or target.namespace not in KNOWN_PURE
 
 
 def is_settled_check(node: fx.Node) -> bool:
@@ -174,21 +198,26 @@ def may_alias(node: fx.Node) -> list[fx.Node]:
 
 def _observed(node: fx.Node) -> list[fx.Node]:
     """The inputs that share memory with the result when the call is made on fake tensors."""
-    sources = node.all_input_nodes
+    # By place, not by node: a rule may put one node in two places, and `all_input_nodes` names it once.
+    places: list[fx.Node] = []
+    fx.node.map_arg((node.args, dict(node.kwargs)), places.append)
     known = node.meta.get("shares")
     if known is None:
-        values = {source: source.meta["val"] for source in sources}
-        fakes = [tensor for value in values.values() for tensor in tensors_of(value)]
-        if not fakes:
-            known = ()
-        else:
-            args, kwargs = cast(Any, fx.node.map_arg((node.args, dict(node.kwargs)), cast(Any, values.__getitem__)))
-            call: Any = node.target
-            with torch.no_grad(), fakes[0].fake_mode:
-                memory = {_memory(tensor) for tensor in tensors_of(call(*args, **kwargs))}
-            known = tuple(i for i, s in enumerate(sources) if memory & {_memory(t) for t in tensors_of(values[s])})
-        node.meta["shares"] = known
-    return [sources[i] for i in known]
+        fakes = [tensor for source in places for tensor in tensors_of(source.meta["val"])]
+        memory = _memory_of_call(node, fakes) if fakes else set()
+        shares = [memory & {_memory(t) for t in tensors_of(source.meta["val"])} for source in places]
+        node.meta["shares"] = known = tuple(i for i, shared in enumerate(shares) if shared)
+    return list(dict.fromkeys(places[i] for i in known))
+
+
+def _memory_of_call(node: fx.Node, fakes: list[Any]) -> set[int]:
+    args, kwargs = cast(Any, fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: source.meta["val"]))
+    call: Any = node.target
+    try:
+        with torch.no_grad(), fakes[0].fake_mode:
+            return {_memory(tensor) for tensor in tensors_of(call(*args, **kwargs))}
+    except UNDECIDED:  # it looks at values that a fake tensor does not have: the result may be any of them
+        return {_memory(tensor) for tensor in fakes}
 
 
 def _memory(tensor: torch.Tensor) -> int:

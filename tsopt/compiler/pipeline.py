@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import fx
 
+from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.verify import AliasGroups, output_aliases, verify_program
 from tsopt.errors import InvalidProgram, PassError
@@ -47,18 +48,23 @@ class Limits:
     numerics: the weakest class of rewrite that may be applied.
     fuel: how many rewrites may still be made; None for no limit. To find a guilty one by bisection.
     without: names of rules and passes that are left out.
+    on_rewrite: called right before each rewrite.
     """
 
     numerics: Numerics = Numerics.ROUNDING
     fuel: int | None = None
     without: frozenset[str] = frozenset()
+    on_rewrite: Callable[[], None] | None = None
 
     def take(self) -> bool:
-        """Takes a unit of fuel; False when there is none left."""
-        if self.fuel is None:
-            return True
-        self.fuel -= 1
-        return self.fuel >= 0
+        """Takes a unit of fuel, right before a rewrite is made; False when there is none left."""
+        if self.fuel is not None:
+            self.fuel -= 1
+            if self.fuel < 0:
+                return False
+        if self.on_rewrite is not None:
+            self.on_rewrite()
+        return True
 
 
 class Pass(Protocol):
@@ -78,16 +84,40 @@ class Repeat:
     limit: int = 10
 
 
+class Observer(Protocol):
+    """Looks at each pass before and after it is run, and at each rewrite before it is made."""
+
+    def start(self, item: Pass, program: Program) -> Pass:
+        """The pass to run in the place of `item`; `program` is the copy that it will edit."""
+
+    def on_rewrite(self) -> None:
+        """Called when what is replaced and what replaces it are both in the graph."""
+
+    def finish(self, item: Pass, before: Program, after: Program, changes: Changes, limits: Limits) -> None:
+        """Called when `after` has passed the checks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a program costs: calls, bytes of weights, and the most bytes of activations that live at once."""
+
+    nodes: int
+    weight_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, program: Program) -> Size:
+        return cls(program.node_count, weight_bytes(program), peak_bytes(program))
+
+
 @dataclass(frozen=True, slots=True)
 class PassRecord:
     """One pass as it was run. `text` is the program afterwards, when asked for; `seconds` includes the checks."""
 
     name: str
     changed: bool
-    nodes_before: int
-    nodes_after: int
-    bytes_before: int
-    bytes_after: int
+    before: Size
+    after: Size
     seconds: float
     done: tuple[Done, ...] = ()
     declined: tuple[Declined, ...] = ()
@@ -102,20 +132,30 @@ def run(
     *,
     keep_text: bool = False,
     progress: Callable[[str], None] | None = None,
+    observer: Observer | None = None,
 ) -> tuple[Program, list[PassRecord]]:
     """Runs a pipeline over a copy of a program, with every invariant checked after every pass.
 
     Raises:
         PassError: a pass broke an invariant, misreported a change, or a Repeat did not come to rest.
     """
-    limits = limits or Limits()
-    records: list[PassRecord] = []
-    state = _Run(limits, keep_text, progress or (lambda name: None), output_aliases(program), records)
     verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
+    aliases, limits = output_aliases(program), limits or Limits()
+    if observer is not None:
+        limits = replace(limits, on_rewrite=observer.on_rewrite)
+    state = _Run(limits, keep_text, progress or (lambda name: None), observer, aliases, _Measured(program))
     for item in passes:
         program = _run_item(program, item, state)
-    verify_program(program, aliases=state.aliases)
-    return program, records
+    verify_program(program, aliases=aliases)
+    return program, state.records
+
+
+class _Measured:
+    """Fingerprint and size of a program, computed once: what comes out of a pass goes into the next."""
+
+    def __init__(self, program: Program, fingerprint: str = "") -> None:
+        self.program, self.size = program, Size.of(program)
+        self.fingerprint = fingerprint or program.fingerprint()
 
 
 @dataclass
@@ -123,15 +163,10 @@ class _Run:
     limits: Limits
     keep_text: bool
     progress: Callable[[str], None]
+    observer: Observer | None
     aliases: AliasGroups
-    records: list[PassRecord]
-    fingerprint: tuple[Program | None, str] = (None, "")
-
-    def fingerprint_of(self, program: Program) -> str:
-        """Computed once for each program that comes out of a pass."""
-        if self.fingerprint[0] is not program:
-            self.fingerprint = program, program.fingerprint()
-        return self.fingerprint[1]
+    measured: _Measured
+    records: list[PassRecord] = field(default_factory=list)
 
 
 def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
@@ -161,39 +196,44 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
     start = time.perf_counter()
     edited = program.copy()
     originals = dict(zip(edited.graph.nodes, program.graph.nodes, strict=True))
-    changes = item.run(edited, state.limits)
+    chosen = item if state.observer is None else state.observer.start(item, edited)
+    changes = chosen.run(edited, state.limits)
     _prune_weights(edited)
-    before, after = state.fingerprint_of(program), edited.fingerprint()
-    changed = before != after
+    before, fingerprint = state.measured, edited.fingerprint()
+    changed = before.fingerprint != fingerprint
     if changed != bool(changes.done):
         said = "a change and made none" if changes.done else "no change and made one"
         raise PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
     if not changed:
         edited = program
     else:
-        try:
-            verify_program(edited, touched=list(_touched(edited, originals)), aliases=state.aliases)
-        except InvalidProgram as error:
-            raise PassError(
-                f"the pass {item.name} broke the program",
-                why=str(error),
-                fix=f"leave it out (--without {item.name}) and report this",
-            ) from error
+        _check(edited, item, _touched(edited, originals), state.aliases)
         edited.numerics = max(program.numerics, changes.numerics)
-        state.fingerprint = edited, after
+        state.measured = _Measured(edited, fingerprint)
+    if state.observer is not None:
+        state.observer.finish(item, program, edited, changes, state.limits)
     return edited, PassRecord(
         item.name,
         changed,
-        program.node_count,
-        edited.node_count,
-        weight_bytes(program),
-        weight_bytes(edited),
+        before.size,
+        state.measured.size,
         time.perf_counter() - start,
         changes.done,
         changes.declined,
         changes.numerics,
         edited.text if state.keep_text else "",
     )
+
+
+def _check(edited: Program, item: Pass, touched: Iterable[fx.Node], aliases: AliasGroups) -> None:
+    try:
+        verify_program(edited, touched=list(touched), aliases=aliases)
+    except InvalidProgram as error:
+        raise PassError(
+            f"the pass {item.name} broke the program",
+            why=str(error),
+            fix=f"leave it out (--without {item.name}) and report this",
+        ) from error
 
 
 def _touched(edited: Program, originals: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:

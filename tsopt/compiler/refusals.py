@@ -152,7 +152,15 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
         )
     text = str(error)
     where = user_frame(error)
-    if "data-dependent" in text or type(error).__name__.startswith("GuardOnDataDependent"):
+    kind = type(error).__name__
+    if kind.startswith("DynamicOutputShape"):
+        return CaptureError(
+            f"the shape of {_first_lines(error)} depends on values, not on shapes",
+            where=where,
+            why="the program would need a size that is known only at run time",
+            fix="use a mask of fixed size (torch.where) instead of selecting by value",
+        )
+    if "data-dependent" in text or kind.startswith(("GuardOnDataDependent", "DataDependentOutput")):
         return CaptureError(
             "a Python decision depends on the values of a tensor",
             where=where,

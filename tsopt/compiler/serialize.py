@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler import ops
 from tsopt.compiler.infer import infer
-from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.program import Numerics, Program, type_of
 from tsopt.compiler.signature import Signature
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.types import SHORT, TensorType
 from tsopt.compiler.verify import verify_program
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 
@@ -33,7 +33,9 @@ MAX_NODES, MAX_TEXT = 1_000_000, 1 << 28
 CHECKS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"})
 FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm"}
-    | {"scalar_tensor", "tril_indices", "triu_indices", "zeros", "empty_strided", "hann_window", "hamming_window"}
+    | {"scalar_tensor", "tril_indices", "triu_indices", "zeros", "empty_strided", "empty_permuted", "normal", "range"}
+    | {"hann_window", "hamming_window", "bartlett_window", "blackman_window", "kaiser_window"}
+    | {"fft_fftfreq", "fft_rfftfreq"}
 )
 
 
@@ -44,7 +46,7 @@ def write_program(program: Program, directory: Path) -> None:
         BackendError: an op outside ATen, which another process would not know.
     """
     numbers = {node: i for i, node in enumerate(program.graph.nodes)}
-    nodes = [_node_json(node, numbers) for node in program.graph.nodes]
+    nodes = [_node_json(node, numbers) | _undecided_type(program, node) for node in program.graph.nodes]
     data = {
         "name": program.name,
         "numerics": program.numerics.name,
@@ -96,6 +98,18 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     if node.op != "placeholder":
         out |= {"args": _value_json(node.args, numbers), "kwargs": _value_json(dict(node.kwargs), numbers)}
     return out
+
+
+def _undecided_type(program: Program, node: fx.Node) -> dict[str, Any]:
+    """The type of a call that nobody can derive without values; none for the others, which the reader derives."""
+    found = type_of(node) if ops.is_call(node) else None
+    if not isinstance(found, TensorType):
+        return {}
+    try:
+        infer(program, node.target, node.args, dict(node.kwargs))
+    except ops.UNDECIDED:
+        return {"type": {"dtype": found.dtype, "shape": list(found.shape), "stride": list(found.stride)}}
+    return {}
 
 
 def _value_json(value: Any, numbers: dict[fx.Node, int]) -> Any:
@@ -166,7 +180,10 @@ class _Reader:
             raise ArtifactError(f"a stored node is a {item['op']!r}")
         made = self.graph.call_function(_overload(item["target"]), args, kwargs)
         made.meta = {k: str(v) for k, v in item.get("meta", {}).items() if k in ("module", "source")}
-        made.meta["val"] = infer(program, made.target, args, kwargs)
+        try:
+            made.meta["val"] = infer(program, made.target, args, kwargs)
+        except ops.UNDECIDED:
+            made.meta["val"] = self.fake(_type_from(item["type"]))
         return made
 
     def fake(self, type_: TensorType) -> Any:
@@ -198,6 +215,13 @@ class _Reader:
                 if type(found).__name__ == kind:
                     return found
         raise ArtifactError(f"a stored argument is damaged: {str(data)[:80]}")
+
+
+def _type_from(data: Any) -> TensorType:
+    found = TensorType(str(data["dtype"]), tuple(map(int, data["shape"])), tuple(map(int, data["stride"])))
+    if found.dtype not in SHORT or min((*found.shape, *found.stride), default=0) < 0:
+        raise ArtifactError(f"a stored type is damaged: {str(data)[:80]}")
+    return found
 
 
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

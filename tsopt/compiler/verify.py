@@ -61,6 +61,8 @@ def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         try:
             derived = infer(program, node.target, node.args, dict(node.kwargs))
+        except ops.UNDECIDED:
+            continue  # the type is known from capture alone
         except Exception as error:  # whatever the op raises is the finding
             raise _fault(program, node, 3, f"the call is not possible: {str(error)[:200]}") from error
         recorded, value = type_of(node), _types(derived)

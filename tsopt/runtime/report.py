@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from tsopt.compiler.pipeline import PassRecord
+from tsopt.compiler.pipeline import Declined, Done, PassRecord
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.environment import Environment
 from tsopt.runtime.timing import Speedup, Timing
+
+Event = TypeVar("Event", Done, Declined)
 
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate. status: ok, wrong, failed or unsupported; reason says why it is not ok."""
+    """One candidate. status: ok, wrong, failed, unsupported or no gain; reason says why it is not ok."""
 
     name: str
     status: str = "ok"
@@ -56,6 +58,7 @@ class Report:
     Attributes:
         winner: the row that `fast(x)` runs; `why` says how it was chosen.
         passes: a record for each pass that was run.
+        nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
         signatures: what became of calls of another form: (form, outcome).
     """
@@ -71,6 +74,7 @@ class Report:
     numerics: str
     files: tuple[tuple[str, str], ...] = ()
     signatures: tuple[tuple[str, str], ...] = ()
+    peak_bytes: tuple[int, int] = (0, 0)
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -97,8 +101,8 @@ class Report:
         lines += ["", *_table(PASS_COLUMNS, pass_cells(self.passes)), ""]
         total = sum(record.seconds for record in self.passes)
         lines.append(
-            f"op nodes {self.nodes[0]} -> {self.nodes[1]}; numerics {self.numerics}; "
-            f"capture {self.capture_seconds:.2f} s, passes {total:.2f} s"
+            f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
+            f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {total:.2f} s"
         )
         accuracy = self.row(self.winner).accuracy
         if accuracy is not None:
@@ -127,7 +131,8 @@ class Report:
             "why": self.why,
             "rows": [_row_json(row) for row in self.rows],
             "passes": [pass_json(record) for record in self.passes],
-            "nodes": {"before": self.nodes[0], "after": self.nodes[1]},
+            "nodes": _before_after(*self.nodes),
+            "peak_bytes": _before_after(*self.peak_bytes),
             "capture_seconds": self.capture_seconds,
             "numerics": self.numerics,
             "environment": self.environment.to_json(),
@@ -139,7 +144,8 @@ class Report:
         return self.text
 
 
-PASS_COLUMNS = ("pass", "nodes", "done", "nearly", "ms")
+PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "done", "nearly", "ms")
+SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
 
 
 def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
@@ -147,13 +153,60 @@ def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
     return [
         (
             record.name,
-            f"{record.nodes_before} -> {record.nodes_after}",
+            arrow(record.before.nodes, record.after.nodes),
+            arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
+            arrow(record.before.peak_bytes, record.after.peak_bytes, amount),
             _counted(done.rule for done in record.done) or "-",
             _counted(declined.rule for declined in record.declined) or "-",
             f"{record.seconds * 1e3:.0f}",
         )
         for record in records
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRecord:
+    """What became of a rule in a whole run: where it was applied, and the near misses that were left at the end."""
+
+    name: str
+    passes: tuple[str, ...]
+    done: tuple[Done, ...]
+    declined: tuple[Declined, ...]
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """How many near misses each reason accounts for, the most frequent first."""
+        return dict(Counter(item.reason for item in self.declined).most_common())
+
+
+def rule_records(records: Sequence[PassRecord]) -> list[RuleRecord]:
+    """A record for each rule that did something or nearly did, in the order of the passes.
+
+    A pass that is run again meets again what it declined before, so its last run is the one that counts.
+    """
+    found: dict[str, RuleRecord] = {}
+    for record in records:
+        done, declined = _by_rule(record.done), _by_rule(record.declined)
+        again = [name for name, rule in found.items() if record.name in rule.passes]
+        for name in dict.fromkeys((*again, *done, *declined)):
+            earlier = found.get(name, RuleRecord(name, (), (), ()))
+            passes = tuple(dict.fromkeys((*earlier.passes, record.name)))
+            left = tuple(declined.get(name, ()))
+            found[name] = RuleRecord(name, passes, (*earlier.done, *done.get(name, ())), left)
+    return [rule for rule in found.values() if rule.done or rule.declined]
+
+
+RULE_COLUMNS = ("rule", "in", "done", "nearly", "because")
+
+
+def rule_cells(rules: Sequence[RuleRecord]) -> list[tuple[str, ...]]:
+    """Rows under RULE_COLUMNS: one for each rule, and one more for each further reason."""
+    rows: list[tuple[str, ...]] = []
+    for rule in rules:
+        (reason, count), *more = rule.reasons.items() or [("", 0)]
+        rows.append((rule.name, ", ".join(rule.passes), str(len(rule.done) or "-"), str(count or "-"), reason))
+        rows += [("", "", "", str(count), reason) for reason, count in more]
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +223,33 @@ class Benchmark:
         return "\n".join(_table(COLUMNS[:5], [row.cells()[:5] for row in self.rows]))
 
 
+def _by_rule(items: Iterable[Event]) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = {}
+    for item in items:
+        found.setdefault(item.rule, []).append(item)
+    return found
+
+
 def _counted(names: Iterable[str]) -> str:
-    return ", ".join(f"{name} x{count}" if count > 1 else name for name, count in Counter(names).items())
+    """The most frequent names with their counts."""
+    counts = Counter(names).most_common()
+    shown = [f"{name} x{count}" if count > 1 else name for name, count in counts[:SHOWN]]
+    return ", ".join([*shown, f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else shown)
+
+
+def arrow(before: int, after: int, text: Callable[[int], str] = str) -> str:
+    """`before -> after`, or one of them where they are the same."""
+    return text(before) if text(before) == text(after) else f"{text(before)} -> {text(after)}"
+
+
+def amount(count: int) -> str:
+    """A number of bytes: `512 B`, `1.5 kB`, `44.6 MB`."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _ms(value: float) -> str:
@@ -216,14 +294,25 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def pass_json(record: PassRecord) -> dict[str, Any]:
-    """One record for machines."""
+    """One record for machines: sizes, each rewrite and near miss with its place, and their counts by rule."""
+    before, after = record.before, record.after
     return {
         "name": record.name,
         "changed": record.changed,
-        "nodes": {"before": record.nodes_before, "after": record.nodes_after},
-        "weight_bytes": {"before": record.bytes_before, "after": record.bytes_after},
+        "nodes": _before_after(before.nodes, after.nodes),
+        "weight_bytes": _before_after(before.weight_bytes, after.weight_bytes),
+        "peak_bytes": _before_after(before.peak_bytes, after.peak_bytes),
         "seconds": record.seconds,
         "numerics": record.numerics.name,
+        "rules": rules_json(rule_records([record])),
         "done": [{"rule": d.rule, "where": d.where} for d in record.done],
         "declined": [{"rule": d.rule, "where": d.where, "reason": d.reason} for d in record.declined],
     }
+
+
+def rules_json(rules: Sequence[RuleRecord]) -> list[dict[str, Any]]:
+    return [{"rule": rule.name, "done": len(rule.done), "declined": rule.reasons} for rule in rules]
+
+
+def _before_after(before: int, after: int) -> dict[str, int]:
+    return {"before": before, "after": after}

@@ -1,0 +1,167 @@
+"""The estimate against what torch really keeps alive when the program is run call by call."""
+
+from __future__ import annotations
+
+import operator
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.passes.helpers import capture
+from tests.passes.programs import Builder
+from tsopt.compiler import ops
+from tsopt.compiler.liveness import Lives, peak_bytes
+from tsopt.compiler.ops import aten, tensors_of
+from tsopt.compiler.program import Program
+
+
+def measured(program: Program, *inputs: torch.Tensor) -> int:
+    """Runs a program, drops each value after its last use, and sums the memory that is alive after each call."""
+    given, values = iter(inputs), {}
+    last_use = {source: node for node in program.graph.nodes for source in node.all_input_nodes}
+    not_ours: set[int] = set()
+    alive: dict[int, tuple[StorageWeakRef, int]] = {}
+    peak = 0
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            with torch.no_grad():
+                values[node] = node.target(*args, **kwargs)
+            del args, kwargs
+        else:
+            values[node] = next(given) if node.op == "placeholder" else program.weights[node.target]
+        memory = {s._cdata: s for s in (t.untyped_storage() for t in tensors_of(values[node]))}
+        if node.op != "call_function":
+            not_ours |= set(memory)
+            continue
+        alive = {place: held for place, held in alive.items() if not held[0].expired()}
+        alive |= {p: (StorageWeakRef(s), s.nbytes()) for p, s in memory.items() if p not in not_ours}
+        del memory
+        peak = max(peak, sum(size for _, size in alive.values()))
+        for source in (node, *node.all_input_nodes):
+            if last_use.get(source, node) is node and ops.is_call(source):
+                del values[source]
+    return peak
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = (part.view(2, 5, 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        weights = (q @ k.transpose(-2, -1)).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(2, 5, 16))
+
+
+MODELS = {
+    "chain": lambda x: x.sin().cos().tanh() + 1,
+    "branches": lambda x: x.sin() + x.cos() * x.tanh(),
+    "views": lambda x: (x + 1).t().reshape(-1)[4:].view(2, -1).sin(),
+    "a view is returned": lambda x: ((x + 1).t(), (x * 2).sin()),
+    "the input is returned": lambda x: (x, x.t(), x.sin().sum()),
+    "several results": lambda x: torch.topk(x.sin(), 2)[0].sum() + x.max(1)[1].sum(),
+    "one of several results": lambda x: F.relu(torch.std_mean(x.exp())[0]) + x,
+    "split and cat": lambda x: torch.cat([p.sin() for p in (x * 2).split(1, 0)], 1).sum(),
+    "a value nobody uses": lambda x: (x.exp(), x + 1)[1].sin(),
+    "a wide value between": lambda x: (x[:, None, :] * x[None]).sum(1).sin().sum(),
+    "expanded": lambda x: x.sin().sum(0, keepdim=True).expand(50, -1).relu() + 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_is_what_an_interpreter_keeps_alive(name):
+    x = torch.randn(4, 6)
+    program = capture(MODELS[name], x)
+    assert peak_bytes(program) == measured(program, x) > 0
+
+
+def test_the_peak_of_an_attention_block():
+    x = torch.randn(2, 5, 16)
+    program = capture(Attention().eval(), x)
+    assert peak_bytes(program) == measured(program, x) > 0
+
+
+def test_inputs_and_weights_are_not_counted():
+    b = Builder()
+    x, w = b.input(torch.randn(8)), b.weight(torch.randn(1000))
+    assert peak_bytes(b.program(b.call(aten.slice.Tensor, w, 0, 0, 8), x)) == 0
+
+
+def test_a_view_keeps_alive_what_it_looks_at():
+    b = Builder()
+    x = b.input(torch.randn(1000))
+    part = b.call(aten.slice.Tensor, b.call(aten.sin.default, x), 0, 0, 10)
+    other = b.call(aten.sin.default, x)
+    program = b.program(b.call(aten.sum.default, other), part)
+    assert peak_bytes(program) == 4000 + 4000 + 4
+
+
+def test_what_is_returned_lives_to_the_end():
+    b = Builder()
+    x = b.input(torch.randn(1000))
+    first, last = b.call(aten.sin.default, x), b.call(aten.sum.default, b.call(aten.cos.default, x))
+    assert peak_bytes(b.program(first, last)) == 4000 + 4000 + 4
+    b = Builder()
+    x = b.input(torch.randn(1000))
+    first, last = b.call(aten.sin.default, x), b.call(aten.sum.default, b.call(aten.cos.default, x))
+    assert peak_bytes(b.program(last)) == 4000 + 4
+
+
+def test_a_program_without_calls_needs_nothing():
+    b = Builder()
+    assert peak_bytes(b.program(b.input(torch.randn(3)))) == 0
+
+
+def test_empty_and_scalar_values_have_their_size():
+    b = Builder()
+    x = b.input(torch.randn(0, 3))
+    assert peak_bytes(b.program(b.call(aten.sum.default, b.call(aten.sin.default, x)))) == 4
+
+
+UNARY = (aten.sin.default, aten.relu.default, aten.t.default, aten.clone.default, aten.neg.default)
+
+
+def random_program(seed: int, calls: int) -> Program:
+    """Views, binary ops, splits, reductions, and outputs from anywhere."""
+    rng = random.Random(seed)
+    b = Builder()
+    values = [b.input(torch.randn(4, 4)), b.weight(torch.randn(4, 4))]
+    for _ in range(calls):
+        kind, value = rng.randrange(6), rng.choice(values[-6:])
+        if kind < 2:
+            made = b.call(rng.choice(UNARY), value)
+        elif kind == 2:
+            made = b.call(aten.add.Tensor, value, rng.choice(values))
+        elif kind == 3:
+            wide = b.call(aten.cat.default, [value] * rng.randint(2, 9))
+            made = b.call(aten.slice.Tensor, wide, 0, 0, 4)
+        elif kind == 4:
+            parts = b.call(aten.split.Tensor, value, 2)
+            made = b.call(aten.cat.default, [b.call(operator.getitem, parts, i) for i in (1, 0)])
+        else:
+            pair = b.call(aten.max.dim, value, 1, True)
+            made = b.call(aten.mul.Tensor, value, b.call(operator.getitem, pair, 0))
+        values.append(made)
+    return b.program(*rng.sample(values[2:], min(3, calls)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_peak_of_random_graphs(seed):
+    program = random_program(seed, 25)
+    assert peak_bytes(program) == measured(program, torch.randn(4, 4))
+
+
+def test_any_order_of_the_same_calls_is_measured_by_the_same_lives():
+    program = capture(MODELS["branches"], torch.randn(4, 6))
+    lives, calls = Lives.of(program), list(program.calls())
+    sin, cos, tanh, mul, add = calls
+    assert lives.peak(calls) == 4 * 4 * 6 * 4  # the sine waits while the product is made
+    assert lives.peak([cos, tanh, mul, sin, add]) == 3 * 4 * 6 * 4
