@@ -20,7 +20,7 @@ demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime 
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
 test: lint types ## lint, types, tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .
