@@ -2,52 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from tests.passes.helpers import capture
-from tests.passes.programs import Builder
-from tsopt.compiler import ops
+from tests.passes.programs import Builder, measured, random_program
 from tsopt.compiler.liveness import Lives, peak_bytes
-from tsopt.compiler.ops import aten, tensors_of
-from tsopt.compiler.program import Program
-
-
-def measured(program: Program, *inputs: torch.Tensor) -> int:
-    """Runs a program, drops each value after its last use, and sums the memory that is alive after each call."""
-    given, values = iter(inputs), {}
-    last_use = {source: node for node in program.graph.nodes for source in node.all_input_nodes}
-    not_ours: set[int] = set()
-    alive: dict[int, tuple[StorageWeakRef, int]] = {}
-    peak = 0
-    for node in program.graph.nodes:
-        if node.op == "output":
-            break
-        if node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            with torch.no_grad():
-                values[node] = node.target(*args, **kwargs)
-            del args, kwargs
-        else:
-            values[node] = next(given) if node.op == "placeholder" else program.weights[node.target]
-        memory = {s._cdata: s for s in (t.untyped_storage() for t in tensors_of(values[node]))}
-        if node.op != "call_function":
-            not_ours |= set(memory)
-            continue
-        alive = {place: held for place, held in alive.items() if not held[0].expired()}
-        alive |= {p: (StorageWeakRef(s), s.nbytes()) for p, s in memory.items() if p not in not_ours}
-        del memory
-        peak = max(peak, sum(size for _, size in alive.values()))
-        for source in (node, *node.all_input_nodes):
-            if last_use.get(source, node) is node and ops.is_call(source):
-                del values[source]
-    return peak
+from tsopt.compiler.ops import aten
 
 
 class Attention(nn.Module):
@@ -124,33 +87,6 @@ def test_empty_and_scalar_values_have_their_size():
     b = Builder()
     x = b.input(torch.randn(0, 3))
     assert peak_bytes(b.program(b.call(aten.sum.default, b.call(aten.sin.default, x)))) == 4
-
-
-UNARY = (aten.sin.default, aten.relu.default, aten.t.default, aten.clone.default, aten.neg.default)
-
-
-def random_program(seed: int, calls: int) -> Program:
-    """Views, binary ops, splits, reductions, and outputs from anywhere."""
-    rng = random.Random(seed)
-    b = Builder()
-    values = [b.input(torch.randn(4, 4)), b.weight(torch.randn(4, 4))]
-    for _ in range(calls):
-        kind, value = rng.randrange(6), rng.choice(values[-6:])
-        if kind < 2:
-            made = b.call(rng.choice(UNARY), value)
-        elif kind == 2:
-            made = b.call(aten.add.Tensor, value, rng.choice(values))
-        elif kind == 3:
-            wide = b.call(aten.cat.default, [value] * rng.randint(2, 9))
-            made = b.call(aten.slice.Tensor, wide, 0, 0, 4)
-        elif kind == 4:
-            parts = b.call(aten.split.Tensor, value, 2)
-            made = b.call(aten.cat.default, [b.call(operator.getitem, parts, i) for i in (1, 0)])
-        else:
-            pair = b.call(aten.max.dim, value, 1, True)
-            made = b.call(aten.mul.Tensor, value, b.call(operator.getitem, pair, 0))
-        values.append(made)
-    return b.program(*rng.sample(values[2:], min(3, calls)))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cProfile
+import operator
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,10 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from tsopt.compiler import ops
+from tsopt.compiler.ops import aten, tensors_of
 from tsopt.compiler.program import Program
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import flatten
@@ -58,6 +63,64 @@ class Builder:
 
     def _like(self, nodes: Any) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(node.meta["val"].shape) for node in nodes)
+
+
+UNARY = (aten.sin.default, aten.relu.default, aten.t.default, aten.clone.default, aten.neg.default)
+
+
+def random_program(seed: int, calls: int) -> Program:
+    """Views, binary ops, splits, reductions, and outputs from anywhere."""
+    rng = random.Random(seed)
+    b = Builder()
+    values = [b.input(torch.randn(4, 4)), b.weight(torch.randn(4, 4))]
+    for _ in range(calls):
+        kind, value = rng.randrange(6), rng.choice(values[-6:])
+        if kind < 2:
+            made = b.call(rng.choice(UNARY), value)
+        elif kind == 2:
+            made = b.call(aten.add.Tensor, value, rng.choice(values))
+        elif kind == 3:
+            wide = b.call(aten.cat.default, [value] * rng.randint(2, 9))
+            made = b.call(aten.slice.Tensor, wide, 0, 0, 4)
+        elif kind == 4:
+            parts = b.call(aten.split.Tensor, value, 2)
+            made = b.call(aten.cat.default, [b.call(operator.getitem, parts, i) for i in (1, 0)])
+        else:
+            pair = b.call(aten.max.dim, value, 1, True)
+            made = b.call(aten.mul.Tensor, value, b.call(operator.getitem, pair, 0))
+        values.append(made)
+    return b.program(*rng.sample(values[2:], min(3, calls)))
+
+
+def measured(program: Program, *inputs: torch.Tensor) -> int:
+    """Runs a program, drops each value after its last use, and sums the memory that is alive after each call."""
+    given, values = iter(inputs), {}
+    last_use = {source: node for node in program.graph.nodes for source in node.all_input_nodes}
+    not_ours: set[int] = set()
+    alive: dict[int, tuple[StorageWeakRef, int]] = {}
+    peak = 0
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            with torch.no_grad():
+                values[node] = node.target(*args, **kwargs)
+            del args, kwargs
+        else:
+            values[node] = next(given) if node.op == "placeholder" else program.weights[node.target]
+        memory = {s._cdata: s for s in (t.untyped_storage() for t in tensors_of(values[node]))}
+        if node.op != "call_function":
+            not_ours |= set(memory)
+            continue
+        alive = {place: held for place, held in alive.items() if not held[0].expired()}
+        alive |= {p: (StorageWeakRef(s), s.nbytes()) for p, s in memory.items() if p not in not_ours}
+        del memory
+        peak = max(peak, sum(size for _, size in alive.values()))
+        for source in (node, *node.all_input_nodes):
+            if last_use.get(source, node) is node and ops.is_call(source):
+                del values[source]
+    return peak
 
 
 def work(function: Callable[[], object]) -> int:

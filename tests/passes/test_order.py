@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.compiler.test_liveness import measured, random_program
 from tests.passes.helpers import Limits, assert_same_bits, capture, check, ops_of, run
-from tests.passes.programs import Builder, work
+from tests.passes.programs import Builder, measured, random_program, work
 from tsopt.compiler.liveness import Lives, peak_bytes
 from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Numerics

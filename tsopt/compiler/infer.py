@@ -20,13 +20,14 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
         Exception: whatever the op raises for arguments that do not fit.
     """
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    level = _LOGGER.level
-    _LOGGER.setLevel(logging.CRITICAL)  # it logs the traceback of a call that an op refuses; the caller reports it
+    # It logs the traceback of a call that an op refuses; the caller reports it. NOTE: a change of level would clear the
+    # caches of all loggers, at every call.
+    was, _LOGGER.disabled = _LOGGER.disabled, True
     try:
         with torch.no_grad(), program.fake_mode:
             return target(*values[0], **values[1])
     finally:
-        _LOGGER.setLevel(level)
+        _LOGGER.disabled = was
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -224,18 +224,25 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def storage_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[Any]]:
+Roots = frozenset[Any]
+
+
+def storage_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, Roots]:
     """For each value, the memory it may live in: names that two values share when they may overlap."""
-    roots: dict[fx.Node, frozenset[Any]] = {}
+    roots: dict[fx.Node, Roots] = {}
     for node in nodes:
-        sources = may_alias(node)
-        if not sources:
-            roots[node] = frozenset({(node, None)})
-        elif node.target is operator.getitem and roots[sources[0]] == {(sources[0], None)}:
-            roots[node] = frozenset({(sources[0], node.args[1])})  # one of several results, each new memory
-        else:
-            roots[node] = frozenset().union(*(roots[source] for source in sources))
+        roots[node] = roots_of(node, roots)
     return roots
+
+
+def roots_of(node: fx.Node, roots: Mapping[fx.Node, Roots]) -> Roots:
+    """The memory that one value may live in, from that of its arguments."""
+    sources = may_alias(node)
+    if not sources:
+        return frozenset({(node, None)})
+    if node.target is operator.getitem and roots[sources[0]] == {(sources[0], None)}:
+        return frozenset({(sources[0], node.args[1])})  # one of several results, each new memory
+    return frozenset().union(*(roots[source] for source in sources))
 
 
 def tensors_of(value: object) -> list[Any]:

@@ -8,7 +8,7 @@ they come from.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +152,7 @@ class _Driver:
         self.erased: set[fx.Node] = set()
         self.queue: deque[fx.Node] = deque()
         self.queued: set[fx.Node] = set()
+        self.roots: dict[fx.Node, ops.Roots] | None = None
 
     def run(self) -> Changes:
         nodes = list(self.program.calls())
@@ -199,7 +200,7 @@ class _Driver:
         if result is None or isinstance(result, Skip):
             site.discard()
             return self.decline(item, node, result.reason) if result else False
-        reason = USED_ELSEWHERE if used_elsewhere else self.objection(item, node, result)
+        reason = USED_ELSEWHERE if used_elsewhere else self.objection(item, node, result, site.created)
         if reason:
             site.discard()
             return self.decline(item, node, reason)
@@ -210,6 +211,7 @@ class _Driver:
         self.numerics = max(self.numerics, item.numerics)
         users = list(node.users)
         node.replace_all_uses_with(result)
+        self.moved(users)
         self.erase_dead(node)
         self.push([*site.created, result, *users])
         return True
@@ -218,7 +220,7 @@ class _Driver:
         self.declined[item.name, node] = Declined(item.name, origin_of(node), reason)
         return False
 
-    def objection(self, item: Rule, node: fx.Node, result: object) -> str | None:
+    def objection(self, item: Rule, node: fx.Node, result: object, made: Iterable[fx.Node]) -> str | None:
         if not isinstance(result, fx.Node):
             raise RuleError(
                 f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)"
@@ -236,7 +238,25 @@ class _Driver:
             )
         if not before.same_layout(after.stride):
             return OTHER_LAYOUT
-        return NEW_ALIAS if shares_new_memory(self.program, node, result) else None
+        return NEW_ALIAS if shares_new_memory(self.program, node, result, self.memory(made)) else None
+
+    def memory(self, made: Iterable[fx.Node]) -> dict[fx.Node, ops.Roots]:
+        """Where every value may live. Kept: to work it out anew for each rewrite takes the square of the time."""
+        if self.roots is None:
+            self.roots = ops.storage_roots(self.program.graph.nodes)
+        for node in made:
+            self.roots[node] = ops.roots_of(node, self.roots)
+        return self.roots
+
+    def moved(self, users: Iterable[fx.Node]) -> None:
+        """Looks again at the users of a value that now lives elsewhere: they may be views of it."""
+        todo = [] if self.roots is None else list(users)
+        while todo and self.roots is not None:
+            node = todo.pop()
+            roots = ops.roots_of(node, self.roots)
+            if roots != self.roots.get(node):
+                self.roots[node] = roots
+                todo += node.users
 
     def erase_dead(self, node: fx.Node) -> None:
         todo = [node]
@@ -252,13 +272,20 @@ class _Driver:
             todo += sources
 
 
-def shares_new_memory(program: Program, node: fx.Node, result: fx.Node) -> bool:
-    """Whether putting `result` for `node` makes an output share memory that it did not share before."""
-    if not reaches_output(node):
-        return False
-    roots = ops.storage_roots(program.graph.nodes)
+def shares_new_memory(
+    program: Program, node: fx.Node, result: fx.Node, roots: Mapping[fx.Node, ops.Roots] | None = None
+) -> bool:
+    """Whether putting `result` for `node` makes an output share memory that it did not share before.
+
+    Args:
+        roots: the memory of every value, where it is known; worked out for the whole program otherwise.
+    """
+    if roots is None:
+        if not reaches_output(node):
+            return False
+        roots = ops.storage_roots(program.graph.nodes)
     gained = roots[result] - roots[node]
-    if not gained:
+    if not gained or not reaches_output(node):
         return False
     if any(source.op in ("placeholder", "get_attr") for source, _ in gained):
         return True
