@@ -77,7 +77,9 @@ def optimize(
     start = time.perf_counter()
     captured = capture(model, example, eval_mode=eval_mode, allow_nan=allow_nan)
     capture_seconds = time.perf_counter() - start
+    start = time.perf_counter()
     optimized, records = transform_with_records(captured, level=level, passes=passes, without=without, progress=tell)
+    pass_seconds = time.perf_counter() - start
     outcome = race(
         as_eval(model, eval_mode),
         captured,
@@ -100,6 +102,7 @@ def optimize(
         environment(),
         optimized.numerics.name,
         peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
+        pass_seconds=pass_seconds,
     )
 
     def another(form: Example) -> Executable:

@@ -365,7 +365,22 @@ def test_a_repeat_stops_when_nothing_changes():
     program = capture(lambda x: x.clone().clone().neg(), torch.ones(3))
     after, records = run(program, (Repeat((NORMALIZE, DeadCode())),))
     assert ops_of(after) == ["neg"]
-    assert [record.changed for record in records] == [True, False, False, False]
+    assert [record.changed for record in records] == [True, False, False]  # and dce is not asked again
+
+
+def test_a_pass_that_rests_on_a_program_is_not_asked_about_it_again():
+    program = capture(lambda x: x.clone().neg(), torch.ones(3))
+    _, records = run(program, (Repeat((DeadCode(), Repeat((NORMALIZE,)))), NORMALIZE))
+    asked = [(record.name, record.changed) for record in records]
+    assert asked == [("dce", False), ("normalize", True), ("normalize", False), ("dce", False)]
+
+
+def test_a_pass_is_asked_again_once_another_has_changed_something():
+    program = capture(lambda x: x.clone().sin(), torch.ones(3))
+    late = RulePass("late", (cos_to_sin,))
+    after, records = run(program, (late, RulePass("first", (sin_to_cos,)), late))
+    assert [record.changed for record in records] == [False, True, True]
+    assert "sin" in ops_of(after)
 
 
 def test_repeats_nest():
@@ -467,6 +482,18 @@ class Renames:
         for node in program.calls():
             node.name = f"other_{node.name}"
         return Changes()
+
+
+def test_a_change_of_order_alone_is_seen():
+    program = capture(lambda x: (x.sin(), x.cos()), torch.ones(3))
+
+    def turn(program):
+        find(program, "sin").prepend(find(program, "cos"))
+
+    after, records = run(program, (Edit(turn, "turn"),))
+    assert records[0].changed
+    assert ops_of(after) == ["cos", "sin"]
+    assert ops_of(program) == ["sin", "cos"]
 
 
 def test_names_of_nodes_are_no_change():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import capture, find
+from tsopt.compiler.infer import infer
 from tsopt.compiler.verify import output_aliases, verify_program
 from tsopt.errors import InvalidProgram
 
@@ -48,6 +49,27 @@ def test_a_wrong_stride_is_found():
     node = find(program, "t")
     node.meta = {**node.meta, "val": find(program, "clone").meta["val"] if "clone" in program.text else X}
     with pytest.raises(InvalidProgram, match="invariant 3"):
+        verify_program(program)
+
+
+def test_a_call_that_was_possible_elsewhere_is_derived_for_where_a_view_begins():
+    program = capture(lambda x: torch.view_as_complex(x.view(-1)[2:6].view(2, 2)), X)
+    verify_program(program)
+    part = find(program, "slice.Tensor")
+    after = next(iter(part.users))
+    part.args = (part.args[0], 0, 1, 5)  # of the same type; but complex numbers begin at even places
+    for node in (part, after):
+        node.meta = {**node.meta, "val": infer(program, node.target, node.args, {})}
+    with pytest.raises(InvalidProgram, match="invariant 3: the call is not possible"):
+        verify_program(program)
+
+
+def test_literals_that_are_equal_and_of_other_types_are_told_apart():
+    program = capture(lambda x: (x * 2, x.int() * 2, x.int() * 2.0), X)
+    verify_program(program)
+    whole = [node for node in program.calls() if node.target == torch.ops.aten.mul.Tensor][1]
+    whole.args = (whole.args[0], 2.0)
+    with pytest.raises(InvalidProgram, match="invariant 3: recorded as i32"):
         verify_program(program)
 
 

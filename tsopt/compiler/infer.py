@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsopt.compiler.program import Program
+from tsopt.compiler import ops
+from tsopt.compiler.program import Program, type_of
+from tsopt.compiler.types import TensorType
 
+Type = TensorType | tuple[TensorType, ...] | None
+
+_DERIVED: WeakKeyDictionary[FakeTensorMode, dict[object, Type]] = WeakKeyDictionary()
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -28,6 +35,39 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
             return target(*values[0], **values[1])
     finally:
         _LOGGER.disabled = was
+
+
+def infer_type(program: Program, node: fx.Node) -> Type:
+    """The type that a call has by its target and the types of its arguments, whatever is recorded for it.
+
+    Worked out once for the same target and arguments: to call the op on fake tensors costs far more than to ask again.
+
+    Raises:
+        Exception: whatever the op raises for arguments that do not fit.
+    """
+    known = _DERIVED.setdefault(program.fake_mode, {})
+    key = (node.target, _key(node.args), _key(tuple(node.kwargs.items())))
+    if key not in known:
+        known[key] = _type(infer(program, node.target, node.args, dict(node.kwargs)))
+    return known[key]
+
+
+def _key(value: object) -> object:
+    """What the type of a result can depend on."""
+    if isinstance(value, fx.Node):
+        # Besides the type: where views begin (`view_as_complex`) and what is behind them (`as_strided`).
+        memory = [(t.storage_offset(), t.untyped_storage().nbytes()) for t in ops.tensors_of(value.meta.get("val"))]
+        return (type_of(value), *memory)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_key, value))
+    return type(value), value if value.__hash__ is not None else repr(value)
+
+
+def _type(value: object) -> Type:
+    tensors = ops.tensors_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(TensorType.of(tensor) for tensor in tensors)
+    return TensorType.of(tensors[0]) if tensors else None
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

@@ -1,9 +1,9 @@
-"""Runs passes: a private copy each, checks after each, and a ledger of what was done and what was declined."""
+"""Runs passes over a private copy: checks after each, and a ledger of what was done and what was declined."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Pass(Protocol):
-    """Edits the copy that it is given."""
+    """Edits the program that it is given, a private copy of the user's. What it does depends on the program alone."""
 
     @property
     def name(self) -> str: ...
@@ -143,19 +143,48 @@ def run(
     aliases, limits = output_aliases(program), limits or Limits()
     if observer is not None:
         limits = replace(limits, on_rewrite=observer.on_rewrite)
-    state = _Run(limits, keep_text, progress or (lambda name: None), observer, aliases, _Measured(program))
+    state = _Run(limits, keep_text, progress or (lambda name: None), observer, aliases, _Measured.of(program))
+    edited, passes = program.copy(), tuple(passes)  # kept: `at_rest` knows passes by identity
     for item in passes:
-        program = _run_item(program, item, state)
-    verify_program(program, aliases=aliases)
-    return program, state.records
+        edited = _run_item(edited, item, state)
+    verify_program(edited, aliases=aliases)
+    changed = any(record.changed for record in state.records)
+    return edited if changed else program, state.records
 
 
+@dataclass(frozen=True, slots=True)
 class _Measured:
     """Fingerprint and size of a program, computed once: what comes out of a pass goes into the next."""
 
-    def __init__(self, program: Program, fingerprint: str = "") -> None:
-        self.program, self.size = program, Size.of(program)
-        self.fingerprint = fingerprint or program.fingerprint()
+    fingerprint: str
+    size: Size
+
+    @classmethod
+    def of(cls, program: Program, fingerprint: str = "") -> _Measured:
+        return cls(fingerprint or program.fingerprint(), Size.of(program))
+
+
+class _Snapshot:
+    """A graph as it was. Nodes replace their arguments and never change them, so to compare by identity is enough."""
+
+    def __init__(self, program: Program) -> None:
+        self._nodes = {node: self._parts(node) for node in program.graph.nodes}
+
+    @staticmethod
+    def _parts(node: fx.Node) -> tuple[object, ...]:
+        return node.target, node.args, node.kwargs, node.meta.get("val")
+
+    def is_same(self, node: fx.Node) -> bool:
+        before = self._nodes.get(node)
+        return before is not None and all(a is b for a, b in zip(before, self._parts(node), strict=True))
+
+    def touched(self, program: Program) -> list[fx.Node]:
+        """Calls that are new, or whose target, arguments or recorded type are others than before."""
+        return [node for node in program.calls() if not self.is_same(node)]
+
+    def is_current(self, program: Program) -> bool:
+        """Whether the graph is what it was, in the same order. A graph that is not may still have the same text."""
+        return list(self._nodes) == list(program.graph.nodes) and all(map(self.is_same, self._nodes))
 
 
 @dataclass
@@ -167,12 +196,13 @@ class _Run:
     aliases: AliasGroups
     measured: _Measured
     records: list[PassRecord] = field(default_factory=list)
+    at_rest: dict[int, str] = field(default_factory=dict)  # by pass, the fingerprint that it found nothing to do on
 
 
 def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
     records = state.records
     if not isinstance(item, Repeat):
-        if item.name in state.limits.without:
+        if item.name in state.limits.without or state.at_rest.get(id(item)) == state.measured.fingerprint:
             return program
         state.progress(item.name)
         program, record = _run_pass(program, item, state)
@@ -194,22 +224,24 @@ def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
 
 def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassRecord]:
     start = time.perf_counter()
-    edited = program.copy()
-    originals = dict(zip(edited.graph.nodes, program.graph.nodes, strict=True))
+    edited = program if state.observer is None else program.copy()  # who observes wants to see both
     chosen = item if state.observer is None else state.observer.start(item, edited)
+    snapshot = _Snapshot(edited)
     changes = chosen.run(edited, state.limits)
     _prune_weights(edited)
-    before, fingerprint = state.measured, edited.fingerprint()
+    before = state.measured
+    fingerprint = before.fingerprint if snapshot.is_current(edited) else edited.fingerprint()
     changed = before.fingerprint != fingerprint
     if changed != bool(changes.done):
         said = "a change and made none" if changes.done else "no change and made one"
         raise PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
-    if not changed:
-        edited = program
-    else:
-        _check(edited, item, _touched(edited, originals), state.aliases)
+    if changed:
+        _check(edited, item, snapshot.touched(edited), state.aliases)
         edited.numerics = max(program.numerics, changes.numerics)
-        state.measured = _Measured(edited, fingerprint)
+        state.measured = _Measured.of(edited, fingerprint)
+    else:
+        edited = program
+        state.at_rest[id(item)] = fingerprint
     if state.observer is not None:
         state.observer.finish(item, program, edited, changes, state.limits)
     return edited, PassRecord(
@@ -227,30 +259,13 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
 
 def _check(edited: Program, item: Pass, touched: Iterable[fx.Node], aliases: AliasGroups) -> None:
     try:
-        verify_program(edited, touched=list(touched), aliases=aliases)
+        verify_program(edited, touched=touched, aliases=aliases)
     except InvalidProgram as error:
         raise PassError(
             f"the pass {item.name} broke the program",
             why=str(error),
             fix=f"leave it out (--without {item.name}) and report this",
         ) from error
-
-
-def _touched(edited: Program, originals: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Calls that are new, or whose target, arguments or recorded type are others than before."""
-    for node in edited.calls():
-        if not _is_unchanged(node, originals.get(node), originals):
-            yield node
-
-
-def _is_unchanged(node: fx.Node, before: fx.Node | None, originals: dict[fx.Node, fx.Node]) -> bool:
-    if before is None or node.target != before.target or node.meta.get("val") is not before.meta.get("val"):
-        return False
-    return _arguments(node, originals) == _arguments(before, {})
-
-
-def _arguments(node: fx.Node, originals: dict[fx.Node, fx.Node]) -> str:
-    return repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: originals.get(n, n)))
 
 
 def _prune_weights(program: Program) -> None:

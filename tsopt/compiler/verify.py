@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from tsopt.compiler import ops
-from tsopt.compiler.infer import infer
+from tsopt.compiler.infer import infer_type
 from tsopt.compiler.program import Program, format_type, type_of
 from tsopt.compiler.types import TensorType
 from tsopt.errors import InvalidProgram
@@ -60,21 +60,14 @@ def _check_nodes(program: Program) -> None:
 def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:
     for node in nodes:
         try:
-            derived = infer(program, node.target, node.args, dict(node.kwargs))
+            derived = infer_type(program, node)
         except ops.UNDECIDED:
             continue  # the type is known from capture alone
         except Exception as error:  # whatever the op raises is the finding
             raise _fault(program, node, 3, f"the call is not possible: {str(error)[:200]}") from error
-        recorded, value = type_of(node), _types(derived)
-        if not _same(recorded, value):
-            raise _fault(program, node, 3, f"recorded as {format_type(recorded)}, computes {format_type(value)}")
-
-
-def _types(value: object) -> TensorType | tuple[TensorType, ...] | None:
-    tensors = ops.tensors_of(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(TensorType.of(t) for t in tensors)
-    return TensorType.of(tensors[0]) if tensors else None
+        recorded = type_of(node)
+        if not _same(recorded, derived):
+            raise _fault(program, node, 3, f"recorded as {format_type(recorded)}, computes {format_type(derived)}")
 
 
 def _same(a: object, b: object) -> bool:

@@ -58,6 +58,7 @@ class Report:
     Attributes:
         winner: the row that `fast(x)` runs; `why` says how it was chosen.
         passes: a record for each pass that was run.
+        pass_seconds: the whole pipeline, with the checks before the first pass and after the last.
         nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
         signatures: what became of calls of another form: (form, outcome).
@@ -75,6 +76,7 @@ class Report:
     files: tuple[tuple[str, str], ...] = ()
     signatures: tuple[tuple[str, str], ...] = ()
     peak_bytes: tuple[int, int] = (0, 0)
+    pass_seconds: float = 0.0
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -99,10 +101,9 @@ class Report:
         reasons = [f"  {row.name}: {row.reason}" for row in self.rows if row.reason]
         lines += ["", *reasons] if reasons else []
         lines += ["", *_table(PASS_COLUMNS, pass_cells(self.passes)), ""]
-        total = sum(record.seconds for record in self.passes)
         lines.append(
             f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
-            f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {total:.2f} s"
+            f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {self.pass_seconds:.2f} s"
         )
         accuracy = self.row(self.winner).accuracy
         if accuracy is not None:
@@ -134,6 +135,7 @@ class Report:
             "nodes": _before_after(*self.nodes),
             "peak_bytes": _before_after(*self.peak_bytes),
             "capture_seconds": self.capture_seconds,
+            "pass_seconds": self.pass_seconds,
             "numerics": self.numerics,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
