@@ -108,20 +108,29 @@ class Guards(ast.NodeTransformer):
         return node
 
 
+def file_of(module: str) -> Path:
+    return PASSES.joinpath(*module.split(".")).with_suffix(".py")
+
+
+def modules() -> list[str]:
+    """The files with rules, by their names inside tsopt.passes: `algebra`, `recompose.norms`."""
+    paths = sorted(path.relative_to(PASSES) for path in PASSES.rglob("*.py") if path.stem not in NOT_RULES)
+    return [".".join(path.with_suffix("").parts) for path in paths]
+
+
 def guards_of(module: str) -> list[Guard]:
     visitor = Guards()
-    visitor.visit(ast.parse((PASSES / f"{module}.py").read_text()))
+    visitor.visit(ast.parse(file_of(module).read_text()))
     return [Guard(module, *found, place) for place, found in enumerate(visitor.found)]
 
 
 def all_guards() -> list[Guard]:
-    modules = sorted(path.stem for path in PASSES.glob("*.py") if path.stem not in NOT_RULES)
-    return [guard for module in modules for guard in guards_of(module)]
+    return [guard for module in modules() for guard in guards_of(module)]
 
 
 def without_guard(guard: Guard) -> str:
     """The source of a module in which one guard is missing."""
-    tree = Guards(guard.place).visit(ast.parse((PASSES / f"{guard.module}.py").read_text()))
+    tree = Guards(guard.place).visit(ast.parse(file_of(guard.module).read_text()))
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -143,7 +152,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != f"tsopt.passes.{self.guard.module}":
             return None
-        file = str(PASSES / f"{self.guard.module}.py")
+        file = str(file_of(self.guard.module))
         code = compile(without_guard(self.guard), file, "exec")
         return importlib.util.spec_from_file_location(fullname, file, loader=Loader(fullname, file, code))
 
@@ -152,10 +161,9 @@ def imported_by(path: Path) -> set[str]:
     """The modules of tsopt.passes that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "tsopt.passes":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tsopt.passes."):
-            found.add(str(node.module).rsplit(".", 1)[1])
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("tsopt.passes."):
+            inside = f"{node.module}.".removeprefix("tsopt.passes.")
+            found |= {inside.removesuffix("."), *(f"{inside}{alias.name}" for alias in node.names)}
     return found
 
 
@@ -164,10 +172,10 @@ def tests_of(module: str) -> list[str]:
     users, size = {module}, 0
     while len(users) > size:
         size = len(users)
-        users |= {p.stem for p in PASSES.glob("*.py") if p.stem not in NOT_RULES and imported_by(p) & users}
-    files = [path for path in sorted(TESTS.glob("test_*.py")) if path.stem not in NOT_THEIR_TESTS]
+        users |= {name for name in modules() if imported_by(file_of(name)) & users}
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if path.stem not in NOT_THEIR_TESTS]
     files = [path for path in files if imported_by(path) & users]
-    return [str(path) for path in sorted(files, key=lambda path: path.stem != f"test_{module}")]
+    return [str(path) for path in sorted(files, key=lambda path: path.stem != f"test_{module.rpartition('.')[2]}")]
 
 
 def is_red(module: str, guard: Guard | None = None) -> bool:

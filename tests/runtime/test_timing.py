@@ -77,6 +77,18 @@ def test_a_hopeless_candidate_gets_no_more_samples_but_the_baseline_does(clock):
     assert len(found["fast"].samples) == len(found["eager"].samples) == timing.MAX_ROUNDS
 
 
+def test_samples_that_scatter_are_followed_by_more_for_as_long_as_there_is_time(clock):
+    turns = iter(range(10**9))
+
+    def uneven(*args, **kwargs):
+        clock.now += 2e-3 if next(turns) % 3 else 9e-3
+
+    busy = measure({"eager": clock.taking(2e-3), "uneven": uneven}, INPUTS, seconds=1e9)
+    assert len(busy["eager"].samples) == len(busy["uneven"].samples) == timing.MAX_BUSY_ROUNDS
+    short = measure({"eager": clock.taking(2e-3), "uneven": uneven}, INPUTS, seconds=2.0)
+    assert timing.MAX_ROUNDS < len(short["eager"].samples) < timing.MAX_BUSY_ROUNDS
+
+
 def test_there_are_at_least_the_fewest_rounds_however_little_time_there_is(clock):
     found = measure({"a": clock.taking(1.0)}, INPUTS, seconds=1e-9)
     assert len(found["a"].samples) == timing.MIN_ROUNDS

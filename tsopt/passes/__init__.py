@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tsopt.compiler.pipeline import Pass, Repeat
 from tsopt.compiler.rewrite import RulePass
-from tsopt.passes import algebra, attention, fuse, linear, moves, normalize, norms, recompose
+from tsopt.passes import algebra, fuse, moves, normalize, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
 from tsopt.passes.fold import FoldConstants
@@ -12,7 +12,7 @@ from tsopt.passes.order import MemoryOrder
 
 NORMALIZE = RulePass("normalize", normalize.RULES)
 RECOMPOSE = Repeat(  # a norm or product that is found late is seen again by what comes after it
-    (RulePass("recompose", (*recompose.RULES, *norms.RULES, *attention.RULES, *linear.RULES)),)
+    (RulePass("recompose", recompose.RULES),)
 )
 ALGEBRA = RulePass("algebra", algebra.RULES)
 MOVES = RulePass("moves", moves.RULES)

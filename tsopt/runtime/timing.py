@@ -16,6 +16,8 @@ SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock d
 PAUSE = 3e-3  # seconds between candidates: idle threads of the last one spin for about that long
 HOPELESS = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
+SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
+MAX_BUSY_ROUNDS = 400
 BOOTSTRAP = 2000
 
 
@@ -87,7 +89,8 @@ def measure(
 
     Args:
         inputs: calls to make, of one signature.
-        seconds: about how long to go on; at least MIN_ROUNDS rounds, at most MAX_ROUNDS.
+        seconds: about how long to go on; at least MIN_ROUNDS rounds, and no more than MAX_ROUNDS unless the samples
+            scatter: what a busy second did to one candidate must not decide.
             The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
         wait: returns when the device has done all that was asked of it; part of every sample.
     """
@@ -99,7 +102,7 @@ def measure(
         _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
     end = time.perf_counter() + seconds
     names = list(lanes)
-    for number in range(MAX_ROUNDS):
+    for number in range(MAX_BUSY_ROUNDS):
         if progress:
             progress(f"round {number + 1}")
         names = [name for name in names if not lanes[name].error]
@@ -110,9 +113,10 @@ def measure(
         for name in order[:: -1 if number % 2 else 1]:
             _attempt(_sample, lanes[name], example, wait, is_baseline=name == baseline)
         if number + 1 >= MIN_ROUNDS:
-            if time.perf_counter() > end:
-                break
             names = _hopeful(lanes, [name for name in names if not lanes[name].error])
+            settled = number + 1 >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
+            if settled or time.perf_counter() > end:
+                break
     return {
         name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group, lane.error)
         for name, lane in lanes.items()
@@ -155,6 +159,11 @@ def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
     # The first one is the baseline: everybody's ratio needs its samples.
     best = min(float(np.median(lanes[name].samples)) for name in names)
     return [n for i, n in enumerate(names) if i == 0 or float(np.median(lanes[n].samples)) < HOPELESS * best]
+
+
+def _scatters(samples: Sequence[float]) -> bool:
+    low, middle, high = np.percentile(samples, [25, 50, 75])
+    return bool(high - low > SCATTER * middle)
 
 
 def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0) -> Speedup:

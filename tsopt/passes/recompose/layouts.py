@@ -10,7 +10,7 @@ from torch import fx
 
 from tsopt.compiler.ops import aten
 from tsopt.compiler.rewrite import Site
-from tsopt.passes.formulas import is_float, is_of
+from tsopt.passes.recompose.formulas import is_float, is_of
 
 CASTS = (aten.to.dtype, aten._to_copy.default)
 COPIES = (aten.clone.default, aten.contiguous.default)

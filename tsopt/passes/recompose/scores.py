@@ -12,9 +12,9 @@ from torch import fx
 
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.rewrite import Site
-from tsopt.passes.formulas import OVER, RESHAPES, TIMES, is_float, is_of, literal
-from tsopt.passes.layouts import CASTS, moved
-from tsopt.passes.masks import Mask
+from tsopt.passes.recompose.formulas import OVER, RESHAPES, TIMES, is_float, is_of, literal
+from tsopt.passes.recompose.layouts import CASTS, moved
+from tsopt.passes.recompose.masks import Mask
 
 MATMULS = (aten.matmul.default, aten.bmm.default)
 DEPTH = 16  # steps between softmax and the product of queries and keys; a chain of sums is searched both ways

@@ -9,9 +9,9 @@ from torch import fx
 from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import Site, rule
-from tsopt.passes.attention import attend
-from tsopt.passes.formulas import is_float
-from tsopt.passes.layouts import in_layout_of_root, moved, parameter, permuted, uncopied
+from tsopt.passes.recompose.attention import attend
+from tsopt.passes.recompose.formulas import is_float
+from tsopt.passes.recompose.layouts import in_layout_of_root, moved, parameter, permuted, uncopied
 
 
 def _transposed(at: Site, w: Any) -> fx.Node | None:

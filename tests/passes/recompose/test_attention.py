@@ -13,9 +13,10 @@ from torch import nn
 from tests.passes.helpers import RulePass, aten, call, capture, check, check_declines, check_fires, find, specials
 from tsopt.compiler.ops import bind
 from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, Site
-from tsopt.passes import NORMALIZE, STANDARD, attention, masks
-from tsopt.passes.bounds import bounds
+from tsopt.passes import NORMALIZE, STANDARD
 from tsopt.passes.fold import FoldConstants
+from tsopt.passes.recompose import attention, masks
+from tsopt.passes.recompose.bounds import bounds
 
 INF, LOWEST = math.inf, torch.finfo(torch.float32).min
 B, H, L, D = 2, 3, 5, 4

@@ -17,7 +17,7 @@ from torch import fx
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE, Site, Skip, rule
-from tsopt.passes.formulas import (
+from tsopt.passes.recompose.formulas import (
     PRODUCTS,
     affine,
     is_float,

@@ -15,8 +15,8 @@ from torch import fx
 
 from tsopt.compiler.ops import aten
 from tsopt.compiler.rewrite import Site, Skip
-from tsopt.passes.bounds import bounds
-from tsopt.passes.layouts import reshaped
+from tsopt.passes.recompose.bounds import bounds
+from tsopt.passes.recompose.layouts import reshaped
 
 COMPUTED_MASK = "the mask is computed, and a row of it may be all -inf: softmax is NaN there, the op 0"
 EMPTY_ROW = "the mask hides a whole row: softmax is NaN or uniform there, the op 0"

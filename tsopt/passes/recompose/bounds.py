@@ -11,7 +11,7 @@ from torch import fx
 
 from tsopt.compiler.ops import bind, is_call
 from tsopt.compiler.rewrite import Site
-from tsopt.passes.formulas import NESTING, is_float, literal
+from tsopt.passes.recompose.formulas import NESTING, is_float, literal
 
 Bounds = tuple[float, float]
 

@@ -9,9 +9,10 @@ from torch import nn
 from tests.passes.helpers import RulePass, aten, call, check, check_declines, check_fires, find
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE
-from tsopt.passes import RECOMPOSE, STANDARD, norms
+from tsopt.passes import RECOMPOSE, STANDARD
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
+from tsopt.passes.recompose import norms
 
 N = 7
 NORMS = (RulePass("norms", norms.RULES),)

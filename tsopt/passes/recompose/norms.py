@@ -16,7 +16,7 @@ from torch import fx
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE, Site, Skip, rule
-from tsopt.passes.formulas import (
+from tsopt.passes.recompose.formulas import (
     PRODUCTS,
     Product,
     affine,
@@ -29,7 +29,7 @@ from tsopt.passes.formulas import (
     squared,
     used_elsewhere,
 )
-from tsopt.passes.layouts import in_layout_of_root, parameter, permuted, rearranged, uncast
+from tsopt.passes.recompose.layouts import in_layout_of_root, parameter, permuted, rearranged, uncast
 
 EPS_OUTSIDE = "eps is added to the deviation, not to the variance"
 

@@ -16,10 +16,18 @@ from torch import fx
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE, Site, Skip, rule
-from tsopt.passes.formulas import RESHAPES, is_float, is_of, near
-from tsopt.passes.layouts import CASTS, COPIES, in_layout_of_root, moved, permuted, reshaped, with_last_axes_swapped
-from tsopt.passes.masks import Grid, Known, choose
-from tsopt.passes.scores import Operand, read_weights
+from tsopt.passes.recompose.formulas import RESHAPES, is_float, is_of, near
+from tsopt.passes.recompose.layouts import (
+    CASTS,
+    COPIES,
+    in_layout_of_root,
+    moved,
+    permuted,
+    reshaped,
+    with_last_axes_swapped,
+)
+from tsopt.passes.recompose.masks import Grid, Known, choose
+from tsopt.passes.recompose.scores import Operand, read_weights
 
 OTHER_WIDTH = "the values are of another width than the queries"
 LIKE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)  # of scores they ask the shape alone

@@ -10,8 +10,9 @@ from torch import nn
 from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires, find, specials
 from tsopt.compiler.pipeline import weight_bytes
 from tsopt.compiler.rewrite import OTHER_LAYOUT, USED_ELSEWHERE
-from tsopt.passes import STANDARD, linear
+from tsopt.passes import STANDARD
 from tsopt.passes.fold import FoldConstants
+from tsopt.passes.recompose import linear
 
 K, N = 3, 4
 LINEAR = (RulePass("linear", linear.RULES),)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires, specials
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE
-from tsopt.passes import STANDARD, recompose
+from tsopt.passes import STANDARD
+from tsopt.passes.recompose import activations
 
 K = math.sqrt(2 / math.pi)
 X = torch.linspace(-8, 8, 63).reshape(7, 3, 3)
@@ -49,31 +50,31 @@ ERF = {
 ONE_PLUS_EXP = {"plain": lambda x: 1 + torch.exp(-x), "turned": lambda x: torch.exp(-x) + 1.0}
 # rule -> forms; the op is named as the rule is
 FORMS = {
-    recompose.gelu_tanh: TANH,
-    recompose.gelu_erf: ERF,
-    recompose.sigmoid_formula: {
+    activations.gelu_tanh: TANH,
+    activations.gelu_erf: ERF,
+    activations.sigmoid_formula: {
         "reciprocal": lambda x: torch.reciprocal(1 + torch.exp(-x)),
         "turned": lambda x: torch.reciprocal(torch.exp(-x) + 1.0),
     },
-    recompose.silu_formula: {
+    activations.silu_formula: {
         "x first": lambda x: x * torch.sigmoid(x),
         "x last": lambda x: torch.sigmoid(x) * x,
         "quotient": lambda x: x / (1 + torch.exp(-x)),
     },
-    recompose.mish_formula: {
+    activations.mish_formula: {
         "softplus": lambda x: x * torch.tanh(F.softplus(x)),
         "turned": lambda x: torch.tanh(F.softplus(x)) * x,
         "log": lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
         "log1p": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
     },
-    recompose.hardsigmoid_formula: {
+    activations.hardsigmoid_formula: {
         "relu6": lambda x: F.relu6(x + 3) / 6,
         "scaled": lambda x: F.relu6(x + 3.0) * (1 / 6),
         "clamp": lambda x: torch.clamp(x / 6 + 0.5, 0, 1),
         "clamp of a quotient": lambda x: torch.clamp((x + 3) / 6, 0.0, 1.0),
         "hardtanh": lambda x: F.hardtanh(x / 6 + 0.5, 0.0, 1.0),
     },
-    recompose.hardswish_formula: {
+    activations.hardswish_formula: {
         "relu6": lambda x: x * F.relu6(x + 3) / 6,
         "hardtanh": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
         "clamp": lambda x: x * (x + 3).clamp(0, 6) / 6,
@@ -96,7 +97,7 @@ def test_a_formula_is_one_op(rule, form):
     """Through the whole pipeline: formulas are seen in the form that `normalize` gives them."""
     found = check(STANDARD, FORMS[rule][form], X, [_op(rule)])
     assert rule.name in found.done or _op(rule) == "hardswish"  # its ramp may be found first
-    assert ("approximate='tanh'" in found.after.text) == (rule is recompose.gelu_tanh)
+    assert ("approximate='tanh'" in found.after.text) == (rule is activations.gelu_tanh)
     assert found.after.numerics == Numerics.ROUNDING
 
 
@@ -151,7 +152,7 @@ def test_other_constants_are_another_function(half, one, k, c):
     def model(x):
         return half * x * (one + torch.tanh(k * (x + c * x**3)))
 
-    check_declines(recompose.gelu_tanh, model, X, recompose.OTHER_CONSTANTS)
+    check_declines(activations.gelu_tanh, model, X, activations.OTHER_CONSTANTS)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_other_constants_are_another_function(half, one, k, c):
     ],
 )
 def test_other_slopes_are_another_function(model):
-    check_declines(recompose.gelu_erf, model, X, recompose.OTHER_CONSTANTS)
+    check_declines(activations.gelu_erf, model, X, activations.OTHER_CONSTANTS)
 
 
 NEAR = {
@@ -197,8 +198,10 @@ NEAR = {
 
 @pytest.mark.parametrize("name", NEAR)
 def test_near_misses_stay(name):
-    found = check(RulePass("recompose", recompose.RULES), NEAR[name], X)
-    assert not found.done & {rule.name for rule in (*FORMS, recompose.softmax_formula, recompose.log_softmax_formula)}
+    found = check(RulePass("recompose", activations.RULES), NEAR[name], X)
+    assert not found.done & {
+        rule.name for rule in (*FORMS, activations.softmax_formula, activations.log_softmax_formula)
+    }
 
 
 def test_a_tanh_that_is_returned_too_stays():
@@ -206,7 +209,7 @@ def test_a_tanh_that_is_returned_too_stays():
         t = torch.tanh(K * (x + 0.044715 * x**3))
         return 0.5 * x * (1 + t), t
 
-    check_declines(recompose.gelu_tanh, model, X, USED_ELSEWHERE)
+    check_declines(activations.gelu_tanh, model, X, USED_ELSEWHERE)
 
 
 def test_a_sigmoid_that_is_returned_too_stays():
@@ -214,7 +217,7 @@ def test_a_sigmoid_that_is_returned_too_stays():
         s = torch.sigmoid(x)
         return x * s, s
 
-    check_declines(recompose.silu_formula, model, X, USED_ELSEWHERE)
+    check_declines(activations.silu_formula, model, X, USED_ELSEWHERE)
 
 
 def test_a_cube_that_is_used_again_stays():
@@ -222,16 +225,16 @@ def test_a_cube_that_is_used_again_stays():
         c = x**3
         return 0.5 * x * (1 + torch.tanh(K * (x + 0.044715 * c))) + c
 
-    check_declines(recompose.gelu_tanh, model, X, USED_ELSEWHERE)
+    check_declines(activations.gelu_tanh, model, X, USED_ELSEWHERE)
 
 
 def test_a_factor_that_broadcasts_is_no_gate():
-    check_declines(recompose.silu_formula, lambda x, y: x * torch.sigmoid(y), (X, X[:1]))
+    check_declines(activations.silu_formula, lambda x, y: x * torch.sigmoid(y), (X, X[:1]))
 
 
 def test_a_constant_that_adds_axes_is_part_of_no_formula():
     one = torch.ones(1, 1, 1, 1, 1)
-    check_declines(recompose.gelu_erf, lambda x: x * 0.5 * (one + torch.erf(x / 2**0.5)), X)
+    check_declines(activations.gelu_erf, lambda x: x * 0.5 * (one + torch.erf(x / 2**0.5)), X)
 
 
 def test_a_deep_chain_of_sums_is_no_formula():
@@ -243,7 +246,7 @@ def test_a_deep_chain_of_sums_is_no_formula():
             y = y + i * 1e-9
         return 0.5 * x * (1 + torch.erf(y))
 
-    check_declines(recompose.gelu_erf, model, X)
+    check_declines(activations.gelu_erf, model, X)
 
 
 def test_a_long_chain_of_sums_is_read_in_reasonable_time():
@@ -255,7 +258,7 @@ def test_a_long_chain_of_sums_is_read_in_reasonable_time():
             y = y + y
         return 0.5 * x * (1 + torch.erf(y))
 
-    check_declines(recompose.gelu_erf, model, X * 1e-9, recompose.OTHER_CONSTANTS)
+    check_declines(activations.gelu_erf, model, X * 1e-9, activations.OTHER_CONSTANTS)
 
 
 # ---- softmax ----------------------------------------------------------------------------------------------
@@ -301,9 +304,9 @@ def test_log_softmax_is_one_op(model):
 @pytest.mark.parametrize(
     ("rule", "model"),
     [
-        (recompose.softmax_formula, SOFTMAX["amax"]),
-        (recompose.log_softmax_formula, LOG_SOFTMAX["logsumexp"]),
-        (recompose.log_softmax_formula, _stable_log_softmax),
+        (activations.softmax_formula, SOFTMAX["amax"]),
+        (activations.log_softmax_formula, LOG_SOFTMAX["logsumexp"]),
+        (activations.log_softmax_formula, _stable_log_softmax),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
@@ -316,7 +319,7 @@ def test_softmax_of_special_values(rule, model, dtype):
 
 @pytest.mark.parametrize("shape", [(1,), (0, 3), (2, 1), (7, 2)], ids=str)
 def test_softmax_of_small_shapes(shape):
-    check_fires(recompose.softmax_formula, SOFTMAX["amax"], torch.arange(0.0, math.prod(shape)).reshape(shape))
+    check_fires(activations.softmax_formula, SOFTMAX["amax"], torch.arange(0.0, math.prod(shape)).reshape(shape))
 
 
 @pytest.mark.parametrize(
@@ -332,7 +335,7 @@ def test_softmax_of_small_shapes(shape):
     ],
 )
 def test_other_quotients_of_exponentials_stay(model):
-    check_declines(recompose.softmax_formula, model, X)
+    check_declines(activations.softmax_formula, model, X)
 
 
 def test_softmax_with_exponentials_that_are_returned_stays():
@@ -340,7 +343,7 @@ def test_softmax_with_exponentials_that_are_returned_stays():
         e = torch.exp(x - x.amax(-1, keepdim=True))
         return e / e.sum(-1, keepdim=True), e
 
-    check_declines(recompose.softmax_formula, model, X, USED_ELSEWHERE)
+    check_declines(activations.softmax_formula, model, X, USED_ELSEWHERE)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +357,10 @@ def test_softmax_with_exponentials_that_are_returned_stays():
     ],
 )
 def test_other_differences_stay(model):
-    found = check_declines(recompose.log_softmax_formula, model, X)
+    found = check_declines(activations.log_softmax_formula, model, X)
     assert found.ops[-1].startswith("sub")
 
 
 def test_every_rule_has_an_equation_and_another_name():
-    assert len({item.name for item in recompose.RULES}) == len(recompose.RULES)
-    assert all("->" in item.doc for item in recompose.RULES)
+    assert len({item.name for item in activations.RULES}) == len(activations.RULES)
+    assert all("->" in item.doc for item in activations.RULES)
