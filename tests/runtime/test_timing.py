@@ -12,9 +12,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.spins_until = 0.0  # threads that nobody waits for use a core until then
 
     def perf_counter(self) -> float:
         return self.now
+
+    def process_time(self) -> float:
+        return min(self.now, self.spins_until)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -36,6 +40,27 @@ def clock(monkeypatch):
 
 
 INPUTS = [Example((n,), {"k": n}) for n in range(3)]
+
+
+def test_who_is_next_waits_until_the_threads_of_the_last_one_have_stopped(clock):
+    late: list[float] = []
+
+    def spinning(*args, **kwargs):
+        clock.now += 2e-3
+        clock.spins_until = clock.now + 0.06
+
+    def after(*args, **kwargs):
+        late.append(clock.spins_until - clock.now)
+        clock.now += 2e-3
+
+    measure({"eager": after, "spinning": spinning}, INPUTS, seconds=1e-9)
+    assert max(late[1 + timing.WARM_UP :]) <= 0
+
+
+def test_threads_that_never_stop_are_waited_for_no_longer_than_the_longest_rest(clock):
+    clock.spins_until = 1e9
+    measure({"a": clock.taking(2e-3)}, INPUTS, seconds=1e-9)
+    assert clock.now < timing.MIN_ROUNDS * (timing.LONGEST_REST + 0.05) + 1
 
 
 def test_each_candidate_gets_its_own_time(clock):

@@ -13,7 +13,9 @@ from tsopt.compiler.example import Example
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock does not show
-PAUSE = 3e-3  # seconds between candidates: idle threads of the last one spin for about that long
+PAUSE = 3e-3  # seconds between looks at whether the last candidate's threads have come to rest
+IDLE = 0.2  # cores in use, at most, when they have
+LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
 HOPELESS = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
 SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
@@ -83,9 +85,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Times callables side by side.
 
-    In every round each of them is called once untimed, then timed, on the inputs in rotation (a candidate
-    that remembers its last answer gains nothing), in an order that rotates
-    and turns round.
+    In every round each of them waits until the one before it has come to rest, is called once untimed, then timed, on
+    the inputs in rotation (a candidate that remembers its last answer gains nothing), in an order that rotates and
+    turns round.
 
     Args:
         inputs: calls to make, of one signature.
@@ -140,8 +142,22 @@ def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -
     lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
 
 
+def _rest() -> None:
+    """Sleeps until nothing of this process is running.
+
+    The worker threads of ONNX Runtime spin for up to 0.1 s when a call is over. On two cores that makes whoever is next
+    up to 1.5 times slower (ResNet-50: 34 ms after another session, 22 ms after a rest).
+    """
+    end = time.perf_counter() + LONGEST_REST
+    busy = True
+    while busy and time.perf_counter() < end:
+        start, spent = time.perf_counter(), time.process_time()
+        time.sleep(PAUSE)
+        busy = time.process_time() - spent > IDLE * (time.perf_counter() - start)
+
+
 def _sample(lane: _Lane, example: Example, wait: Callable[[], None]) -> None:
-    time.sleep(PAUSE)
+    _rest()
     _time(lane.call, example, 1, wait)
     lane.samples.append(_time(lane.call, example, lane.group, wait) / lane.group)
 
