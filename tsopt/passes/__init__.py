@@ -8,6 +8,7 @@ from tsopt.passes import algebra, fuse, moves, normalize, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode
 from tsopt.passes.fold import FoldConstants
+from tsopt.passes.merge import MergeBranches
 from tsopt.passes.order import MemoryOrder
 
 NORMALIZE = RulePass("normalize", normalize.RULES)
@@ -17,18 +18,19 @@ RECOMPOSE = Repeat(  # a norm or product that is found late is seen again by wha
 ALGEBRA = RulePass("algebra", algebra.RULES)
 MOVES = RulePass("moves", moves.RULES)
 FUSE = RulePass("fuse", fuse.RULES)
+SIMPLIFY = Repeat(  # signs and constants that algebra puts right show further formulas
+    (
+        RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
+        Repeat((ALGEBRA, MOVES, FUSE)),  # a folded batch norm brings two chains together, and the reverse
+    )
+)
 
 STANDARD: tuple[Pass | Repeat, ...] = (
     DeadCode(),  # what export left unused would count as a second use and stop rules
     NORMALIZE,  # one form for each thing: the rules after it are written for that form
     FoldConstants(),  # masks, position ids and tables become weights, which other rules look for
     CommonSubexpressions(),  # before the chains: a value computed twice would look used elsewhere
-    Repeat(  # signs and constants that algebra puts right show further formulas
-        (
-            RECOMPOSE,  # before algebra takes the powers apart that a formula is known by
-            Repeat((ALGEBRA, MOVES, FUSE)),  # a folded batch norm brings two chains together, and the reverse
-        )
-    ),
+    Repeat((SIMPLIFY, MergeBranches())),  # merged last: the rules read the weights of single layers
     FoldConstants("fold-again"),  # what algebra made constant
     CommonSubexpressions("cse-again"),  # what algebra made equal
     DeadCode("dce-again"),  # what all of them left behind

@@ -1,0 +1,7 @@
+"""Several roots at once: branches that differ in weights and inputs alone, and linear layers of one input."""
+
+from __future__ import annotations
+
+from tsopt.passes.merge.merger import MergeBranches
+
+__all__ = ["MergeBranches"]

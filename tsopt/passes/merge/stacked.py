@@ -1,0 +1,342 @@
+"""How a call is made once for all branches: on values stacked along a new first axis.
+
+Facts about ops come from the tag `pointwise` and from their schema; the exceptions sit in tables, each with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler import ops
+from tsopt.compiler.ops import aten
+from tsopt.compiler.program import tensor_type, type_of
+from tsopt.compiler.rewrite import Impossible
+from tsopt.compiler.types import TensorType
+from tsopt.passes.merge.branches import SPLITS, Group, columns, is_shared, is_weights, operands, varies
+from tsopt.passes.merge.stage import Operand, Stage
+
+# Elementwise, but without the tag.
+UNTAGGED = (
+    aten.hardswish.default,
+    aten.floor_divide.default,
+    aten.log_sigmoid.default,
+    aten.rsub.Tensor,
+    aten.masked_fill.Tensor,
+    aten.to.dtype,
+)
+
+# The axes of the first argument that an op is told. The other arguments do not hang on the shape.
+AXES: dict[Any, tuple[str, ...]] = {
+    aten.softmax.int: ("dim",),
+    aten.log_softmax.int: ("dim",),
+    aten._softmax.default: ("dim",),
+    aten._log_softmax.default: ("dim",),
+    aten.mean.dim: ("dim",),
+    aten.sum.dim_IntList: ("dim",),
+    aten.amax.default: ("dim",),
+    aten.amin.default: ("dim",),
+    aten.logsumexp.default: ("dim",),
+    aten.cumsum.default: ("dim",),
+    aten.select.int: ("dim",),
+    aten.slice.Tensor: ("dim",),
+    aten.unsqueeze.default: ("dim",),
+    aten.squeeze.dim: ("dim",),
+    aten.transpose.int: ("dim0", "dim1"),
+    aten.unbind.int: ("dim",),
+    **{split: ("dim",) for split in SPLITS},
+}
+
+SHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.flatten.using_ints)
+NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of one branch, with operands for all branches in the place of its values."""
+
+    target: Any
+    arguments: dict[str, Any]
+    count: int
+    type: TensorType | tuple[TensorType, ...] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result in one branch, for calls with one."""
+        assert isinstance(self.type, TensorType)
+        return self.type.shape
+
+
+Lowering = Callable[[Stage, Call], fx.Node]
+
+
+def lower(stage: Stage, group: Group, read: Callable[[Group], fx.Node | None]) -> fx.Node:
+    """Makes the calls of a group once; `read` gives the stacked or shared value of a column.
+
+    Raises:
+        Impossible: the op refuses, or computes something else on a stack.
+    """
+    found = iter([Operand(column, read(column)) for column in columns(group)])
+    bound = {name: _filled(value, found) for name, value in ops.bind(group[0]).items()}
+    call = Call(group[0].target, bound, len(group), type_of(group[0]))
+    made = _lowering(group[0].target)(stage, call)
+    wanted, has = call.type, type_of(made)
+    pairs = zip(*(kind if isinstance(kind, tuple) else (kind,) for kind in (wanted, has)), strict=True)
+    for each, whole in pairs:
+        if each is None or whole is None or (each.dtype, (call.count, *each.shape)) != (whole.dtype, whole.shape):
+            raise Impossible(f"{call.target} of a stack is {whole}")
+    return made
+
+
+def _filled(value: Any, found: Iterator[Operand]) -> Any:
+    """An argument with operands in the place of values."""
+    if isinstance(value, fx.Node):
+        return next(found)
+    if isinstance(value, (list, tuple)):
+        return [_filled(item, found) for item in value]
+    return value
+
+
+def _lowering(target: Any) -> Lowering:
+    return LOWERINGS.get(target) or (along_axes if target in AXES else pointwise)
+
+
+def is_pointwise(target: Any) -> bool:
+    return target in UNTAGGED or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+
+
+def is_known(target: Any) -> bool:
+    """Whether there is a form for stacks at all."""
+    return target in LOWERINGS or target in AXES or is_pointwise(target)
+
+
+def fits(group: Group) -> bool:
+    """Whether the calls of a group can be made once on stacks."""
+    target = group[0].target
+    if not ops.is_pure(group[0]):
+        return False
+    if target in CONDITIONS:
+        return CONDITIONS[target](group)
+    if target in AXES:
+        return bool(tensor_type(operands(group[0])[0]).shape)  # a 0-d value has no axis
+    return _pointwise_fits(group) if is_pointwise(target) else is_known(target)
+
+
+def _rank(node: fx.Node) -> int:
+    return len(tensor_type(node).shape)
+
+
+def _pointwise_fits(group: Group) -> bool:
+    # NOTE: a stack of 0-d values is no longer 0-d, and promotes dtypes as 0-d values do not.
+    read = columns(group)
+    one_dtype = len({tensor_type(column[0]).dtype for column in read}) == 1
+    return one_dtype or not any(_rank(column[0]) == 0 and not is_shared(column) for column in read)
+
+
+def _linear_fits(group: Group) -> bool:
+    _, weights, *bias = columns(group)
+    if not tensor_type(group[0]).dtype.startswith(("float", "bfloat")) or _rank(weights[0]) != 2:
+        return False
+    if is_shared(weights):
+        return all(map(is_shared, bias))
+    return is_weights(weights) and all(is_weights(column) for column in bias)
+
+
+def _norm_fits(group: Group) -> bool:
+    return all(is_shared(column) or is_weights(column) for column in columns(group)[1:])
+
+
+def _matmul_fits(group: Group) -> bool:
+    return all(_rank(value) >= 2 for value in operands(group[0]))  # a product with a vector is another op
+
+
+def _attention_fits(group: Group) -> bool:
+    rank, batch = _rank(group[0]), tensor_type(group[0]).shape[:1]
+    return rank <= 4 and all(
+        _rank(value) == rank and tensor_type(value).shape[:1] == batch for value in operands(group[0])[:3]
+    )
+
+
+def _cat_fits(group: Group) -> bool:
+    return all(_rank(value) == _rank(group[0]) for value in operands(group[0]))  # cat leaves out empty vectors
+
+
+def _item_fits(group: Group) -> bool:
+    (split,) = columns(group)
+    return split[0].target in AXES and varies(split)
+
+
+# ---- the ops ------------------------------------------------------------------------------------------------------
+
+
+def pointwise(stage: Stage, call: Call) -> fx.Node:
+    """f(x_i, y) -> f on stacks that broadcast as the values do."""
+    rank = len(call.shape)
+    arguments = [stage.aligned(v, rank) if isinstance(v, Operand) else v for v in call.arguments.values()]
+    return _called(stage, call, arguments)
+
+
+def along_axes(stage: Stage, call: Call) -> fx.Node:
+    """f(x_i, axis) -> f(stack, axis + 1), axes from the end as they are."""
+    arguments = dict(call.arguments)
+    first = next(iter(arguments))
+    operand: Operand = arguments[first]
+    rank = len(operand.type.shape)
+    for name in AXES[call.target]:
+        axes = arguments[name]
+        if axes is None or axes == []:  # all of them
+            arguments[name] = list(range(1, rank + 1))
+        else:
+            arguments[name] = [_behind(axis) for axis in axes] if isinstance(axes, list) else _behind(axes)
+    arguments[first] = stage.aligned(operand, rank)
+    return _called(stage, call, list(arguments.values()))
+
+
+def _behind(axis: int) -> int:
+    return axis + 1 if axis >= 0 else axis
+
+
+def _called(stage: Stage, call: Call, arguments: list[Any]) -> fx.Node:
+    """The op on new arguments, in the form that its schema asks for: by position, by name, defaults left out."""
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for item, value in zip(call.target._schema.arguments, arguments, strict=True):
+        if item.kwarg_only:
+            if not item.has_default_value() or value != item.default_value:
+                named[item.name] = value
+        else:
+            positional.append(value)
+    return stage.call(call.target, *positional, **named)
+
+
+def linear(stage: Stage, call: Call) -> fx.Node:
+    """x_i @ w_i.T + b_i -> baddbmm(b, x, w) with b [E, 1, N], x [E, rows, K], w [E, K, N]."""
+    x, w, b = (call.arguments[name] for name in ("input", "weight", "bias"))
+    if w.shared:
+        return stage.call(aten.linear.default, stage.stack(x), w.each[0], *([b.each[0]] if b is not None else []))
+    n, k = w.type.shape
+    rows = math.prod(x.type.shape[:-1])
+    if x.shared:
+        flat = stage.call(aten.expand.default, stage.reshape(x.each[0], [rows, k]), [call.count, rows, k])
+    else:
+        flat = stage.reshape(stage.stack(x), [call.count, rows, k])
+    weight = stage.weights(w.each, lambda values: torch.stack([value.t() for value in values]))
+    if b is None:
+        made = stage.call(aten.matmul.default, flat, weight)
+    else:
+        bias = stage.weights(b.each, lambda values: torch.stack(values).reshape(call.count, 1, n))
+        made = stage.call(aten.baddbmm.default, bias, flat, weight)
+    return stage.reshape(made, [call.count, *call.shape])
+
+
+def norm(stage: Stage, call: Call) -> fx.Node:
+    """Layer norms with weights of their own -> one without weights, then scale and shift by stacks."""
+    x: Operand = call.arguments["input"]
+    w, b = (call.arguments.get(name) for name in ("weight", "bias"))
+    rank = len(call.shape)
+    arguments = dict(call.arguments)
+    arguments["input"] = stage.aligned(x, rank)
+    apart = any(operand is not None and not operand.shared for operand in (w, b))
+    for name, operand in (("weight", w), ("bias", b)):
+        if operand is not None:
+            arguments[name] = None if apart else operand.each[0]
+    value = _called(stage, call, list(arguments.values()))
+    if not apart:
+        return value
+    scale, shift = (None if operand is None else stage.aligned(operand, rank) for operand in (w, b))
+    if scale is not None and shift is not None:
+        return stage.call(aten.addcmul.default, shift, value, scale)
+    return stage.call(aten.mul.Tensor, value, scale) if shift is None else stage.call(aten.add.Tensor, value, shift)
+
+
+def matmul(stage: Stage, call: Call) -> fx.Node:
+    """x_i @ y_i -> x @ y on stacks, for values of two axes and more."""
+    x, y = (call.arguments[name] for name in ("self", "other"))
+    rank = len(call.shape)
+    return stage.call(aten.matmul.default, stage.aligned(x, rank), stage.aligned(y, rank))
+
+
+def attention(stage: Stage, call: Call) -> fx.Node:
+    """scaled_dot_product_attention(q_i, k_i, v_i) -> the same on stacks.
+
+    Its kernels take four axes: where a branch has them all, its axis becomes part of the batch.
+    """
+    rank = len(call.shape)
+    arguments = dict(call.arguments)
+    for name in ("query", "key", "value"):
+        arguments[name] = stage.stack(arguments[name])
+        if rank == 4:
+            arguments[name] = _in_batch(stage, arguments[name])
+    mask = arguments["attn_mask"]
+    if isinstance(mask, Operand):
+        arguments["attn_mask"] = stage.aligned(mask, rank)
+        if rank == 4 and (not mask.shared or (len(mask.type.shape) == 4 and mask.type.shape[0] != 1)):
+            own = [1] * (4 - len(mask.type.shape)) + list(mask.type.shape)
+            whole = [call.count, call.shape[0], *own[1:]]
+            arguments["attn_mask"] = _in_batch(stage, stage.call(aten.expand.default, arguments["attn_mask"], whole))
+    made = _called(stage, call, list(arguments.values()))
+    return stage.reshape(made, [call.count, *call.shape])
+
+
+def _in_batch(stage: Stage, value: fx.Node) -> fx.Node:
+    """The first two axes as one."""
+    shape = tensor_type(value).shape
+    return stage.reshape(value, [shape[0] * shape[1], *shape[2:]])
+
+
+def cat(stage: Stage, call: Call) -> fx.Node:
+    """[x_i, y] side by side -> [x, expand(y)] side by side, one axis further."""
+    parts: list[Operand] = call.arguments["tensors"]
+    rank = len(call.shape)
+    return stage.call(aten.cat.default, [stage.stack(part) for part in parts], call.arguments["dim"] % rank + 1)
+
+
+def reshaped(stage: Stage, call: Call) -> fx.Node:
+    """reshape(x_i, shape) -> reshape(x, [E, *shape])."""
+    return stage.reshape(stage.stack(call.arguments["self"]), [call.count, *call.shape])
+
+
+def permuted(stage: Stage, call: Call) -> fx.Node:
+    """permute(x_i, axes) -> permute(x, [0, *(axes + 1)])."""
+    x, rank = call.arguments["self"], len(call.shape)
+    return stage.permute(stage.stack(x), [0, *(axis % rank + 1 for axis in call.arguments["dims"])])
+
+
+def expanded(stage: Stage, call: Call) -> fx.Node:
+    """expand(x_i, shape) -> expand(x, [E, *shape])."""
+    value = stage.aligned(call.arguments["self"], len(call.shape))
+    return stage.call(aten.expand.default, value, [call.count, *call.shape])
+
+
+def item(stage: Stage, call: Call) -> fx.Node:
+    """xs_i[k] -> xs[k]."""
+    return stage.call(operator.getitem, call.arguments["0"].whole, call.arguments["1"])
+
+
+LOWERINGS: dict[Any, Lowering] = {
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
+    aten.bmm.default: matmul,
+    aten.scaled_dot_product_attention.default: attention,
+    aten.cat.default: cat,
+    aten.permute.default: permuted,
+    aten.expand.default: expanded,
+    operator.getitem: item,
+    **{target: reshaped for target in SHAPES},
+    **{target: norm for target in NORMS},
+}
+CONDITIONS: dict[Any, Callable[[Group], bool]] = {
+    aten.linear.default: _linear_fits,
+    aten.matmul.default: _matmul_fits,
+    aten.bmm.default: _matmul_fits,
+    aten.scaled_dot_product_attention.default: _attention_fits,
+    aten.cat.default: _cat_fits,
+    operator.getitem: _item_fits,
+    **{target: _norm_fits for target in NORMS},
+}
