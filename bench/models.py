@@ -38,6 +38,37 @@ class Tagger(nn.Module):
         return self.labels(hidden)
 
 
+class Ensemble(nn.Module):
+    """Small networks in a Python loop, and the mean of what they say."""
+
+    def __init__(self, members: int, width: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+            for _ in range(members)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([member(x) for member in self.members]).mean(0)
+
+
+class Heads(nn.Module):
+    """Attention as the lectures write it: a loop over heads, each with layers of its own."""
+
+    def __init__(self, heads: int, width: int) -> None:
+        super().__init__()
+        size = width // heads
+        self.heads = nn.ModuleList(nn.ModuleList(nn.Linear(width, size) for _ in range(3)) for _ in range(heads))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for query, key, value in self.heads:
+            scores = query(x) @ key(x).transpose(-2, -1)
+            found.append((scores / scores.shape[-1] ** 0.5).softmax(-1) @ value(x))
+        return self.out(torch.cat(found, -1))
+
+
 def perturbed(model: nn.Module) -> nn.Module:
     """Batch norm statistics as training leaves them: fresh ones (0 and 1) would hide an error in folding."""
     for module in model.modules():
@@ -116,5 +147,7 @@ MODELS: dict[str, Case] = {
     "segformer_b0": Case(
         lambda: transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig()), lambda: image(512)
     ),
+    "ensemble_16": Case(lambda: Ensemble(16, 64), lambda: tsopt.example(torch.randn(1, 64))),
+    "heads_8": Case(lambda: Heads(8, 64), lambda: tsopt.example(torch.randn(1, 32, 64))),
     "whisper_tiny": Case(Encoder, lambda: tsopt.example(torch.randn(1, 80, 3000))),
 }
