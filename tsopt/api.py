@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,7 @@ from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
+from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.race import STANDARD_BACKENDS, race
 from tsopt.runtime.report import Report
 
@@ -45,6 +47,8 @@ def optimize(
     eval_mode: bool = False,
     allow_nan: bool = False,
     on_new_signature: str = "capture",
+    isolate: bool = True,
+    budget: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized:
     """Makes the fastest verified form of a model that this machine can run.
@@ -63,6 +67,9 @@ def optimize(
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: take weights that hold NaN.
         on_new_signature: what a call of another form does: `capture` it once, go `eager`, or `error`.
+        isolate: give each candidate a process of its own, so that one that crashes or hangs is only a row in the table;
+            without, all of them run in this process, which saves a few seconds.
+        budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
         progress: told the name of each step.
 
     Raises:
@@ -71,26 +78,31 @@ def optimize(
         UsageError: an option is not what it must be.
     """
     example = as_example(example_input)
-    _check_options(on_new_signature, backends, threads, seconds)
+    _check_options(on_new_signature, backends, threads, seconds, budget)
     tell = progress or (lambda text: None)
-    tell("capture")
-    start = time.perf_counter()
-    captured = capture(model, example, eval_mode=eval_mode, allow_nan=allow_nan)
-    capture_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    optimized, records = transform_with_records(captured, level=level, passes=passes, without=without, progress=tell)
-    pass_seconds = time.perf_counter() - start
-    outcome = race(
-        as_eval(model, eval_mode),
-        captured,
-        optimized,
-        example,
-        backends=backends,
-        threads=threads,
-        seconds=seconds,
-        seed=seed,
-        progress=tell,
-    )
+    with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
+        tell("capture")
+        start = time.perf_counter()
+        captured = capture(model, example, eval_mode=eval_mode, allow_nan=allow_nan)
+        capture_seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        optimized, records = transform_with_records(
+            captured, level=level, passes=passes, without=without, progress=tell
+        )
+        pass_seconds = time.perf_counter() - start
+        outcome = race(
+            as_eval(model, eval_mode),
+            captured,
+            optimized,
+            example,
+            backends=backends,
+            threads=threads,
+            seconds=seconds,
+            seed=seed,
+            workshop=workshop,
+            budget=budget,
+            progress=tell,
+        )
     report = Report(
         captured.name,
         outcome.rows,
@@ -103,6 +115,7 @@ def optimize(
         optimized.numerics.name,
         peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
         pass_seconds=pass_seconds,
+        together=outcome.together,
     )
 
     def another(form: Example) -> Executable:
@@ -256,7 +269,9 @@ def check_name(name: str, known: Sequence[str]) -> None:
         raise UsageError(f"no rule or pass is called {name!r}", fix=f"one of: {', '.join(near)}")
 
 
-def _check_options(policy: str, backends: Sequence[str], threads: int | None, seconds: float) -> None:
+def _check_options(
+    policy: str, backends: Sequence[str], threads: int | None, seconds: float, budget: float | None
+) -> None:
     if policy not in POLICIES:
         raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
     if isinstance(backends, str):
@@ -265,6 +280,8 @@ def _check_options(policy: str, backends: Sequence[str], threads: int | None, se
         raise UsageError(f"threads={threads}", fix="a number of at least 1")
     if seconds <= 0:
         raise UsageError(f"seconds={seconds}", fix="a time above 0")
+    if budget is not None and not budget > 0:
+        raise UsageError(f"budget={budget}", fix="a number of seconds above 0, or None for no limit")
     for name in backends:
         get_backend(name)
 

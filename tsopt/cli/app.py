@@ -74,6 +74,10 @@ Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training 
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
 Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
 Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="About how long to time.")]
+Budget = Annotated[
+    float | None, typer.Option("--budget", metavar="SECONDS", help="For all candidates together; no limit by default.")
+]
+Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Give each candidate a process of its own.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
 
@@ -97,6 +101,8 @@ class Timing:
 
     threads: Threads = None
     seconds: Seconds = 10.0
+    budget: Budget = None
+    isolate: Isolate = True
 
 
 def _grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -158,6 +164,8 @@ def _optimized(subject: Subject, timing: Timing, out: Any) -> Any:
             allow_nan=subject.allow_nan,
             without=subject.without or (),
             seconds=timing.seconds,
+            budget=timing.budget,
+            isolate=timing.isolate,
             progress=tell,
         )
 

@@ -222,16 +222,20 @@ def _write(target: Any, value: Any) -> None:
 def get_backend(name: str, **options: Any) -> Backend:
     """A backend by name, with its options.
 
+    Args:
+        name: one of BACKENDS, or `package.module:Class` for one of your own.
+
     Raises:
         UsageError: no backend or no option of that name.
         BackendError: its library is missing.
     """
-    place = BACKENDS.get(name)
+    place = name if ":" in name else BACKENDS.get(name)
     if place is None:
-        raise UsageError(f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}")
-    module, _, cls_name = place.partition(":")
-    cls = getattr(importlib.import_module(module), cls_name)
-    known = [item.name for item in fields(cls) if item.init and item.name != "name"]
+        raise UsageError(
+            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
+        )
+    cls = _class_of(name, place)
+    known = _options_of(cls)
     for option in options:
         if option not in known:
             raise UsageError(
@@ -242,6 +246,23 @@ def get_backend(name: str, **options: Any) -> Backend:
     if hint:
         raise BackendError(f"the backend {name} cannot be used here", why=hint, fix="tsopt doctor shows what is usable")
     return backend
+
+
+def _class_of(name: str, place: str) -> Any:
+    module, _, cls_name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), cls_name)
+    except (ImportError, AttributeError) as error:
+        raise BackendError(f"the backend {name} cannot be imported", why=str(error)) from error
+
+
+def _options_of(cls: Any) -> list[str]:
+    return [item.name for item in fields(cls) if item.init and item.name != "name"]
+
+
+def race_options(name: str, threads: int | None) -> dict[str, Any]:
+    """The options that a backend races with: the number of threads, if it has a say in that."""
+    return {"threads": threads} if "threads" in _options_of(type(get_backend(name))) else {}
 
 
 def compile(program: Program, backend: str | Backend = "onnxruntime", **options: Any) -> Executable:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -13,10 +14,11 @@ from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
-from tsopt.errors import NoGain, TsoptError
+from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import Executable, compile, get_backend
+from tsopt.runtime.backend import Executable, compile, get_backend, race_options
 from tsopt.runtime.inputs import input_sets
+from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
 from tsopt.runtime.timing import Timing, measure, speedup
 
@@ -36,13 +38,24 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Race:
-    """The outcome: a row for everybody, the winner's executable (None: eager), and all that were right."""
+    """The outcome: a row for everybody, and the winner's executable (None: eager).
+
+    together: why candidates ran in the caller's process, where each was meant to have one of its own.
+    """
 
     rows: tuple[Row, ...]
     winner: str
     why: str
     executable: Executable | None
-    verified: dict[str, Executable]
+    together: str = ""
+
+
+class Candidate(Protocol):
+    """Somebody who may win: in this process, or in one of its own."""
+
+    notes: tuple[str, ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def race(
@@ -55,40 +68,95 @@ def race(
     threads: int | None = None,
     seconds: float = 10.0,
     seed: int = 0,
+    workshop: Workshop | None = None,
+    budget: float | None = None,
     progress: Progress | None = None,
 ) -> Race:
     """Runs the race.
 
     A candidate that cannot be compiled, fails or is wrong costs itself alone and is a row with its reason.
-    The winner is verified once more on inputs that the race did not use.
+    The winner is made once more in this process, and verified on inputs that the race did not use.
+
+    Args:
+        workshop: gives each candidate a process of its own; None: all of them run in this one.
+        budget: seconds for all candidates together; eager takes part whatever it costs. A candidate with a process of
+            its own gets an equal share of what is left, one in this process is not begun when nothing is.
 
     Raises:
         AccuracyError: the model itself fails on its example, or nothing about it can be verified.
     """
     tell = progress or (lambda text: None)
+    clock = _Clock(budget)
     tell("eager")
     oracle = Oracle(model, example, captured, seed=seed)
     before = torch.get_num_threads()
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        rows, executables = _prepare(optimized, oracle, backends, threads, tell)
-        rows = _timed(model, captured, example, rows, executables, seconds, seed, tell)
-        executables = {
-            row.name: executables[row.name] for row in rows if row.status == "ok" and row.name in executables
-        }
+        together = _open(workshop, optimized)
+        make = _maker(optimized, threads, None if together else workshop)
+        rows, candidates = _prepare(optimized, oracle, backends, make, clock, workshop, tell)
+        rows = _timed(model, captured, example, rows, candidates, min(seconds, clock.left), seed, tell)
+        found = _choose(model, captured, optimized, example, rows, candidates, threads, seed, tell)
     finally:
         torch.set_num_threads(before)
-    return _choose(model, captured, example, rows, executables, seed, tell)
+    return replace(found, together=together)
+
+
+class _Clock:
+    """What is left of a budget, in seconds."""
+
+    def __init__(self, budget: float | None) -> None:
+        self._end = math.inf if budget is None else time.monotonic() + budget
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+
+def _open(workshop: Workshop | None, program: Program) -> str:
+    """Why candidates cannot have processes of their own, although they were meant to."""
+    reason = "" if workshop is None else can_isolate(program)
+    if workshop is None or reason:
+        return reason
+    try:
+        workshop.open(program, torch.get_num_threads())
+    except BackendError as error:  # a custom op, which another process does not know; no room for the weights
+        return error.why or error.what
+    return ""
+
+
+def _maker(program: Program, threads: int | None, workshop: Workshop | None) -> Callable[[str], Candidate]:
+    def apart(backend: str) -> Candidate:
+        assert workshop is not None
+        candidate = workshop.candidate(backend, **race_options(backend, threads))
+        candidate.compile()
+        return candidate
+
+    def here(backend: str) -> Candidate:
+        return compile(program, backend, **race_options(backend, threads))
+
+    return here if workshop is None else apart
 
 
 def _prepare(
-    program: Program, oracle: Oracle, backends: Sequence[str], threads: int | None, tell: Progress
-) -> tuple[list[Row], dict[str, Executable]]:
+    program: Program,
+    oracle: Oracle,
+    backends: Sequence[str],
+    make: Callable[[str], Candidate],
+    clock: _Clock,
+    workshop: Workshop | None,
+    tell: Progress,
+) -> tuple[list[Row], dict[str, Candidate]]:
     rows: list[Row] = [Row(EAGER)]
-    executables: dict[str, Executable] = {}
-    for backend in backends:
-        title = TITLES.get(backend, backend)
+    candidates: dict[str, Candidate] = {}
+    for number, backend in enumerate(backends):
+        title = title_of(backend)
+        if not clock.left:
+            rows.append(Row(title, "timed out", "nothing was left of the budget"))
+            continue
+        if workshop is not None:
+            workshop.seconds = min(CANDIDATE_SECONDS, clock.left / (len(backends) - number))
         tell(f"compile {title}")
         start = time.perf_counter()
         try:
@@ -97,18 +165,18 @@ def _prepare(
                 reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
                 rows.append(Row(title, "unsupported", reason))
                 continue
-            executable = compile(program, backend, threads=threads)
+            candidate = make(backend)
             took = time.perf_counter() - start
             tell(f"check {title}")
-            verdict = oracle.judge(executable, exact=is_exact(program, backend))
+            verdict = oracle.judge(candidate, exact=is_exact(program, backend))
             if not verdict.ok and is_exact(program, backend):
-                verdict = oracle.judge(executable)
-                executable.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
+                verdict = oracle.judge(candidate)
+                candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
         except NoGain as error:
             rows.append(Row(title, "no gain", error.what))
             continue
         except TsoptError as error:
-            rows.append(Row(title, "failed", _reason(error)))
+            rows.append(Row(title, error.kind if isinstance(error, Lost) else "failed", _reason(error)))
             continue
         except Exception as error:  # a candidate may raise anything; it costs the candidate alone
             rows.append(Row(title, "failed", f"{type(error).__name__}: {str(error)[:200]}"))
@@ -116,9 +184,14 @@ def _prepare(
         if not verdict.ok:
             rows.append(Row(title, "wrong", verdict.reason, accuracy=verdict, compile_seconds=took))
             continue
-        executables[title] = executable
-        rows.append(Row(title, accuracy=verdict, compile_seconds=took, notes=executable.notes))
-    return rows, executables
+        candidates[title] = candidate
+        rows.append(Row(title, accuracy=verdict, compile_seconds=took, notes=candidate.notes))
+    return rows, candidates
+
+
+def title_of(backend: str) -> str:
+    """The name of a backend in tables."""
+    return TITLES.get(backend, backend)
 
 
 def _reason(error: TsoptError) -> str:
@@ -130,20 +203,22 @@ def _timed(
     captured: Program,
     example: Example,
     rows: list[Row],
-    executables: Mapping[str, Executable],
+    candidates: Mapping[str, Candidate],
     seconds: float,
     seed: int,
     tell: Progress,
 ) -> list[Row]:
     inputs = [item.clone() for item in input_sets(example, seed)[:3]]
-    calls: dict[str, Callable[..., Any]] = {EAGER: model, **executables}
+    calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
     # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
     with protected(model, written=captured.state.values()), torch.inference_mode():
         timings = measure(
             calls, inputs, seconds=seconds, wait=device_wait(example), progress=lambda text: tell(f"time: {text}")
         )
     base = timings[EAGER]
-    return [_with_timing(row, timings.get(row.name), base) for row in rows]
+    timed = [_with_timing(row, timings.get(row.name), base) for row in rows]
+    lost = {name: candidate.lost for name, candidate in candidates.items() if isinstance(candidate, Isolated)}
+    return [row if (end := lost.get(row.name)) is None else replace(row, status=end.kind) for row in timed]
 
 
 def device_wait(example: Example) -> Callable[[], None]:
@@ -163,9 +238,11 @@ def _with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 def _choose(
     model: Callable[..., Any],
     captured: Program,
+    optimized: Program,
     example: Example,
     rows: list[Row],
-    executables: dict[str, Executable],
+    candidates: Mapping[str, Candidate],
+    threads: int | None,
     seed: int,
     tell: Progress,
 ) -> Race:
@@ -176,16 +253,29 @@ def _choose(
         # Fresh inputs: what the race measured must not be all that is right.
         oracle = oracle or Oracle(model, example, captured, seed=seed + 1)
         try:
-            verdict = oracle.judge(executables[row.name])
+            # The one that was timed first: state that the timing has corrupted shows there.
+            verdict, executable = oracle.judge(candidates[row.name]), _here(candidates[row.name], optimized, threads)
+            if executable is not candidates[row.name] and verdict.ok:
+                verdict = oracle.judge(executable)
             failure = "" if verdict.ok else verdict.reason
-        except Exception as error:  # state that timing corrupted shows here
+        except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executables[row.name], executables)
+            return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executable)
         rows = [replace(r, status="wrong", reason=f"after timing: {failure}") if r is row else r for r in rows]
-        del executables[row.name]
-    why = "no candidate is faster beyond noise" if executables else "no candidate could be used"
-    return Race(tuple(rows), EAGER, why, None, executables)
+    usable = any(row.name != EAGER and row.status == "ok" for row in rows)
+    why = "no candidate is faster beyond noise" if usable else "no candidate could be used"
+    if not usable and any(row.status == "timed out" for row in rows):
+        why += " in the time that there was"
+    return Race(tuple(rows), EAGER, why, None)
+
+
+def _here(candidate: Candidate, program: Program, threads: int | None) -> Executable:
+    """The candidate in this process."""
+    if isinstance(candidate, Executable):
+        return candidate
+    backend = cast(Isolated, candidate).backend
+    return compile(program, backend, **race_options(backend, threads))
 
 
 def _median(row: Row) -> float:

@@ -19,7 +19,11 @@ COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max d
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate. status: ok, wrong, failed, unsupported or no gain; reason says why it is not ok."""
+    """One candidate.
+
+    status: ok, wrong, failed, unsupported, no gain, and of its process: crashed, exited, timed out, out of memory.
+    reason says why it is not ok.
+    """
 
     name: str
     status: str = "ok"
@@ -61,6 +65,7 @@ class Report:
         pass_seconds: the whole pipeline, with the checks before the first pass and after the last.
         nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
+        together: why candidates ran in this process, where each was meant to have one of its own.
         signatures: what became of calls of another form: (form, outcome).
     """
 
@@ -77,6 +82,7 @@ class Report:
     signatures: tuple[tuple[str, str], ...] = ()
     peak_bytes: tuple[int, int] = (0, 0)
     pass_seconds: float = 0.0
+    together: str = ""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -110,6 +116,7 @@ class Report:
             lines.append(f"verified: {accuracy}")
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
         lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
+        lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
         lines += [f"{kind}: {path}" for kind, path in self.files]
         return "\n".join([*lines, f"on {self.environment}"])
@@ -137,6 +144,7 @@ class Report:
             "capture_seconds": self.capture_seconds,
             "pass_seconds": self.pass_seconds,
             "numerics": self.numerics,
+            "together": self.together,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],

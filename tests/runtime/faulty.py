@@ -1,0 +1,136 @@
+"""Candidates that go wrong in every way that one process can be spared by another. Named as `package.module:Class`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from tsopt.compiler.program import Program
+from tsopt.errors import BackendError
+from tsopt.runtime.backend import Executable, Unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """Runs the program, and spoils it: `at_compile`, or in each call with the outputs in hand."""
+
+    name: str = "right"
+    at_compile: ClassVar[Callable[[], Any] | None] = None
+
+    def missing(self) -> str | None:
+        return None
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return []
+
+    def compile(self, program: Program) -> Executable:
+        forward = program.module().forward
+        if type(self).at_compile is not None:
+            type(self).at_compile()
+        count = 0
+
+        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            nonlocal count
+            count += 1
+            with torch.no_grad():
+                return self.spoil(forward(*inputs), inputs, count)
+
+        return Executable(type(self).__name__, program.signature, run)
+
+    def spoil(self, outputs: Any, inputs: Sequence[torch.Tensor], count: int) -> Any:
+        return outputs
+
+
+def _faulty(at_compile: Callable[[], Any] | None = None, spoil: Any = None) -> type[Right]:
+    body: dict[str, Any] = {"__slots__": ()}
+    if at_compile is not None:
+        body["at_compile"] = staticmethod(at_compile)
+    if spoil is not None:
+        body["spoil"] = lambda self, outputs, inputs, count: spoil(outputs, inputs, count)
+    return type("Faulty", (Right,), body)
+
+
+def _raise() -> None:
+    raise BackendError("this op is too new", why="it says so")
+
+
+def _allocate() -> None:
+    held = []
+    while True:
+        held.append(bytearray(1 << 30))
+
+
+def _print() -> None:
+    for _ in range(100):
+        os.write(1, b"x" * (1 << 20))
+        os.write(2, bytes(range(256)) * 64)
+
+
+def _leak() -> None:
+    # In a session of its own, so that no group of ours holds it.
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+def _change_everything() -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(99)
+    os.environ["TSOPT_SPOILT"] = "1"
+    os.chdir("/")
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _write_input(outputs: Any, inputs: Sequence[torch.Tensor], count: int) -> Any:
+    inputs[0].add_(1)
+    return outputs
+
+
+def _write_same_memory(outputs: Any, inputs: Sequence[torch.Tensor], count: int) -> Any:
+    kept = _write_same_memory.__dict__.setdefault("kept", [torch.empty_like(value) for value in outputs])
+    return [mine.copy_(value) for mine, value in zip(kept, outputs, strict=True)]
+
+
+def _late(fault: Callable[[], Any], after: int) -> Any:
+    def spoil(outputs: Any, inputs: Sequence[torch.Tensor], count: int) -> Any:
+        if count > after:
+            fault()
+        return outputs
+
+    return spoil
+
+
+Raises = _faulty(_raise)
+Segfaults = _faulty(lambda: ctypes.string_at(0))
+Divides = _faulty(lambda: os.kill(os.getpid(), signal.SIGFPE))
+Aborts = _faulty(os.abort)
+Exits = _faulty(lambda: os._exit(0))
+Sleeps = _faulty(lambda: time.sleep(600))
+Spins = _faulty(_spin)
+Hungry = _faulty(_allocate)
+Noisy = _faulty(_print)
+Leaks = _faulty(_leak)
+Changes = _faulty(_change_everything)
+WrongValue = _faulty(spoil=lambda outputs, *_: [value + 1 for value in outputs])
+WrongType = _faulty(spoil=lambda outputs, *_: [value.double() for value in outputs])
+WrongShape = _faulty(spoil=lambda outputs, *_: [value[:1] for value in outputs])
+Nan = _faulty(spoil=lambda outputs, *_: [value * float("nan") for value in outputs])
+Fewer = _faulty(spoil=lambda outputs, *_: outputs[:-1])
+WritesInput = _faulty(spoil=_write_input)
+OneBuffer = _faulty(spoil=_write_same_memory)
+CrashesLate = _faulty(spoil=_late(lambda: ctypes.string_at(0), 10))
+WrongLater = _faulty(spoil=lambda outputs, inputs, count: outputs if count < 10 else [value * 1.5 for value in outputs])

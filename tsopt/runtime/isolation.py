@@ -1,0 +1,342 @@
+"""Candidates in processes of their own: whatever one of them does costs that candidate and is known by name.
+
+`Workshop` owns the helper process and its files, `Isolated` is one candidate in a child of it: callable as the model
+is, and timed where it runs. Nothing of either outlives the `with` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+
+from tsopt.compiler.example import Example
+from tsopt.compiler.program import Program
+from tsopt.compiler.serialize import write_program
+from tsopt.compiler.structure import flatten
+from tsopt.errors import BackendError, NoGain, TsoptError
+from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
+
+START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
+CANDIDATE_SECONDS = 300.0  # for one answer: to compile, say
+TAIL = 2000  # bytes of what a candidate printed that are kept
+SHARED = Path("/dev/shm")
+
+
+class Lost(BackendError):
+    """A candidate's process is gone. `kind` says how: crashed, timed out, exited or out of memory."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        self.kind = kind
+        super().__init__(what)
+
+
+CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
+
+
+def is_on_cpu(example: Example) -> bool:
+    """Whether candidates for this call can have processes of their own."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return CAN_FORK and all(leaf.device.type == "cpu" for leaf in cast(list[torch.Tensor], leaves))
+
+
+def can_isolate(program: Program) -> str:
+    """Why candidates for a program cannot have processes of their own; an empty text when they can."""
+    kinds = [item.type for item in (*program.signature.inputs, *program.signature.outputs)]
+    return "the model is on a device" if any(kind.device != "cpu" for kind in kinds) else ""
+
+
+class Workshop:
+    """The helper process, and a directory for what goes to and fro.
+
+    The process starts when the block is entered, so that it imports its libraries while the caller does other things;
+    `open` then gives it the program.
+    """
+
+    def __init__(self) -> None:
+        self.candidates: list[Isolated] = []
+        self._examples: dict[int, tuple[Example, Message]] = {}
+        self._directories: list[Path] = []
+
+    def __enter__(self) -> Workshop:
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            # NOTE: a session of its own: Ctrl-C in the terminal is for the caller, who then ends this one.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tsopt.runtime.worker", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        return self
+
+    def open(
+        self, program: Program, threads: int, seconds: float = CANDIDATE_SECONDS, memory: int | None = None
+    ) -> None:
+        """Hands a program over.
+
+        Args:
+            threads: intra-op threads of each candidate.
+            seconds: limit for each answer of a candidate.
+            memory: bytes that a candidate may take; what the machine has to spare when it is None.
+
+        Raises:
+            BackendError: it cannot be stored, or the process does not answer.
+        """
+        self.program, self.threads, self.seconds, self.memory = program, threads, seconds, memory
+        self.directory = Path(tempfile.mkdtemp(prefix="tsopt-", dir=_roomiest(program)))
+        self._directories.append(self.directory)
+        try:
+            write_program(_flat(program), self.directory)
+            state = write_tensors(self.directory / "state", _state_of(program))
+        except TsoptError:
+            raise
+        except Exception as error:  # a dtype that the file format has not; no room
+            raise BackendError("the program cannot be stored", why=f"{type(error).__name__}: {error}"[:200]) from error
+        self._ask(None, START_SECONDS)
+        self._ask({"do": "program", "directory": str(self.directory), "state": state}, seconds)
+
+    def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:
+        """What the helper answers. None: waits for what it says by itself."""
+        self._connection.settimeout(seconds)
+        try:
+            if message is not None:
+                send(self._connection, message, files)
+            answer, _ = receive(self._connection)
+        except (Gone, TimeoutError) as error:
+            raise BackendError("the process that candidates are tried in does not answer", why=str(error)) from error
+        if "error" in answer:
+            raise BackendError("the program cannot be tried in another process", why=answer["error"])
+        return answer
+
+    def candidate(self, backend: str, **options: Any) -> Isolated:
+        """A child for a backend; not yet compiled."""
+        mine, theirs = socket.socketpair()
+        reader, writer = os.pipe()
+        with theirs:
+            memory = self.memory or _available()
+            message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
+            pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
+        os.close(writer)
+        made = Isolated(self, backend, options, mine, reader, pid)
+        self.candidates.append(made)
+        return made
+
+    def ended(self, pid: int, seconds: float) -> int | None:
+        """How a child ended, as `waitpid` says it; None when it runs, or nobody knows."""
+        try:
+            return self._ask({"do": "reap", "pid": pid, "seconds": seconds}, seconds + 5)["status"]  # type: ignore[no-any-return]
+        except BackendError:
+            return None
+
+    def described(self, example: Example) -> Message:
+        """An example and the state as a file, written once."""
+        known = self._examples.get(id(example))
+        if known is None:
+            leaves, _ = flatten((example.args, example.kwargs))
+            file = f"example-{len(self._examples)}"
+            tensors = write_tensors(self.directory / file, [*leaves, *_state_of(self.program)])
+            known = self._examples[id(example)] = (example, {"file": file, "tensors": tensors})
+        return known[1]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all that was started, and removes all files. Once more does nothing."""
+        for candidate in self.candidates:
+            candidate.end()
+        if self._process.returncode is not None:
+            return
+        for pid in descendants(self._process.pid):  # also those that have left their process group
+            kill(pid)
+        kill(self._process.pid)
+        self._process.wait()
+        self._connection.close()
+        while self._directories:
+            shutil.rmtree(self._directories.pop(), ignore_errors=True)
+
+
+class Isolated:
+    """One candidate in a process of its own; called as the model is.
+
+    Raises:
+        Lost: the process has ended, or did not answer in time.
+        NoGain, BackendError: what the backend says.
+    """
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        backend: str,
+        options: Mapping[str, Any],
+        connection: socket.socket,
+        out: int,
+        pid: int,
+    ) -> None:
+        self.workshop, self.backend, self.options = workshop, backend, dict(options)
+        self.notes: tuple[str, ...] = ()
+        self.compile_seconds = 0.0
+        self._connection, self._pid = connection, pid
+        self._printed: deque[bytes] = deque(maxlen=4)
+        self._reader = threading.Thread(target=self._drain, args=(out,), daemon=True)
+        self._reader.start()
+        self._sent: list[Example] = []
+        self.lost: Lost | None = None
+
+    def _drain(self, out: int) -> None:
+        """Keeps the end of what the candidate prints; without a reader it would wait for one."""
+        with os.fdopen(out, "rb", buffering=0) as pipe, contextlib.suppress(OSError):
+            while part := pipe.read(1 << 16):
+                self._printed.append(part[-TAIL:])
+
+    @property
+    def printed(self) -> str:
+        """The end of what the candidate wrote to stdout and stderr, without control characters."""
+        text = b"".join(self._printed)[-TAIL:].decode(errors="replace")
+        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
+
+    def compile(self) -> None:
+        answer = self._ask({"do": "compile", "backend": self.backend, "options": self.options})
+        self.notes, self.compile_seconds = tuple(answer["notes"]), answer["seconds"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        program = self.workshop.program
+        leaves, _ = flatten((args, kwargs))
+        given = [*leaves, *_state_of(program)]
+        file = f"call-{self._pid}"
+        tensors = write_tensors(self.workshop.directory / file, given)
+        answer = self._ask({"do": "run", "file": file, "tensors": tensors})
+        values = self._read(answer["file"], answer["tensors"])
+        outputs, after = values[: answer["outputs"]], values[answer["outputs"] :]
+        if len(after) != len(given):
+            raise BackendError(f"{self.backend} broke the protocol")
+        if not answer["kept"]:
+            raise BackendError("an output of the first call was overwritten by a later one")
+        with torch.no_grad():
+            for mine, theirs in zip(given, after, strict=True):
+                if not _same_bytes(mine, theirs):
+                    mine.copy_(theirs)
+        return program.signature.unbind(outputs)
+
+    def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
+        """How long so many calls in a row take, right after `untimed` others, measured where they are made."""
+        if not any(example is sent for sent in self._sent):
+            self._sent.append(example)
+            described = [self.workshop.described(item) for item in self._sent]
+            self._ask({"do": "examples", "examples": described})
+        index = next(i for i, sent in enumerate(self._sent) if sent is example)
+        return float(self._ask({"do": "time", "example": index, "times": times, "untimed": untimed})["seconds"])
+
+    def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
+        try:
+            return read_tensors(self.workshop.directory / Path(file).name, tensors)
+        except (Gone, OSError) as error:
+            raise BackendError(f"{self.backend} broke the protocol", why=str(error)) from error
+
+    def _ask(self, message: Message) -> Message:
+        if self.lost is not None:
+            raise self.lost
+        self._connection.settimeout(self.workshop.seconds)
+        try:
+            send(self._connection, message)
+            answer, _ = receive(self._connection)
+        except TimeoutError:
+            raise self._lose("timed out", f"no answer to {message['do']!r} in {self.workshop.seconds:.0f} s") from None
+        except Gone:
+            raise self._lose(*self._how_it_ended(message["do"])) from None
+        if "error" in answer:
+            if answer["kind"] == "no gain":
+                raise NoGain(answer["error"])
+            if answer["kind"] == "MemoryError":
+                raise self._lose("out of memory", answer["error"])
+            raise BackendError(answer["error"])
+        return answer
+
+    def _how_it_ended(self, doing: str) -> tuple[str, str]:
+        status = self.workshop.ended(self._pid, 5.0)
+        if status is None:
+            return "crashed", f"its process stopped answering while it was asked to {doing}"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            if number == signal.SIGKILL:
+                return (
+                    "out of memory",
+                    f"killed while it was asked to {doing}, most likely by the system for its memory",
+                )
+            return "crashed", f"{name} while it was asked to {doing}"
+        return "exited", f"its process ended with status {os.WEXITSTATUS(status)} while it was asked to {doing}"
+
+    def _lose(self, kind: str, what: str) -> Lost:
+        self.end()
+        said = self.printed.splitlines()
+        self.lost = Lost(kind, f"{what}; it printed: {said[-1][:200]}" if said else what)
+        return self.lost
+
+    def end(self) -> None:
+        """Ends the process, and all that it started in its group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        kill(self._pid)
+        self._connection.close()
+        self._reader.join(timeout=1.0)
+
+
+def _state_of(program: Program) -> list[torch.Tensor]:
+    return [program.state[item.name] for item in program.signature.state_inputs]
+
+
+def _flat(program: Program) -> Program:
+    """The program with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
+    leaves = list(range(len(program.signature.user_inputs)))
+    values: list[Any] = [torch.empty(0) for _ in leaves]
+    _, outer = flatten((tuple(values), {}))
+    returned = len(program.signature.outputs) - len(program.signature.writes)
+    results = tuple(torch.empty(0) for _ in range(returned))
+    _, result = flatten(results[0] if returned == 1 else results)
+    return replace(program, signature=replace(program.signature, outer=outer, result=result))
+
+
+def _roomiest(program: Program) -> str | None:
+    """Shared memory where it has room for the weights several times over; None for the usual place."""
+    needed = 3 * sum(weight.nbytes for weight in program.weights.values()) + (64 << 20)
+    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
+        return str(SHARED)
+    return None
+
+
+def _available() -> int | None:
+    """Bytes of memory that can be had without swapping; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
