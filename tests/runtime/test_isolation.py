@@ -25,9 +25,10 @@ FAULTY = "tests.runtime.faulty:"
 ROOT = Path(__file__).parents[2]
 
 
-def leftovers() -> list[str]:
+def leftovers(pid: int) -> list[str]:
+    """Files that a process has left behind."""
     places = {tempfile.gettempdir(), "/dev/shm"}
-    return [path for place in places for path in glob.glob(f"{place}/tsopt-*")]
+    return [path for place in places for path in glob.glob(f"{place}/tsopt-{pid}-*")]
 
 
 def running(pids: list[int]) -> list[int]:
@@ -43,11 +44,11 @@ def running(pids: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def shop(mlp_program):
     """One helper process for all tests: it must live through what its children do."""
-    before = leftovers()
+    before = leftovers(os.getpid())
     with Workshop() as made:
         made.open(mlp_program, threads=1, memory=4 << 30)
         yield made
-    assert leftovers() == before
+    assert leftovers(os.getpid()) == before
     assert running(descendants(os.getpid())) == []
 
 
@@ -179,7 +180,7 @@ def test_optimize_isolates_and_saves(tmp_path, mlp, mlp_input):
     assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"]
     torch.testing.assert_close(fast(mlp_input), mlp(mlp_input))
     assert running(descendants(os.getpid())) == before
-    assert len(leftovers()) <= 1  # that of the fixture
+    assert len(leftovers(os.getpid())) <= 1  # that of the fixture
 
 
 def test_a_budget_that_is_too_small_leaves_eager(mlp, mlp_input):
@@ -237,7 +238,6 @@ def test_an_interrupt_ends_everything(tmp_path, phase):
         "backend = 'tests.runtime.faulty:' + sys.argv[1]\n"
         "tsopt.optimize(model, torch.randn(1, 4), seconds=600, backends=(backend,), progress=tell)\n"
     )
-    before = leftovers()
     name = "Sleeps" if phase == "compile" else "Right"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -260,11 +260,10 @@ def test_an_interrupt_ends_everything(tmp_path, phase):
     assert time.monotonic() - start < 5
     assert process.returncode != 0
     assert running(below) == []
-    assert leftovers() == before
+    assert leftovers(process.pid) == []
 
 
 def test_a_killed_caller_leaves_nothing(tmp_path):
-    before = leftovers()
     (tmp_path / "script.py").write_text(
         "import torch, tsopt\n"
         "tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), backends=('tests.runtime.faulty:Sleeps',),"
@@ -286,4 +285,4 @@ def test_a_killed_caller_leaves_nothing(tmp_path):
     while running(below) and time.monotonic() < end:
         time.sleep(0.05)
     assert running(below) == []
-    assert leftovers() == before
+    assert leftovers(process.pid) == []

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -52,12 +52,12 @@ CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
 def is_on_cpu(example: Example) -> bool:
     """Whether candidates for this call can have processes of their own."""
     leaves, _ = flatten((example.args, example.kwargs))
-    return CAN_FORK and all(leaf.device.type == "cpu" for leaf in cast(list[torch.Tensor], leaves))
+    return CAN_FORK and all(leaf.device.type == "cpu" for leaf in leaves)
 
 
 def can_isolate(program: Program) -> str:
     """Why candidates for a program cannot have processes of their own; an empty text when they can."""
-    kinds = [item.type for item in (*program.signature.inputs, *program.signature.outputs)]
+    kinds = [item.type for item in program.signature.inputs] + [item.type for item in program.signature.outputs]
     return "the model is on a device" if any(kind.device != "cpu" for kind in kinds) else ""
 
 
@@ -102,7 +102,7 @@ class Workshop:
             BackendError: it cannot be stored, or the process does not answer.
         """
         self.program, self.threads, self.seconds, self.memory = program, threads, seconds, memory
-        self.directory = Path(tempfile.mkdtemp(prefix="tsopt-", dir=_roomiest(program)))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
         self._directories.append(self.directory)
         try:
             write_program(_flat(program), self.directory)
