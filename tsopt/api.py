@@ -119,8 +119,7 @@ def optimize(
     )
 
     def another(form: Example) -> Executable:
-        backend = outcome.executable.backend if outcome.executable is not None else "eager"
-        return _another(model, form, backend, level, passes, without, threads, seed, eval_mode)
+        return _another(model, form, outcome.backend, level, passes, without, threads, seed, eval_mode)
 
     called = as_eval(model, eval_mode)
     return Optimized(called, optimized, outcome.executable, report, example, another, on_new_signature)

@@ -207,7 +207,36 @@ def test_rules_are_left_out_by_every_command_that_optimizes(tsopt, write, quick,
 def test_commands_share_the_options_that_say_what_to_optimize(tsopt, command):
     text = tsopt(command, "--help").out
     assert all(option in text for option in ("--input", "-O", "--seed", "--eval", "--allow-nan", "--without", "--json"))
-    assert ("--threads" in text) == ("--seconds" in text) == (command != "inspect")
+    for option in ("--threads", "--seconds", "--budget", "--no-isolate"):
+        assert (option in text) == (command != "inspect")
+
+
+@pytest.mark.parametrize("budget", ["0", "-3", "nan"])
+def test_a_budget_that_is_none_is_a_usage_error(tsopt, write, budget):
+    write()
+    ran = tsopt("bench", "m.py", "--budget", budget)
+    assert ran.code == 2
+    assert "budget" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "isolate", "budget"),
+    [((), True, None), (("--no-isolate",), False, None), (("--budget", "90"), True, 90.0)],
+    ids=["default", "no isolation", "budget"],
+)
+def test_isolation_and_budget_reach_the_race(tsopt, write, monkeypatch, arguments, isolate, budget):
+    from tsopt import api
+
+    given = {}
+
+    def optimize(*_, **options):
+        given.update(options)
+        raise api.UsageError("seen")
+
+    monkeypatch.setattr(api, "optimize", optimize)
+    write()
+    assert "seen" in tsopt("bench", "m.py", *arguments).err
+    assert (given["isolate"], given["budget"]) == (isolate, budget)
 
 
 # ---- bench --------------------------------------------------------------------------------------------------

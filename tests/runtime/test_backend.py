@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tests.runtime.helpers import Counter
-from tsopt.runtime.backend import BACKENDS, Executable, get_backend
+from tsopt.runtime.backend import BACKENDS, Executable, get_backend, split_spec
 
 REAL = ("eager", "torchscript", "onnxruntime")
 
@@ -314,3 +314,25 @@ def test_a_random_model_stays_random_and_compiling_it_draws_nothing(name):
     found = compiled(lambda x: x + torch.rand(100), torch.zeros(100), name)
     assert torch.equal(torch.get_rng_state(), rng)
     assert not torch.equal(found(torch.zeros(100)), found(torch.zeros(100)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "options"),
+    [
+        ("eager", "eager", {}),
+        ("onnxruntime?threads=1", "onnxruntime", {"threads": 1}),
+        ("onnxruntime?threads=2&fused=false&opset=none", "onnxruntime", {"threads": 2, "fused": False, "opset": None}),
+        ("a.b:C?mode=fast&depth=-1", "a.b:C", {"mode": "fast", "depth": -1}),
+    ],
+)
+def test_options_may_be_part_of_the_name(spec, name, options):
+    assert split_spec(spec) == (name, options)
+
+
+def test_the_options_of_a_name_are_those_of_the_backend():
+    made = get_backend("onnxruntime?threads=1", threads=2)
+    assert (made.name, made.threads) == ("onnxruntime", 1)
+    with pytest.raises(tsopt.UsageError, match="no option 'colour'"):
+        get_backend("onnxruntime?colour=red")
+    with pytest.raises(tsopt.UsageError, match="the option 'threads' has no value"):
+        get_backend("onnxruntime?threads")

@@ -297,3 +297,25 @@ def test_benchmark_leaves_weights_that_the_model_writes_alone():
     before = model.weight.detach().clone()
     benchmark(model, {}, torch.tensor([0, 1, 2]), seconds=1e-3)
     assert torch.equal(model.weight, before)
+
+
+def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_race, monkeypatch):
+    backends = ("onnxruntime", "onnxruntime?threads=1")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = run_race(backends=backends)
+    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, threads 1"]
+    monkeypatch.setattr(race_module, "SMALL", 0.0)
+    assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
+
+
+def test_one_thread_needs_no_try_where_there_is_but_one(run_race, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found = run_race(backends=("onnxruntime", "onnxruntime?threads=1"))
+    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime"]
+
+
+def test_the_backend_of_the_winner_is_told_as_it_was_asked_for(run_race, monkeypatch):
+    fast_timings(monkeypatch)
+    assert run_race().backend == "faulty"
+    fast_timings(monkeypatch, wins="eager")
+    assert run_race().backend == "eager"

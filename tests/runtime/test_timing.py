@@ -36,6 +36,8 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(timing, "time", made)
+    monkeypatch.setattr(timing, "SETTLE", 0.0)  # one untimed call
+    monkeypatch.setattr(timing, "PAUSE", 3e-3)
     return made
 
 
@@ -55,6 +57,14 @@ def test_who_is_next_waits_until_the_threads_of_the_last_one_have_stopped(clock)
 
     measure({"eager": after, "spinning": spinning}, INPUTS, seconds=1e-9)
     assert max(late[1 + timing.WARM_UP :]) <= 0
+
+
+def test_calls_settle_before_each_sample(clock, monkeypatch):
+    monkeypatch.setattr(timing, "SETTLE", 20e-3)
+    log: list = []
+    measure({"short": clock.taking(2e-3, log, "short"), "long": clock.taking(50e-3, log, "long")}, INPUTS, seconds=1e-9)
+    calls = [name for name, *_ in log][2 * (1 + timing.WARM_UP) :]
+    assert calls[:13] == ["short"] * 11 + ["long"] * 2
 
 
 def test_threads_that_never_stop_are_waited_for_no_longer_than_the_longest_rest(clock):

@@ -219,16 +219,36 @@ def _write(target: Any, value: Any) -> None:
         target.copy_(value)
 
 
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options of `onnxruntime?threads=1&opset=21`.
+
+    Raises:
+        UsageError: an option without a value.
+    """
+    name, _, rest = spec.partition("?")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split("&")):
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
+        known = {"true": True, "false": False, "none": None}
+        options[key] = int(value) if value.lstrip("-").isdigit() else known.get(value.lower(), value)
+    return name, options
+
+
 def get_backend(name: str, **options: Any) -> Backend:
     """A backend by name, with its options.
 
     Args:
-        name: one of BACKENDS, or `package.module:Class` for one of your own.
+        name: one of BACKENDS, or `package.module:Class` for one of your own; options may be part of it:
+            `onnxruntime?threads=1`. Those given beside it count less.
 
     Raises:
         UsageError: no backend or no option of that name.
         BackendError: its library is missing.
     """
+    name, own = split_spec(name)
+    options |= own
     place = name if ":" in name else BACKENDS.get(name)
     if place is None:
         raise UsageError(
@@ -269,7 +289,7 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
     """Compiles a program with one backend.
 
     Args:
-        backend: a name (`eager`, `torchscript`, `onnxruntime`, `null`) or a Backend.
+        backend: a name (`eager`, `torchscript`, `onnxruntime?threads=1`, ...; see `get_backend`) or a Backend.
         options: the backend's own, such as `threads=2`.
 
     Raises:

@@ -16,11 +16,11 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import Executable, compile, get_backend, race_options
+from tsopt.runtime.backend import Executable, compile, get_backend, race_options, split_spec
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
-from tsopt.runtime.timing import Timing, measure, speedup
+from tsopt.runtime.timing import Timing, measure, seconds_of, speedup
 
 EAGER = "eager"
 PASSES = "eager + passes"
@@ -31,7 +31,8 @@ TITLES = {
     "onnxruntime": "ONNX Runtime",
     "null": "null",
 }
-STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime")
+STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
+SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
 
@@ -40,6 +41,7 @@ Progress = Callable[[str], None]
 class Race:
     """The outcome: a row for everybody, and the winner's executable (None: eager).
 
+    backend: the winner's, as it was asked for.
     together: why candidates ran in the caller's process, where each was meant to have one of its own.
     """
 
@@ -47,6 +49,7 @@ class Race:
     winner: str
     why: str
     executable: Executable | None
+    backend: str = "eager"
     together: str = ""
 
 
@@ -97,7 +100,8 @@ def race(
         make = _maker(optimized, threads, None if together else workshop)
         rows, candidates = _prepare(optimized, oracle, backends, make, clock, workshop, tell)
         rows = _timed(model, captured, example, rows, candidates, min(seconds, clock.left), seed, tell)
-        found = _choose(model, captured, optimized, example, rows, candidates, threads, seed, tell)
+        specs = {title_of(backend): backend for backend in backends}
+        found = _choose(model, captured, optimized, example, rows, candidates, specs, threads, seed, tell)
     finally:
         torch.set_num_threads(before)
     return replace(found, together=together)
@@ -152,6 +156,8 @@ def _prepare(
     candidates: dict[str, Candidate] = {}
     for number, backend in enumerate(backends):
         title = title_of(backend)
+        if _is_needless(backend, backends, candidates, program, oracle):
+            continue
         if not clock.left:
             rows.append(Row(title, "timed out", "nothing was left of the budget"))
             continue
@@ -190,8 +196,22 @@ def _prepare(
 
 
 def title_of(backend: str) -> str:
-    """The name of a backend in tables."""
-    return TITLES.get(backend, backend)
+    """The name of a backend in tables, with its options: `ONNX Runtime, threads 1`."""
+    name, options = split_spec(backend)
+    return ", ".join([TITLES.get(name, name), *(f"{key} {value}" for key, value in options.items())])
+
+
+def _is_needless(
+    backend: str, backends: Sequence[str], candidates: Mapping[str, Candidate], program: Program, oracle: Oracle
+) -> bool:
+    """Whether one thread needs no try: there is but one, or the same backend keeps several busy for long."""
+    name, options = split_spec(backend)
+    if options != {"threads": 1} or name not in backends:
+        return False
+    if torch.get_num_threads() == 1 or title_of(name) not in candidates:
+        return True
+    with protected(None, written=program.state.values()), torch.inference_mode():
+        return seconds_of(candidates[title_of(name)], oracle.expected[0].inputs.clone()) > SMALL
 
 
 def _reason(error: TsoptError) -> str:
@@ -242,6 +262,7 @@ def _choose(
     example: Example,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
+    backends: Mapping[str, str],
     threads: int | None,
     seed: int,
     tell: Progress,
@@ -261,7 +282,7 @@ def _choose(
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executable)
+            return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executable, backends[row.name])
         rows = [replace(r, status="wrong", reason=f"after timing: {failure}") if r is row else r for r in rows]
     usable = any(row.name != EAGER and row.status == "ok" for row in rows)
     why = "no candidate is faster beyond noise" if usable else "no candidate could be used"

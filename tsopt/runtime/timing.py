@@ -13,7 +13,9 @@ from tsopt.compiler.example import Example
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock does not show
-PAUSE = 3e-3  # seconds between looks at whether the last candidate's threads have come to rest
+SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
+PAUSE = 25e-3  # seconds between looks at whether a candidate's threads have come to rest; one that spins may be off its
+# core for 10 ms of them, on a busy machine
 IDLE = 0.2  # cores in use, at most, when they have
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
 HOPELESS = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
@@ -68,7 +70,10 @@ class Speedup:
 
 @runtime_checkable
 class Elsewhere(Protocol):
-    """A callable that runs in another process, which times it: the way there and back must not count."""
+    """A callable that runs in another process, which times it: the way there and back must not count.
+
+    It answers when its threads are at rest (`rest`).
+    """
 
     def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
         """How long so many calls in a row take, right after `untimed` others."""
@@ -78,6 +83,7 @@ class Elsewhere(Protocol):
 class _Lane:
     call: Callable[..., Any]
     group: int = 1
+    untimed: int = 1
     first: float = 0.0
     error: str = ""
     samples: list[float] = field(default_factory=list)
@@ -93,7 +99,7 @@ def measure(
 ) -> dict[str, Timing]:
     """Times callables side by side.
 
-    In every round each of them waits until the one before it has come to rest, is called once untimed, then timed, on
+    In every round each of them is called untimed for a moment, then timed, then left until its threads are at rest; on
     the inputs in rotation (a candidate that remembers its last answer gains nothing), in an order that rotates and
     turns round.
 
@@ -110,6 +116,7 @@ def measure(
         if progress:
             progress(f"warm-up {name}")
         _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
+    rest()
     end = time.perf_counter() + seconds
     names = list(lanes)
     for number in range(MAX_BUSY_ROUNDS):
@@ -147,7 +154,9 @@ def _attempt(
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
     lane.first = _time(lane.call, inputs[0], 1, wait)
     spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
-    lane.group = max(1, min(1000, int(SAMPLE / max(min(spent), 1e-7))))
+    call = max(min(spent), 1e-7)
+    lane.group = max(1, min(1000, int(SAMPLE / call)))
+    lane.untimed = max(1, min(2000, int(SETTLE / call)))
 
 
 def rest() -> None:
@@ -165,12 +174,12 @@ def rest() -> None:
 
 
 def _sample(lane: _Lane, example: Example, wait: Callable[[], None]) -> None:
-    rest()
     if isinstance(lane.call, Elsewhere):
-        spent = lane.call.seconds(example, lane.group, 1)
+        spent = lane.call.seconds(example, lane.group, lane.untimed)
     else:
-        _time(lane.call, example, 1, wait)
+        _time(lane.call, example, lane.untimed, wait)
         spent = _time(lane.call, example, lane.group, wait)
+        rest()
     lane.samples.append(spent / lane.group)
 
 
@@ -183,6 +192,14 @@ def _time(call: Callable[..., Any], example: Example, times: int, wait: Callable
         call(*args, **kwargs)
     wait()
     return time.perf_counter() - start
+
+
+def seconds_of(call: Callable[..., Any], example: Example) -> float:
+    """About how long a call takes, for decisions that need no interval."""
+    if isinstance(call, Elsewhere):
+        return call.seconds(example, 3, 1) / 3
+    _time(call, example, 1, lambda: None)
+    return _time(call, example, 3, lambda: None) / 3
 
 
 def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
