@@ -20,6 +20,15 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing that takes no care of being right: no test believes what a race in this process measures."""
+    from tsopt.runtime import timing
+
+    monkeypatch.setattr(timing, "SETTLE", 0.0)
+    monkeypatch.setattr(timing, "PAUSE", 1e-3)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest):
     """Compares a text with tests/golden/NAME.txt; `--update-golden` writes it."""

@@ -208,6 +208,13 @@ def test_what_another_process_does_not_know_runs_here(mlp_input):
     assert fast.report.row("eager + passes").status == "ok"
 
 
+def test_where_no_process_can_be_started_candidates_run_here(mlp, mlp_input, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, backends=("eager",))
+    assert "no process can be started" in fast.report.together
+    assert fast.report.row("eager + passes").status == "ok"
+
+
 def test_devices_are_not_isolated(mlp_program):
     assert can_isolate(mlp_program) == ""
     assert not is_on_cpu(Example((torch.empty(2, device="meta"),)))

@@ -36,8 +36,6 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(timing, "time", made)
-    monkeypatch.setattr(timing, "SETTLE", 0.0)  # one untimed call
-    monkeypatch.setattr(timing, "PAUSE", 3e-3)
     return made
 
 

@@ -29,6 +29,7 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
+from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.processes import descendants, kill
 from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 
@@ -72,20 +73,27 @@ class Workshop:
         self.candidates: list[Isolated] = []
         self._examples: dict[int, tuple[Example, Message]] = {}
         self._directories: list[Path] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused = ""
 
     def __enter__(self) -> Workshop:
         self._connection, theirs = socket.socketpair()
         with theirs:
-            # NOTE: a session of its own: Ctrl-C in the terminal is for the caller, who then ends this one.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tsopt.runtime.worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+            command = [sys.executable, "-m", "tsopt.runtime.worker", str(theirs.fileno())]
+            nothing = subprocess.DEVNULL
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=nothing,
+                    stdout=nothing,
+                    stderr=nothing,
+                    start_new_session=True,  # Ctrl-C in the terminal is for the caller, who then ends this one
+                    env=environment,
+                )
+            except OSError as error:
+                self._refused = f"no process can be started: {error}"
         return self
 
     def open(
@@ -101,6 +109,8 @@ class Workshop:
         Raises:
             BackendError: it cannot be stored, or the process does not answer.
         """
+        if self._refused:
+            raise BackendError(self._refused)
         self.program, self.threads, self.seconds, self.memory = program, threads, seconds, memory
         self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
         self._directories.append(self.directory)
@@ -166,12 +176,12 @@ class Workshop:
         """Ends all that was started, and removes all files. Once more does nothing."""
         for candidate in self.candidates:
             candidate.end()
-        if self._process.returncode is not None:
-            return
-        for pid in descendants(self._process.pid):  # also those that have left their process group
-            kill(pid)
-        kill(self._process.pid)
-        self._process.wait()
+        if self._process is not None:
+            for pid in descendants(self._process.pid):  # also those that have left their process group
+                kill(pid)
+            kill(self._process.pid)
+            self._process.wait()
+            self._process = None
         self._connection.close()
         while self._directories:
             shutil.rmtree(self._directories.pop(), ignore_errors=True)
@@ -235,7 +245,7 @@ class Isolated:
             raise BackendError("an output of the first call was overwritten by a later one")
         with torch.no_grad():
             for mine, theirs in zip(given, after, strict=True):
-                if not _same_bytes(mine, theirs):
+                if not bit_equal(mine, theirs):
                     mine.copy_(theirs)
         return program.signature.unbind(outputs)
 
@@ -334,9 +344,3 @@ def _available() -> int | None:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else None
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
