@@ -24,6 +24,7 @@ from torch import nn
 import tsopt
 from bench.models import MODELS
 from bench.process import in_own_process
+from tsopt.api import capture, transform
 from tsopt.compiler.protect import protected
 from tsopt.runtime.environment import environment
 from tsopt.runtime.inputs import input_sets
@@ -52,10 +53,10 @@ def main() -> None:
 def one(name: str) -> dict[str, Any]:
     model, example = MODELS[name].load()
     start = time.perf_counter()
-    program = tsopt.capture(model, example)
+    program = capture(model, example)
     capture_seconds = time.perf_counter() - start
     start = time.perf_counter()
-    tsopt.transform(program)
+    transform(program)
     pass_seconds = time.perf_counter() - start
     start = time.perf_counter()
     fast = tsopt.optimize(model, example)
