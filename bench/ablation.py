@@ -53,7 +53,11 @@ def main() -> None:
     for name in names:
         rows[name] = in_own_process("bench.ablation:one", name)
         print(line(name, rows[name]), flush=True)
-    rows = {name: rows[name] for name in NAMES if name in rows}
+        write({name: rows[name] for name in NAMES if name in rows}, place)
+
+
+def write(rows: dict[str, Any], place: Path) -> None:
+    """The numbers and the table, after each model: a run takes long."""
     env = environment()
     place.write_text(json.dumps({"environment": env.to_json(), "models": rows}, indent=1) + "\n")
     table = [HEADER, RULE, *(line(name, row) for name, row in rows.items())]

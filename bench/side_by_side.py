@@ -42,11 +42,15 @@ def main() -> None:
     for name in names:
         rows[name] = in_own_process("bench.side_by_side:one", name)
         print(line(name, rows[name]), flush=True)
+        write({name: rows[name] for name in MODELS if name in rows}, place)
+
+
+def write(rows: dict[str, Any], place: Path) -> None:
+    """The numbers and the table, after each model: a run takes long."""
     RESULTS.mkdir(exist_ok=True)
     env = environment()
     place.write_text(json.dumps({"environment": env.to_json(), "models": rows}, indent=1) + "\n")
-    ordered = {name: rows[name] for name in MODELS if name in rows}
-    table = [HEADER, RULE, *(line(name, row) for name, row in ordered.items())]
+    table = [HEADER, RULE, *(line(name, row) for name, row in rows.items())]
     (RESULTS / "side_by_side.md").write_text("\n".join([f"On {env}.", "", *table, ""]))
 
 
