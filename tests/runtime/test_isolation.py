@@ -106,7 +106,7 @@ def test_a_candidate_that_hangs_costs_its_time_alone(name, try_all):
     start = time.monotonic()
     rows, _ = try_all(FAULTY + name, "eager", budget=4.0)
     assert rows[name].status == "timed out"
-    assert "no answer to 'compile' in 2 s" in rows[name].reason
+    assert rows[name].reason.startswith("no answer to 'compile' in ")
     assert rows["eager + passes"].status == "ok"
     assert time.monotonic() - start < 15
 
