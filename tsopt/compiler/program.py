@@ -6,6 +6,7 @@ Never imports a pass or a backend.
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -211,8 +212,11 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
 def format_type(found: TensorType | tuple[TensorType, ...] | None) -> str:
     if isinstance(found, tuple):
         return f"({', '.join(map(str, found))})"
-    if found is None:
-        return "none"
+    return "none" if found is None else _type_text(found)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a program has few types, and is printed after every pass
+def _type_text(found: TensorType) -> str:
     return str(found) if found.contiguous else f"{found}/{','.join(map(str, found.stride))}"
 
 
