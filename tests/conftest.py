@@ -29,6 +29,15 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "PAUSE", 1e-3)
 
 
+@pytest.fixture(autouse=True)
+def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates run in the process of the test, which saves seconds each; test_isolation.py is about the others."""
+    if request.node.path.name != "test_isolation.py":
+        from tsopt import api
+
+        monkeypatch.setattr(api, "is_on_cpu", lambda example: False)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest):
     """Compares a text with tests/golden/NAME.txt; `--update-golden` writes it."""

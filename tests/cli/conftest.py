@@ -71,7 +71,7 @@ def exported(tmp_path_factory):
     from tsopt.cli.model_file import load_model_file
 
     loaded = load_model_file(str(place / "m.py"), [], 0)
-    fast = package.optimize(loaded.model, loaded.example_input, backends=("eager",), seconds=0.01)
+    fast = package.optimize(loaded.model, loaded.example_input, backends=("eager",), seconds=0.01, isolate=False)
     fast.save(place / "m.tsopt")
     return place
 
