@@ -127,6 +127,32 @@ def test_a_candidate_that_is_wrong_after_the_timing_does_not_win(try_all):
     assert found.winner == "eager"
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_crash_while_it_is_decided_whether_one_thread_is_tried_costs_the_candidate_alone(try_all, two_threads):
+    name = FAULTY + "CrashesWhenTimed"
+    rows, found = try_all(name, f"{name}?threads=1", "eager")
+    assert rows["CrashesWhenTimed"].status == "crashed"
+    assert rows["eager + passes"].status == "ok"
+    assert found.winner in ("eager", "eager + passes")
+
+
+def test_a_full_disk_leaves_the_race_to_this_process(mlp, mlp_input, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, backends=("eager",))
+    assert "No space left" in fast.report.together
+    assert fast.report.row("eager + passes").status == "ok"
+
+
 def test_what_a_lost_candidate_printed_last_is_told(shop):
     lost = shop.candidate(FAULTY + "Segfaults")
     with pytest.raises(Lost) as caught:

@@ -299,17 +299,25 @@ def test_benchmark_leaves_weights_that_the_model_writes_alone():
     assert torch.equal(model.weight, before)
 
 
-def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_race, monkeypatch):
+@pytest.fixture
+def torch_threads():
+    """Sets torch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_race, monkeypatch, torch_threads):
     backends = ("onnxruntime", "onnxruntime?threads=1")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    torch_threads(2)
     found = run_race(backends=backends)
     assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, threads 1"]
     monkeypatch.setattr(race_module, "SMALL", 0.0)
     assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
 
 
-def test_one_thread_needs_no_try_where_there_is_but_one(run_race, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+def test_one_thread_needs_no_try_where_there_is_but_one(run_race, torch_threads):
+    torch_threads(1)
     found = run_race(backends=("onnxruntime", "onnxruntime?threads=1"))
     assert [item.name for item in found.rows] == ["eager", "ONNX Runtime"]
 

@@ -11,10 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler import ops
-from tsopt.compiler.program import Program, type_of
-from tsopt.compiler.types import TensorType
-
-Type = TensorType | tuple[TensorType, ...] | None
+from tsopt.compiler.program import Program, Type, type_of, type_of_value
 
 _DERIVED: WeakKeyDictionary[FakeTensorMode, dict[object, Type]] = WeakKeyDictionary()
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
@@ -48,7 +45,7 @@ def infer_type(program: Program, node: fx.Node) -> Type:
     known = _DERIVED.setdefault(program.fake_mode, {})
     key = (node.target, _key(node.args), _key(tuple(node.kwargs.items())))
     if key not in known:
-        known[key] = _type(infer(program, node.target, node.args, dict(node.kwargs)))
+        known[key] = type_of_value(infer(program, node.target, node.args, dict(node.kwargs)))
     return known[key]
 
 
@@ -61,13 +58,6 @@ def _key(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_key, value))
     return type(value), value if value.__hash__ is not None else repr(value)
-
-
-def _type(value: object) -> Type:
-    tensors = ops.tensors_of(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(TensorType.of(tensor) for tensor in tensors)
-    return TensorType.of(tensors[0]) if tensors else None
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

@@ -172,17 +172,23 @@ def _renamed(graph: fx.Graph) -> fx.Graph:
     return out
 
 
-def type_of(node: fx.Node) -> TensorType | tuple[TensorType, ...] | None:
-    """The recorded type of a value; a tuple for multi-output ops."""
+Type = TensorType | tuple[TensorType, ...] | None
+
+
+def type_of_value(value: object) -> Type:
+    """The type of a real or fake value; a tuple for multi-output ops, None for what is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    return tuple(map(TensorType.of, ops.tensors_of(value))) if isinstance(value, (list, tuple)) else None
+
+
+def type_of(node: fx.Node) -> Type:
+    """The recorded type of a value."""
     value = node.meta.get("val")
     cached = node.meta.get("type")
     if cached is not None and cached[0] is value:
         return cached[1]  # type: ignore[no-any-return]
-    found: TensorType | tuple[TensorType, ...] | None = None
-    if isinstance(value, torch.Tensor):
-        found = TensorType.of(value)
-    elif isinstance(value, (list, tuple)):
-        found = tuple(TensorType.of(item) for item in ops.tensors_of(value))
+    found = type_of_value(value)
     node.meta["type"] = (value, found)
     return found
 
@@ -209,7 +215,7 @@ def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
     return f"{left} {ops.name_of(node)}({', '.join(arguments)})"
 
 
-def format_type(found: TensorType | tuple[TensorType, ...] | None) -> str:
+def format_type(found: Type) -> str:
     if isinstance(found, tuple):
         return f"({', '.join(map(str, found))})"
     return "none" if found is None else _type_text(found)

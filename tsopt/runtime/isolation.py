@@ -112,9 +112,9 @@ class Workshop:
         if self._refused:
             raise BackendError(self._refused)
         self.program, self.threads, self.seconds, self.memory = program, threads, seconds, memory
-        self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
-        self._directories.append(self.directory)
         try:
+            self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
+            self._directories.append(self.directory)
             write_program(_flat(program), self.directory)
             state = write_tensors(self.directory / "state", _state_of(program))
         except TsoptError:
@@ -138,14 +138,24 @@ class Workshop:
         return answer
 
     def candidate(self, backend: str, **options: Any) -> Isolated:
-        """A child for a backend; not yet compiled."""
-        mine, theirs = socket.socketpair()
-        reader, writer = os.pipe()
-        with theirs:
-            memory = self.memory or _available()
-            message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
-            pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
-        os.close(writer)
+        """A child for a backend; not yet compiled.
+
+        Raises:
+            BackendError: the helper is gone.
+        """
+        memory = self.memory or _available()
+        message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
+        with contextlib.ExitStack() as unless_made:
+            mine, theirs = socket.socketpair()
+            reader, writer = os.pipe()
+            unless_made.callback(mine.close)
+            unless_made.callback(os.close, reader)
+            try:
+                pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
+            finally:
+                theirs.close()
+                os.close(writer)
+            unless_made.pop_all()
         made = Isolated(self, backend, options, mine, reader, pid)
         self.candidates.append(made)
         return made
@@ -206,7 +216,6 @@ class Isolated:
     ) -> None:
         self.workshop, self.backend, self.options = workshop, backend, dict(options)
         self.notes: tuple[str, ...] = ()
-        self.compile_seconds = 0.0
         self._connection, self._pid = connection, pid
         self._printed: deque[bytes] = deque(maxlen=4)
         self._reader = threading.Thread(target=self._drain, args=(out,), daemon=True)
@@ -228,7 +237,7 @@ class Isolated:
 
     def compile(self) -> None:
         answer = self._ask({"do": "compile", "backend": self.backend, "options": self.options})
-        self.notes, self.compile_seconds = tuple(answer["notes"]), answer["seconds"]
+        self.notes = tuple(answer["notes"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program = self.workshop.program
@@ -319,13 +328,12 @@ def _state_of(program: Program) -> list[torch.Tensor]:
 
 def _flat(program: Program) -> Program:
     """The program with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
-    leaves = list(range(len(program.signature.user_inputs)))
-    values: list[Any] = [torch.empty(0) for _ in leaves]
-    _, outer = flatten((tuple(values), {}))
-    returned = len(program.signature.outputs) - len(program.signature.writes)
-    results = tuple(torch.empty(0) for _ in range(returned))
-    _, result = flatten(results[0] if returned == 1 else results)
-    return replace(program, signature=replace(program.signature, outer=outer, result=result))
+    given, whole = program.signature, program.signature.outputs
+    inputs = tuple(torch.empty(0) for _ in given.user_inputs)
+    outputs = tuple(torch.empty(0) for _ in whole[len(given.writes) :])
+    _, outer = flatten((inputs, {}))
+    _, result = flatten(outputs[0] if len(outputs) == 1 else outputs)
+    return replace(program, signature=replace(given, outer=outer, result=result))
 
 
 def _roomiest(program: Program) -> str | None:
