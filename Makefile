@@ -32,10 +32,11 @@ types: $(READY) ## mypy --strict
 fuzz: $(READY) ## the slow campaigns of the tests
 	TSOPT_FUZZ=1 $(BIN)/python -m pytest -m "" tests
 
-bench: $(READY) ## eight real models, eager against compiled; writes bench/results
+bench: $(READY) ## real models, eager against compiled, pass by pass; writes bench/results
 	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json
 	$(BIN)/python -m bench.side_by_side
 	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.ablation
 
 clean: ## remove what was made
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

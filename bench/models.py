@@ -69,6 +69,22 @@ class Heads(nn.Module):
         return self.out(torch.cat(found, -1))
 
 
+class Pyramid(nn.Module):
+    """Convolutions of several sizes side by side, written step by step over all of them, not branch by branch."""
+
+    def __init__(self, sizes: tuple[int, ...], channels: int) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Conv2d(3, channels, size, padding=size // 2) for size in sizes)
+        self.narrow = nn.ModuleList(nn.Conv2d(channels, 8, 1) for _ in sizes)
+        self.label = nn.Linear(8 * len(sizes), 10)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        wide = [conv(image).relu() for conv in self.wide]
+        narrow = [conv(x).relu() for conv, x in zip(self.narrow, wide, strict=True)]
+        pooled = [x.mean((-2, -1)) for x in narrow]
+        return self.label(torch.cat(pooled, 1))
+
+
 def perturbed(model: nn.Module) -> nn.Module:
     """Batch norm statistics as training leaves them: fresh ones (0 and 1) would hide an error in folding."""
     for module in model.modules():
@@ -149,5 +165,6 @@ MODELS: dict[str, Case] = {
     ),
     "ensemble_16": Case(lambda: Ensemble(16, 64), lambda: tsopt.example(torch.randn(1, 64))),
     "heads_8": Case(lambda: Heads(8, 64), lambda: tsopt.example(torch.randn(1, 32, 64))),
+    "pyramid_4": Case(lambda: Pyramid((1, 3, 5, 7), 64), lambda: image(112)),
     "whisper_tiny": Case(Encoder, lambda: tsopt.example(torch.randn(1, 80, 3000))),
 }
