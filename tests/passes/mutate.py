@@ -168,14 +168,16 @@ def imported_by(path: Path) -> set[str]:
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files that a module may turn red: its own first, then those of the modules that are made with it."""
+    """The test files that a module may turn red: its own, those of its folder, those of modules made with it."""
     users, size = {module}, 0
     while len(users) > size:
         size = len(users)
         users |= {name for name in modules() if imported_by(file_of(name)) & users}
     files = [path for path in sorted(TESTS.rglob("test_*.py")) if path.stem not in NOT_THEIR_TESTS]
-    files = [path for path in files if imported_by(path) & users]
-    return [str(path) for path in sorted(files, key=lambda path: path.stem != f"test_{module.rpartition('.')[2]}")]
+    folder, own = TESTS.joinpath(*module.split(".")[:-1]), f"test_{module.rpartition('.')[2]}"
+    beside = {path for path in files if folder != TESTS and path.parent == folder}
+    files = [path for path in files if path in beside or imported_by(path) & users]
+    return [str(path) for path in sorted(files, key=lambda path: (path.stem != own, path not in beside))]
 
 
 def is_red(module: str, guard: Guard | None = None) -> bool:

@@ -205,7 +205,7 @@ def _observed(node: fx.Node) -> list[fx.Node]:
     if known is None:
         fakes = [tensor for source in places for tensor in tensors_of(source.meta["val"])]
         memory = _memory_of_call(node, fakes) if fakes else set()
-        shares = [memory & {_memory(t) for t in tensors_of(source.meta["val"])} for source in places]
+        shares = [memory & memory_of(source.meta["val"]) for source in places]
         node.meta["shares"] = known = tuple(i for i, shared in enumerate(shares) if shared)
     return list(dict.fromkeys(places[i] for i in known))
 
@@ -215,13 +215,14 @@ def _memory_of_call(node: fx.Node, fakes: list[Any]) -> set[int]:
     call: Any = node.target
     try:
         with torch.no_grad(), fakes[0].fake_mode:
-            return {_memory(tensor) for tensor in tensors_of(call(*args, **kwargs))}
+            return memory_of(call(*args, **kwargs))
     except UNDECIDED:  # it looks at values that a fake tensor does not have: the result may be any of them
-        return {_memory(tensor) for tensor in fakes}
+        return memory_of(fakes)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def memory_of(value: object) -> set[int]:
+    """Which storages the tensors of a value live in."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(value)}
 
 
 Roots = frozenset[Any]

@@ -7,8 +7,9 @@ they come from.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,22 +77,13 @@ class Site:
 
     def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """A new call, typed, in the place of the root."""
-        with self.program.graph.inserting_before(self.root):
-            node = self.program.graph.call_function(target, args, kwargs)
+        node = new_call(self.program, self.root, self.root, target, args, kwargs)
         self.created.append(node)
-        node.meta = {key: self.root.meta[key] for key in ("module", "source") if key in self.root.meta}
-        try:
-            node.meta["val"] = infer(self.program, target, args, kwargs)
-        except Exception as error:  # the op's own checks decide what fits
-            raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
         return node
 
     def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
         """A new weight, under a fresh name that begins with `hint`."""
-        name, number = hint, 1
-        while name in self.program.weights:
-            number += 1
-            name = f"{hint}.{number}"
+        name = fresh_name(hint, self.program.weights)
         self.program.weights[name] = value
         with self.program.graph.inserting_before(self.root):
             node = self.program.graph.create_node("get_attr", name)
@@ -125,6 +117,50 @@ class Site:
                 del self.program.weights[str(node.target)]
             self.program.graph.erase_node(node)
         self.created.clear()
+
+
+def new_call(
+    program: Program, before: fx.Node, origin: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """A new call before a node, typed; it says that it comes from where `origin` does.
+
+    Raises:
+        Impossible: the op takes no such arguments.
+    """
+    try:
+        value = infer(program, target, args, kwargs)
+    except Exception as error:  # the op's own checks decide what fits
+        raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
+    with program.graph.inserting_before(before):
+        node = program.graph.call_function(target, args, kwargs)
+    node.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta} | {"val": value}
+    return node
+
+
+def fresh_name(hint: str, taken: Container[str]) -> str:
+    """The hint, or the first of `hint.2`, `hint.3` ... that is not taken."""
+    numbered = (f"{hint}.{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([hint], numbered) if name not in taken)
+
+
+def erase_unused(
+    program: Program, nodes: list[fx.Node], erased: set[fx.Node], replaced: Collection[fx.Node] = ()
+) -> None:
+    """Erases values that nobody uses, then what only they used; the last of `nodes` first.
+
+    Args:
+        erased: what is erased already; what is erased here is added.
+        replaced: calls that go although they draw or have an effect.
+    """
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node in erased or node.users or not (node.op == "get_attr" or ops.is_pure(node) or node in replaced):
+            continue
+        sources = node.all_input_nodes
+        program.graph.erase_node(node)
+        erased.add(node)
+        todo += sources
 
 
 @dataclass(frozen=True)
@@ -212,7 +248,7 @@ class _Driver:
         users = list(node.users)
         node.replace_all_uses_with(result)
         self.moved(users)
-        self.erase_dead(node)
+        erase_unused(self.program, [node], self.erased, replaced=(node,))
         self.push([*site.created, result, *users])
         return True
 
@@ -257,19 +293,6 @@ class _Driver:
             if roots != self.roots.get(node):
                 self.roots[node] = roots
                 todo += node.users
-
-    def erase_dead(self, node: fx.Node) -> None:
-        todo = [node]
-        while todo:
-            dead = todo.pop()
-            if dead in self.erased or dead.users or dead.op in ("placeholder", "output"):
-                continue
-            if ops.is_call(dead) and dead is not node and not ops.is_pure(dead):
-                continue
-            sources = dead.all_input_nodes
-            self.program.graph.erase_node(dead)
-            self.erased.add(dead)
-            todo += sources
 
 
 def shares_new_memory(

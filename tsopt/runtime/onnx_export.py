@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.infer import infer
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.quiet import quiet
+from tsopt.compiler.rewrite import new_call
 from tsopt.errors import BackendError, UsageError
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
@@ -105,10 +105,7 @@ def _four_axes(program: Program, node: fx.Node) -> None:
     batch = torch.Size(lead).numel()
 
     def made(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with program.graph.inserting_before(node):
-            new = program.graph.call_function(target, args, kwargs)
-        new.meta = {**node.meta, "val": infer(program, target, args, kwargs)}
-        return new
+        return new_call(program, node, node, target, args, kwargs)
 
     def flat(part: fx.Node) -> fx.Node:
         ends = list(part.meta["val"].shape[-2:])

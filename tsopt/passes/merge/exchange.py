@@ -13,7 +13,7 @@ from tsopt.compiler import ops
 from tsopt.compiler.infer import infer
 from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Program, tensor_type
-from tsopt.compiler.rewrite import reaches_output
+from tsopt.compiler.rewrite import erase_unused, reaches_output
 from tsopt.compiler.types import TensorType
 from tsopt.passes.merge.stage import Stage
 
@@ -115,8 +115,8 @@ class Exchange:
             value = infer(self.program, node.target, args, kwargs)
         except Exception:  # the op's own checks: a view of what is not contiguous, say
             return None
-        memory = _memory(value)
-        shared = {s for s in node.all_input_nodes if memory & _memory(values.get(s, s.meta["val"]))}
+        memory = ops.memory_of(value)
+        shared = {s for s in node.all_input_nodes if memory & ops.memory_of(values.get(s, s.meta["val"]))}
         return None if not shared <= set(ops.may_alias(node)) and reaches_output(node) else value
 
     def commit(self, replaced: Mapping[fx.Node, fx.Node], gone: Iterable[fx.Node], fresh: Values) -> None:
@@ -126,15 +126,7 @@ class Exchange:
             node.meta.pop("shares", None)
         for old, new in replaced.items():
             old.replace_all_uses_with(new)
-        todo = sorted(gone, key=self.order.__getitem__)
-        while todo:
-            node = todo.pop()
-            if node in self.erased or node.users or not (node.op == "get_attr" or ops.is_pure(node)):
-                continue
-            sources = node.all_input_nodes
-            self.program.graph.erase_node(node)
-            self.erased.add(node)
-            todo += sources
+        erase_unused(self.program, sorted(gone, key=self.order.__getitem__), self.erased)
 
     def restore_order(self) -> None:
         """Puts calls and weights at their places, or as soon after them as what they read allows."""
@@ -183,10 +175,6 @@ def _roots(node: fx.Node) -> set[fx.Node]:
 
 def _same_layout(old: fx.Node, new: fx.Node) -> bool:
     return tensor_type(old).same_layout(tensor_type(new).stride)
-
-
-def _memory(value: object) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in ops.tensors_of(value)}
 
 
 def _same_strides(old: object, new: object) -> bool:

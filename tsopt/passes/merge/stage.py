@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.infer import infer
 from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Program, tensor_type
-from tsopt.compiler.rewrite import Impossible
+from tsopt.compiler.rewrite import fresh_name, new_call
 from tsopt.compiler.types import TensorType
 from tsopt.passes.merge.branches import Group, is_shared
 
@@ -53,15 +52,7 @@ class Stage:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new typed call."""
-        try:
-            value = infer(self.program, target, args, kwargs)
-        except Exception as error:  # the op's own checks decide what fits
-            raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
-        with self.program.graph.inserting_before(self.program.output_node):
-            node = self.program.graph.call_function(target, args, kwargs)
-        node.meta = {key: self.at[0].meta[key] for key in ("module", "source") if key in self.at[0].meta} | {
-            "val": value
-        }
+        node = new_call(self.program, self.program.output_node, self.at[0], target, args, kwargs)
         self.created[node] = self.at
         return node
 
@@ -69,9 +60,8 @@ class Stage:
         """A new weight made of others; computed in `keep`, for it may be large."""
         with torch.no_grad(), self.program.fake_mode:
             value = join([weight.meta["val"] for weight in each])
-        base = f"{each[0].target}{STACKED}"
         taken = {*self.program.weights, *(str(node.target) for node in self.pending)}
-        name = next(n for n in (base if i == 1 else f"{base}.{i}" for i in range(1, len(taken) + 2)) if n not in taken)
+        name = fresh_name(f"{each[0].target}{STACKED}", taken)
         with self.program.graph.inserting_before(self.program.output_node):
             node = self.program.graph.create_node("get_attr", name)
         node.meta = {"val": value}

@@ -18,7 +18,6 @@ from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import USED_ELSEWHERE, Site, Skip, rule
 from tsopt.passes.recompose.formulas import (
     PRODUCTS,
-    Product,
     affine,
     averaged,
     is_float,
@@ -72,19 +71,25 @@ def _difference_of_means(at: Site, node: Any) -> tuple[Reduced, bool] | None:
     return right, True
 
 
-def _inverse_root(at: Site, found: Product) -> tuple[object, list[fx.Node]] | None:
-    """(y, other factors) of a product with 1 / sqrt(y), however it is written; with 1 / y for a deviation plus eps."""
+def _over_root(at: Site) -> tuple[float, object, list[fx.Node]] | None:
+    """(number, y, factors) where the root is number * factors / sqrt(y), however it is written.
+
+    Also over y itself, where that is a deviation plus eps.
+    """
+    found = product(at, at.root) if is_float(at, at.root) else None
+    if found is None:
+        return None
     tops = list(found.tops)
     if len(found.bottoms) == 1:
         below = found.bottoms[0]
         root = root_of(below)
         if root is not None and root[1] > 0:
-            return root[0], tops
-        return (below, tops) if _is_deviation(at, below) else None
+            return found.number, root[0], tops
+        return (found.number, below, tops) if _is_deviation(at, below) else None
     for i, node in enumerate(tops if not found.bottoms else ()):
         root = root_of(node)
         if root is not None and root[1] < 0:
-            return root[0], tops[:i] + tops[i + 1 :]
+            return found.number, root[0], tops[:i] + tops[i + 1 :]
     return None
 
 
@@ -100,11 +105,10 @@ def _is_deviation(at: Site, node: Any) -> bool:
 @rule(*PRODUCTS, numerics=Numerics.ROUNDING)
 def layer_norm_formula(at, *_):
     """(x - mean(x)) / sqrt(var(x) + eps) -> layer_norm(x)"""
-    found = product(at, at.root)
-    scaled = _inverse_root(at, found) if is_float(at, at.root) else None
-    if scaled is None:
+    found = _over_root(at)
+    if found is None:
         return None
-    y, factors = scaled
+    number, y, factors = found
     top = next((node for node in factors if _centred(at, node)), None)
     if top is None:
         return None
@@ -120,19 +124,17 @@ def layer_norm_formula(at, *_):
         if count < 2:
             return None
         share = 1.0 if spread[1] else (count - 1) / count  # of the unbiased variance that the biased one is
-        number = found.number * math.sqrt(share)
-        return _norm(at, aten.layer_norm.default, x, axes, eps * share, number, others)
+        return _norm(at, aten.layer_norm.default, x, axes, eps * share, number * math.sqrt(share), others)
     return None
 
 
 @rule(*PRODUCTS, numerics=Numerics.ROUNDING)
 def rms_norm_formula(at, *_):
     """x / sqrt(mean(x ** 2) + eps) -> rms_norm(x)"""
-    found = product(at, at.root)
-    scaled = _inverse_root(at, found) if is_float(at, at.root) else None
-    if scaled is None:
+    found = _over_root(at)
+    if found is None:
         return None
-    y, factors = scaled
+    number, y, factors = found
     for mean, a, eps in affine(at, y):
         found_mean = averaged(at, mean)
         x = squared(found_mean[0]) if found_mean is not None else None
@@ -142,7 +144,7 @@ def rms_norm_formula(at, *_):
         if top is None:
             return None
         others = [node for node in factors if node is not top]
-        return _norm(at, aten.rms_norm.default, x, found_mean[1], eps, found.number, others)
+        return _norm(at, aten.rms_norm.default, x, found_mean[1], eps, number, others)
     return None
 
 

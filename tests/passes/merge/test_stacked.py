@@ -1,0 +1,108 @@
+"""What branches do is done once, on a stack of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.passes.helpers import Repeat
+from tests.passes.merge.examples import COUNT, MERGE, WIDTH, Body, Ensemble, X, merged, perceptron
+from tsopt.passes import CommonSubexpressions, DeadCode
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_an_ensemble_is_one_product_a_layer(rows, dtype):
+    model = Ensemble(perceptron).to(dtype)
+    merged(model, torch.randn(rows, WIDTH, dtype=dtype), ["expand", "baddbmm", "relu", "baddbmm"])
+
+
+def test_layers_without_bias_are_plain_products():
+    model = Ensemble(lambda i: perceptron(bias=False), lambda ys: torch.stack(ys).mean(0))
+    merged(model, X, ["expand", "matmul", "relu", "matmul", "mean.dim"])
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Hardswish, nn.LogSigmoid, nn.ELU])
+def test_activations_are_applied_once(act):
+    assert len(merged(Ensemble(lambda i: perceptron(act=act)), X).ops) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_merged(dtype):
+    merged(Ensemble(perceptron).to(dtype), X.to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (2, 3, WIDTH), (1, 1, WIDTH), (2, 0, WIDTH)], ids=str)
+def test_inputs_of_any_rank_are_rows(shape):
+    merged(Ensemble(perceptron), torch.randn(shape))
+
+
+BODIES: dict[str, Callable[..., torch.Tensor]] = {
+    "layer norm": lambda h, p, q: F.layer_norm(h, (WIDTH,), p, q),
+    "layer norm, no shift": lambda h, p, q: F.layer_norm(h, (WIDTH,), p),
+    "layer norm, plain": lambda h, p, q: F.layer_norm(h, (WIDTH,)),
+    "rms norm": lambda h, p, q: F.rms_norm(h, (WIDTH,), p),
+    "residual": lambda h, p, q: h + F.gelu(h) * p,
+    "scale, shift, literal": lambda h, p, q: (h * p + q) * 0.5 - 1,
+    "a scalar of its own": lambda h, p, q: h * p[0],
+    "where": lambda h, p, q: torch.where(h > q, h, -h),
+    "softmax": lambda h, p, q: h.softmax(-1),
+    "log softmax over rows": lambda h, p, q: h.log_softmax(0),
+    "mean": lambda h, p, q: h - h.mean(-1, keepdim=True),
+    "sum of all axes": lambda h, p, q: h / (1 + h.abs().sum((0, 1))),
+    "variance by hand": lambda h, p, q: h * (h.pow(2).mean(1, True) + q).rsqrt(),
+    "largest": lambda h, p, q: h - h.amax(0, keepdim=True),
+    "cumsum": lambda h, p, q: h.cumsum(1),
+    "gated halves": lambda h, p, q: (lambda a, b: torch.cat([a * b.sigmoid(), b], -1))(*h.chunk(2, -1)),
+    "rotated halves": lambda h, p, q: torch.cat([-h[:, 3:], h[:, :3]], -1) * p,
+    "beside a shared value": lambda h, p, q: torch.cat([h * p, X], 1),
+    "reshape and transpose": lambda h, p, q: (h * q).reshape(-1, 2, 3).transpose(1, 2).reshape(-1, WIDTH) + p,
+    "permute": lambda h, p, q: torch.tanh((h * q).permute(1, 0)),
+    "a column": lambda h, p, q: h.select(1, 2) * h[:, 1] + 1,
+    "unsqueeze": lambda h, p, q: (h.unsqueeze(0) * p.unsqueeze(1).unsqueeze(1)).sum(0),
+    "expand": lambda h, p, q: h.relu().unsqueeze(1).expand(-1, 2, -1) * p,
+    "product with itself": lambda h, p, q: (h * q) @ h.transpose(0, 1),
+    "product with a shared value": lambda h, p, q: torch.tanh(h) @ X.t(),
+    "attention": lambda h, p, q: F.scaled_dot_product_attention(*((h * p).unsqueeze(0),) * 3),
+    "attention of heads": lambda h, p, q: (
+        F.scaled_dot_product_attention(*((h * p).reshape(1, 3, 2, 3).transpose(2, 3),) * 3) * q[0]
+    ),
+    "attention with a mask": lambda h, p, q: F.scaled_dot_product_attention(
+        *((h * p).reshape(3, 1, 2, 3),) * 3, attn_mask=X.reshape(3, 1, 6, 1)[:, :, :2]
+    ),
+    "attention with a mask of its own": lambda h, p, q: F.scaled_dot_product_attention(
+        *((h * p).reshape(3, 1, 2, 3),) * 3, attn_mask=h[:2, :2]
+    ),
+    "attention with one mask for all": lambda h, p, q: F.scaled_dot_product_attention(
+        *((h * p).reshape(3, 1, 2, 3),) * 3, attn_mask=X[:2, :2]
+    ),
+    "cast": lambda h, p, q: ((h * p).double() + q).float(),
+    "integers": lambda h, p, q: (h * 10).int() // 3 + 1,
+    "masked": lambda h, p, q: (h * p).masked_fill(h > 0, 0.25),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_branches_do_is_done_once(name):
+    """The text has a call for each op, not for each branch."""
+    clean = Repeat((DeadCode(), CommonSubexpressions(), MERGE))  # no checks of dtypes, no repeats: as in the pipeline
+    also = [torch.randn(3, WIDTH), 100 * X]
+    found = merged(Ensemble(lambda i: Body(BODIES[name])), X, what=clean, also=also)
+    assert len(found.ops) < 20
+    assert all(found.ops.count(op) < COUNT for op in found.ops)
+
+
+def test_scale_and_shift_of_norms_are_one_call():
+    model = Ensemble(lambda i: Body(BODIES["layer norm"]), lambda ys: torch.stack(ys).relu())
+    merged(model, X, ["expand", "baddbmm", "layer_norm", "addcmul", "relu"])
+
+
+def test_a_norm_that_branches_share_keeps_its_weights():
+    norm = nn.LayerNorm(WIDTH)
+    model = Ensemble(lambda i: nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.ReLU()))
+    found = merged(model, X, ["expand", "baddbmm", "layer_norm", "relu"])
+    assert sum(1 for name in found.after.weights if name.endswith("stacked")) == 2
