@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tsopt.runtime.dispatch import Optimized
     from tsopt.runtime.race import benchmark
     from tsopt.runtime.report import Report
+    from tsopt.sweeps import Sweep, sweep
 
 # name -> the module it lives in, imported at first use: `import tsopt` must not wait for torch.
 _PLACES = {
@@ -73,6 +74,8 @@ _PLACES = {
     "Optimized": "tsopt.runtime.dispatch",
     "benchmark": "tsopt.runtime.race",
     "Report": "tsopt.runtime.report",
+    "Sweep": "tsopt.sweeps",
+    "sweep": "tsopt.sweeps",
 }
 
 
@@ -109,6 +112,7 @@ __all__ = [
     "RuleError",
     "RulePass",
     "SignatureError",
+    "Sweep",
     "TsoptError",
     "UsageError",
     "__version__",
@@ -119,6 +123,7 @@ __all__ = [
     "load",
     "optimize",
     "rule",
+    "sweep",
     "transform",
     "verify",
 ]

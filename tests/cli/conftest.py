@@ -78,16 +78,16 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Lets `optimize` race eager alone: for commands whose point is not the race."""
+    """Lets `optimize` race eager alone where nobody is named: for commands whose point is not the race."""
     import functools
 
-    from tsopt import api
+    from tsopt import api, sweeps
 
     real = api.optimize
-    options = {"backends": ("eager",), "seconds": 0.01}
 
     @functools.wraps(real)
     def optimize(*args, **kwargs):
-        return real(*args, **{**kwargs, **options})
+        return real(*args, **{"backends": ("eager",), **kwargs, "seconds": 0.01})
 
     monkeypatch.setattr(api, "optimize", optimize)
+    monkeypatch.setattr(sweeps, "optimize", optimize)

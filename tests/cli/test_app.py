@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,18 +227,42 @@ def test_a_budget_that_is_none_is_a_usage_error(tsopt, write, budget):
     ids=["default", "no isolation", "budget"],
 )
 def test_isolation_and_budget_reach_the_race(tsopt, write, monkeypatch, arguments, isolate, budget):
-    from tsopt import api
+    given = options_of_race(monkeypatch)
+    write()
+    for command in ("bench", "export"):
+        given.clear()
+        assert "seen" in tsopt(command, "m.py", *arguments).err
+        assert (given["isolate"], given["budget"]) == (isolate, budget)
 
-    given = {}
+
+@pytest.mark.parametrize(
+    ("asked", "backends"),
+    [("all", "all"), ("onednn, onnxruntime?threads=1", ["onednn", "onnxruntime?threads=1"])],
+)
+def test_who_races_can_be_chosen(tsopt, write, monkeypatch, asked, backends):
+    given = options_of_race(monkeypatch)
+    write()
+    for command in ("bench", "export"):
+        assert "seen" in tsopt(command, "m.py", "--backends", asked).err
+        assert given["backends"] == backends
+    tsopt("bench", "m.py")
+    assert "backends" not in given  # optimize's own
+
+
+def options_of_race(monkeypatch):
+    """What commands give to `optimize`, which refuses."""
+    from tsopt import api, sweeps
+
+    given: dict[str, Any] = {}
 
     def optimize(*_, **options):
+        given.clear()
         given.update(options)
         raise api.UsageError("seen")
 
     monkeypatch.setattr(api, "optimize", optimize)
-    write()
-    assert "seen" in tsopt("bench", "m.py", *arguments).err
-    assert (given["isolate"], given["budget"]) == (isolate, budget)
+    monkeypatch.setattr(sweeps, "optimize", optimize)
+    return given
 
 
 # ---- bench --------------------------------------------------------------------------------------------------
@@ -259,6 +285,54 @@ def test_bench_json_is_one_value(tsopt, write, quick):
     assert [row["name"] for row in found["rows"]] == ["eager", "eager + passes"]
     assert found["rows"][0]["p50_ms"] > 0
     assert found["environment"]["versions"]["torch"]
+
+
+def test_a_sweep_is_one_table_and_is_saved(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("bench", "m.py", "--seconds", "0.1", "--threads", "1,2", "--batch-sizes", "1,3", "--backends", "eager")
+    assert ran.code == 0
+    assert ran.out.count("eager + passes") == 4
+    assert "samples/s" in ran.out.splitlines()[0]
+    assert "* wins in its setting" in ran.out
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "md"])
+def test_a_sweep_is_saved_in_the_form_of_its_suffix(tsopt, write, quick, tmp_path, suffix):
+    write()
+    ran = tsopt("bench", "m.py", "--threads", "1,2", "-o", f"out.{suffix}")
+    assert f"saved: out.{suffix}" in ran.out
+    text = (tmp_path / f"out.{suffix}").read_text()
+    if suffix == "json":
+        assert len(json.loads(text)["results"]) == 2
+    else:
+        assert text.count("eager + passes") == 2
+
+
+def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
+    write()
+    found = tsopt("bench", "m.py", "--json", "--batch-sizes", "2,4").json
+    assert [result["setting"]["batch"] for result in found["results"]] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--threads", "0"), "--threads '0'"),
+        (("--threads", "1,,2"), "empty part"),
+        (("--batch-sizes", "1,x"), "'x' is no number"),
+        (("--devices", "tpu9"), "'tpu9' is not there"),
+        (("--backends", "nonsense"), "no backend is called 'nonsense'"),
+        (("--backends", "onnxruntime?colour=red"), "no option 'colour'"),
+        (("-o", "out.xlsx"), "no known kind"),
+        (("-o", "m.py/out.csv"), "cannot be written"),
+    ],
+)
+def test_bad_settings_are_refused_with_nothing_written(tsopt, write, quick, tmp_path, arguments, text):
+    write()
+    ran = tsopt("bench", "m.py", *arguments)
+    assert ran.code == 2
+    assert text in ran.err
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"m.py"}
 
 
 def test_quiet_prints_nothing(tsopt, write, quick):

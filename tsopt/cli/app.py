@@ -69,6 +69,12 @@ Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
 ]
+Backends = Annotated[
+    str | None,
+    typer.Option(
+        "--backends", metavar="A,B", help="Who races, such as onnxruntime?threads=1,onednn; all for every engine."
+    ),
+]
 Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
 Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
@@ -97,9 +103,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How candidates are raced."""
+    """Who is raced, and for how long."""
 
-    threads: Threads = None
+    backends: Backends = None
     seconds: Seconds = 10.0
     budget: Budget = None
     isolate: Isolate = True
@@ -148,26 +154,22 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
-def _optimized(subject: Subject, timing: Timing, out: Any) -> Any:
-    with out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.api import optimize
+def _race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
+    """The options of `optimize` that commands share."""
+    from tsopt.cli.sweeping import words
 
-        return optimize(
-            loaded.model,
-            loaded.example_input,
-            level=subject.level,
-            threads=timing.threads,
-            seed=subject.seed,
-            eval_mode=subject.eval,
-            allow_nan=subject.allow_nan,
-            without=subject.without or (),
-            seconds=timing.seconds,
-            budget=timing.budget,
-            isolate=timing.isolate,
-            progress=tell,
-        )
+    asked = words(timing.backends, "--backends")
+    chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}
+    return chosen | {
+        "level": subject.level,
+        "seed": subject.seed,
+        "eval_mode": subject.eval,
+        "allow_nan": subject.allow_nan,
+        "without": subject.without or (),
+        "seconds": timing.seconds,
+        "budget": timing.budget,
+        "isolate": timing.isolate,
+    }
 
 
 @app.command()
@@ -175,6 +177,7 @@ def _optimized(subject: Subject, timing: Timing, out: Any) -> Any:
 def export(
     subject: Subject,
     timing: Timing,
+    threads: Threads = None,
     format: Annotated[
         list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
     ] = None,
@@ -194,8 +197,13 @@ def export(
     formats = [item.value for item in format or [Format.tsopt]]
     places = targets(subject.model, formats, output)
     check_formats(formats, opset)
-    fast = _optimized(subject, timing, out)
+    options = _race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.api import optimize
+
+        fast = optimize(loaded.model, loaded.example_input, threads=threads, progress=tell, **options)
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)
@@ -204,10 +212,52 @@ def export(
 
 @app.command()
 @_grouped
-def bench(subject: Subject, timing: Timing, json: AsJson = False, quiet: Quiet = False) -> None:
-    """Time eager and every candidate side by side; writes nothing."""
+def bench(
+    subject: Subject,
+    timing: Timing,
+    threads: Annotated[
+        str | None,
+        typer.Option("--threads", metavar="N,N", help="Numbers of intra-op threads; torch's own by default."),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option("--batch-sizes", metavar="N,N", help="Sizes of the first axis of the inputs.")
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option("--devices", metavar="A,B", help="Such as cpu,cuda; where the example is by default.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also save the table: a .json, .csv or .md file.")
+    ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Time eager and every candidate side by side, in every setting that is asked for."""
     out = _output(json, quiet)
-    out.report(_optimized(subject, timing, out).report)
+    from tsopt.cli import sweeping
+
+    settings: dict[str, list[Any]] = {
+        "threads": sweeping.numbers(threads, "--threads"),
+        "batch_sizes": sweeping.numbers(batch_sizes, "--batch-sizes"),
+        "devices": sweeping.words(devices, "--devices"),
+    }
+    sweeping.check_output(output)
+    options = _race_options(subject, timing)
+    with out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.sweeps import sweep
+
+        given = {name: values for name, values in settings.items() if values}
+        found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
+        if output is not None:
+            sweeping.save(found, output)
+    report = found.results[0].report
+    if len(found.results) == 1 and report is not None:
+        out.report(report)
+    else:
+        sweeping.show(out, found)
+    if output is not None:
+        out.say(f"saved: {output}")
 
 
 @app.command()

@@ -22,6 +22,11 @@ STYLES = {
     "slower": "yellow",
     "wrong": "red",
     "failed": "red",
+    "crashed": "red",
+    "exited": "red",
+    "timed out": "red",
+    "out of memory": "red",
+    "missing": "dim",
     "unsupported": "dim",
     "no gain": "dim",
 }

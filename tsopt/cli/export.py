@@ -24,7 +24,7 @@ def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
     try:
         places = _places(model, formats, output)
         for kind, path in places.items():
-            _check_place(kind, path)
+            check_place(kind, path)
     except OSError as error:  # a name or a path that is too long for the system
         raise _unwritable(output or Path(), str(error.strerror)) from error
     return places
@@ -52,7 +52,8 @@ def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
     return places
 
 
-def _check_place(kind: str, path: Path) -> None:
+def check_place(kind: str, path: Path) -> None:
+    """Raises ArtifactError where no file, or for the kind `tsopt` no bundle, can be written."""
     _check_parent(path)
     if kind == "tsopt":
         check_target(path)

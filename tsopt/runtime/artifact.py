@@ -30,6 +30,7 @@ log = logging.getLogger("tsopt")
 FORMAT = 1
 MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
+CODE = {"torchscript": "TorchScript", "inductor": "machine code"}  # backends whose files are run when they are read
 MAX_MANIFEST = 1 << 26
 CHUNK = 1 << 20
 
@@ -238,8 +239,10 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
         return _open_onnx(directory, options, signature)
     if backend in ("eager", "onednn"):
         return _open_program(directory, backend, threads, signature)
-    if backend == "torchscript":
-        return _open_torchscript(directory, threads, signature, trust)
+    if backend == "openvino":
+        return _open_openvino(directory, options, signature)
+    if backend in CODE:
+        return _open_code(directory, backend, threads, signature, trust)
     raise ArtifactError(
         f"the bundle needs the backend {backend[:40]!r}", where=str(directory), fix="load it with a version that has it"
     )
@@ -270,18 +273,27 @@ def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -
     return Executable("onnxruntime", signature, runner, state=state, options=options)
 
 
-def _open_torchscript(directory: Path, threads: int | None, signature: Signature, trust: bool) -> Executable:
+def _open_openvino(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
+    try:
+        from tsopt.runtime.openvino import load_runner
+
+        runner = load_runner(directory, signature, options)
+    except ImportError as error:
+        raise BackendError("OpenVINO is not installed", why=str(error), fix="pip install openvino") from error
+    return Executable("openvino", signature, runner, state=_read_state(directory, signature), options=options)
+
+
+def _open_code(directory: Path, backend: str, threads: int | None, signature: Signature, trust: bool) -> Executable:
     if not trust:
         raise ArtifactError(
-            "the bundle holds TorchScript, which is code",
+            f"the bundle holds {CODE[backend]}, which is code",
             where=str(directory),
             why="loading it runs what its author wrote",
             fix="if you know where it comes from: tsopt.load(path, trust=True)",
         )
-    from tsopt.runtime.torchscript import load_runner
-
-    runner = load_runner(directory, threads, signature)
-    return Executable("torchscript", signature, runner, state=_read_state(directory, signature), code=True)
+    module = importlib.import_module(f"tsopt.runtime.{backend}")
+    runner = module.load_runner(directory, threads, signature)
+    return Executable(backend, signature, runner, state=_read_state(directory, signature), code=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

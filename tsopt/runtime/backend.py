@@ -22,6 +22,8 @@ BACKENDS: dict[str, str] = {
     "torchscript": "tsopt.runtime.torchscript:TorchScriptBackend",
     "onednn": "tsopt.runtime.onednn:OneDnnBackend",
     "onnxruntime": "tsopt.runtime.ort:OnnxRuntimeBackend",
+    "inductor": "tsopt.runtime.inductor:InductorBackend",
+    "openvino": "tsopt.runtime.openvino:OpenVinoBackend",
     "null": "tsopt.runtime.null:NullBackend",
 }
 

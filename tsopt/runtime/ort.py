@@ -45,7 +45,7 @@ class OnnxRuntimeBackend:
         return f"pip install {' '.join(wanted)}" if wanted else None
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return list(_refusals(program))
+        return refusals(program, "ONNX Runtime")
 
     def compile(self, program: Program) -> Executable:
         import torch
@@ -75,7 +75,8 @@ class OnnxRuntimeBackend:
         )
 
 
-def _refusals(program: Program) -> list[Unsupported]:
+def refusals(program: Program, runtime: str) -> list[Unsupported]:
+    """What a runtime of ONNX models on the CPU cannot take as it is."""
     from tsopt.compiler import ops
     from tsopt.compiler.program import origin_of
 
@@ -84,7 +85,7 @@ def _refusals(program: Program) -> list[Unsupported]:
     ends += [(item.name, item.type) for item in program.signature.outputs]
     for name, kind in ends:
         if kind.dtype not in DTYPES:
-            found.append(Unsupported(name, f"ONNX Runtime has no {kind.dtype} at its interface"))
+            found.append(Unsupported(name, f"{runtime} has no {kind.dtype} at its interface"))
         if kind.device != "cpu":
             found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on the CPU"))
     for node in program.calls():
@@ -95,7 +96,7 @@ def _refusals(program: Program) -> list[Unsupported]:
         elif _may_trap(node):
             found.append(
                 Unsupported(
-                    origin_of(node), "an integer division by a computed value can kill the process in ONNX Runtime"
+                    origin_of(node), f"an integer division by a computed value can kill the process in {runtime}"
                 )
             )
     return found

@@ -16,7 +16,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import Executable, compile, get_backend, race_options, split_spec
+from tsopt.runtime.backend import BACKENDS, Executable, compile, get_backend, race_options, split_spec
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
@@ -29,9 +29,12 @@ TITLES = {
     "onednn": "torch + oneDNN",
     "torchscript": "TorchScript",
     "onnxruntime": "ONNX Runtime",
+    "inductor": "Inductor",
+    "openvino": "OpenVINO",
     "null": "null",
 }
 STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
+ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(name for name in BACKENDS if name != "null"))))
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
@@ -166,7 +169,12 @@ def _prepare(
         tell(f"compile {title}")
         start = time.perf_counter()
         try:
-            refused = get_backend(backend).unsupported(program)
+            found = get_backend(backend)
+        except BackendError as error:
+            rows.append(Row(title, "missing", error.why or error.what))
+            continue
+        try:
+            refused = found.unsupported(program)
             if refused:
                 reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
                 rows.append(Row(title, "unsupported", reason))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from tsopt.compiler.pipeline import Declined, Done, PassRecord
+from tsopt.errors import UsageError
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.environment import Environment
 from tsopt.runtime.timing import Speedup, Timing
@@ -21,8 +22,8 @@ COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max d
 class Row:
     """One candidate.
 
-    status: ok, wrong, failed, unsupported, no gain, and of its process: crashed, exited, timed out, out of memory.
-    reason says why it is not ok.
+    status: ok, wrong, failed, missing, unsupported, no gain, and of its process: crashed, exited, timed out, out of
+    memory. reason says why it is not ok.
     """
 
     name: str
@@ -40,14 +41,30 @@ class Row:
             return self.status
         return self.speedup.verdict if self.speedup is not None else "baseline"
 
+    def record(self) -> dict[str, Any]:
+        """The row for machines, flat: numbers as numbers, None where there is none."""
+        time, gain, accuracy = self.timing, self.speedup, self.accuracy
+        return {
+            "candidate": self.name,
+            "verdict": self.verdict,
+            "p50_ms": None if time is None else time.p50,
+            "p90_ms": None if time is None else time.p90,
+            "speedup": None if gain is None else gain.ratio,
+            "speedup_low": None if gain is None else gain.low,
+            "speedup_high": None if gain is None else gain.high,
+            "max_difference": None if accuracy is None else accuracy.max_difference,
+            "compile_seconds": self.compile_seconds or None,
+            "reason": self.reason,
+        }
+
     def cells(self) -> tuple[str, ...]:
         """The row under COLUMNS."""
         time = self.timing
         difference = "" if self.accuracy is None else f"{self.accuracy.max_difference:.1e}"
         return (
             self.name,
-            "-" if time is None else _ms(time.p50),
-            "-" if time is None else _ms(time.p90),
+            "-" if time is None else milliseconds(time.p50),
+            "-" if time is None else milliseconds(time.p90),
             "1.00x" if self.verdict == "baseline" else "-" if self.speedup is None else str(self.speedup),
             self.verdict,
             difference or "-",
@@ -103,10 +120,10 @@ class Report:
     def text(self) -> str:
         """For a terminal: the table, the passes, the reasons."""
         lines = [f"{self.model}: {self.winner} wins, {self.why}", ""]
-        lines += _table(COLUMNS, [row.cells() for row in self.rows])
+        lines += text_table(COLUMNS, [row.cells() for row in self.rows])
         reasons = [f"  {row.name}: {row.reason}" for row in self.rows if row.reason]
         lines += ["", *reasons] if reasons else []
-        lines += ["", *_table(PASS_COLUMNS, pass_cells(self.passes)), ""]
+        lines += ["", *text_table(PASS_COLUMNS, pass_cells(self.passes)), ""]
         lines.append(
             f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
             f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {self.pass_seconds:.2f} s"
@@ -127,9 +144,9 @@ class Report:
         lines = [
             f"### {self.model}: {self.winner}, {self.why}",
             "",
-            *_markdown(COLUMNS, [r.cells() for r in self.rows]),
+            *markdown_table(COLUMNS, [r.cells() for r in self.rows]),
         ]
-        lines += ["", *_markdown(PASS_COLUMNS, pass_cells(self.passes)), "", str(self.environment)]
+        lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes)), "", str(self.environment)]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +166,10 @@ class Report:
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],
         }
+
+    def to_frame(self) -> Any:
+        """The rows as a pandas DataFrame. Raises UsageError where pandas is missing."""
+        return data_frame([row.record() | {"wins": row.name == self.winner} for row in self.rows])
 
     def __str__(self) -> str:
         return self.text
@@ -230,7 +251,7 @@ class Benchmark:
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
-        return "\n".join(_table(COLUMNS[:5], [row.cells()[:5] for row in self.rows]))
+        return "\n".join(text_table(COLUMNS[:5], [row.cells()[:5] for row in self.rows]))
 
 
 def _by_rule(items: Iterable[Event]) -> dict[str, list[Event]]:
@@ -245,6 +266,15 @@ def _counted(names: Iterable[str]) -> str:
     counts = Counter(names).most_common()
     shown = [f"{name} x{count}" if count > 1 else name for name, count in counts[:SHOWN]]
     return ", ".join([*shown, f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else shown)
+
+
+def data_frame(records: Sequence[dict[str, Any]]) -> Any:
+    """A pandas DataFrame, a row for each record. Raises UsageError where pandas is missing."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError("a data frame needs pandas", why=str(error), fix="pip install pandas") from error
+    return pandas.DataFrame(records)
 
 
 def arrow(before: int, after: int, text: Callable[[int], str] = str) -> str:
@@ -262,11 +292,11 @@ def amount(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _ms(value: float) -> str:
+def milliseconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -275,7 +305,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
 
 

@@ -1,0 +1,148 @@
+"""`torch.compile(model, backend="tsopt")`: right in every way that a graph can be called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt import dynamo
+
+OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The graphs that are made, in order."""
+    graphs = []
+    real = dynamo.Graph.__init__
+
+    def init(self, *args):
+        real(self, *args)
+        graphs.append(self)
+
+    monkeypatch.setattr(dynamo.Graph, "__init__", init)
+    return graphs
+
+
+class Breaks(nn.Module):
+    """Two graphs with Python between them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.second = nn.Linear(16, 4)
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        return {"y": self.second(hidden) + self.shift}
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="tsopt", options=OPTIONS | options)
+
+
+def test_it_is_registered_under_its_name():
+    from importlib.metadata import entry_points
+
+    (found,) = entry_points(group="torch_dynamo_backends", name="tsopt")
+    assert found.load() is dynamo.backend
+
+
+def test_a_model_with_a_graph_break_is_two_optimized_graphs(made):
+    model, x = Breaks().eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+        for _ in range(3):
+            torch.testing.assert_close(fast(x)["y"], model(x)["y"])
+    assert len(made) == 2
+    assert all(graph.fast is not None and graph.fast.report.rows for graph in made)
+
+
+def test_weights_are_constants_until_somebody_writes_them(made):
+    model, x = Breaks().eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+        fast(x)
+        assert [len(graph.fast.program.signature.user_inputs) for graph in made] == [1, 1]
+        before = fast(x)["y"]
+        model.second.weight.mul_(2.0)
+        model.first[1].running_mean.add_(1.0)
+        after = fast(x)["y"]
+        torch.testing.assert_close(after, model(x)["y"])
+    assert not torch.allclose(before, after)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_gradients_are_those_of_the_model(made):
+    model, x = Breaks().eval(), torch.randn(3, 8)
+    fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+    fast(x)["y"].sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(x)["y"].sum().backward()
+    for mine, theirs in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs.grad)
+    assert all(graph.fast is None for graph in made)
+
+
+def test_training_statistics_are_written(made):
+    model, twin, x = Breaks().train(), Breaks().train(), torch.randn(6, 8)
+    with torch.no_grad():
+        fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+        for _ in range(3):
+            torch.testing.assert_close(fast(x)["y"], twin(x)["y"])
+    torch.testing.assert_close(model.first[1].running_mean, twin.first[1].running_mean)
+    assert int(model.first[1].num_batches_tracked) == 3
+
+
+def test_other_sizes_are_right():
+    model = Breaks().eval()
+    fast = compiled(model)
+    with torch.no_grad():
+        for rows in (3, 5, 7, 2, 5):
+            x = torch.randn(rows, 8)
+            torch.testing.assert_close(fast(x)["y"], model(x)["y"])
+
+
+def test_a_graph_that_cannot_be_optimized_stays_as_it_is(made, monkeypatch, caplog):
+    def refuse(*_, **__):
+        raise tsopt.CaptureError("no such thing")
+
+    monkeypatch.setattr(dynamo, "optimize", refuse)
+    model, x = Breaks().eval(), torch.randn(3, 8)
+    fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+    with torch.no_grad(), caplog.at_level("INFO", logger="tsopt"):
+        for _ in range(2):
+            torch.testing.assert_close(fast(x)["y"], model(x)["y"])
+    assert [record.message for record in caplog.records if "stays as it is" in record.message] == [
+        "a graph of torch.compile stays as it is: no such thing"
+    ] * 2
+
+
+def test_options_are_those_of_optimize(made):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    with torch.no_grad():
+        torch.compile(model, backend=dynamo.backend, options=OPTIONS | {"level": 0})(torch.ones(2, 4))
+    assert made[0].fast.report.passes == ()
+    with torch.no_grad(), pytest.raises(Exception, match="nonsense"):
+        torch.compile(model, backend=dynamo.backend, options=OPTIONS | {"nonsense": 1})(torch.ones(3, 4))
+
+
+def test_tensors_of_inference_mode_are_inputs():
+    model = nn.Linear(4, 4).eval()
+    fast = compiled(model)
+    with torch.inference_mode():
+        x = torch.ones(2, 4)
+        torch.testing.assert_close(fast(x), model(x))

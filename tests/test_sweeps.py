@@ -1,0 +1,146 @@
+"""One model in several settings: what is measured, how it is shown, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.sweeps import COLUMNS, batch_of, resized
+
+MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+X = torch.arange(8.0).reshape(2, 4)
+QUICK = {"seconds": 0.05, "backends": ("eager",), "isolate": False}
+
+
+class Fixed(nn.Module):
+    """Takes one row."""
+
+    def forward(self, x):
+        return x.reshape(1, 4).relu()
+
+
+@pytest.fixture(scope="module")
+def found():
+    return tsopt.sweep(MODEL, X, threads=(1, 2), batch_sizes=(1, 3), **QUICK)
+
+
+def test_every_combination_is_raced(found):
+    settings = [(result.setting.threads, result.setting.batch) for result in found.results]
+    assert settings == [(1, 1), (2, 1), (1, 3), (2, 3)]
+    assert [str(result.setting) for result in found.results][:2] == [
+        "cpu, 1 thread, batch 1",
+        "cpu, 2 threads, batch 1",
+    ]
+    assert all(result.report.winner for result in found.results)
+
+
+def test_records_are_flat_and_have_numbers(found):
+    records = found.records()
+    assert len(records) == 8
+    assert {record["candidate"] for record in records} == {"eager", "eager + passes"}
+    for record in records:
+        assert record["samples_per_second"] == pytest.approx(1e3 / record["p50_ms"] * record["batch"])
+    winners = [sum(r["wins"] for r in result.records()) for result in found.results]
+    assert winners == [1, 1, 1, 1]
+
+
+def test_the_table_marks_the_winner_and_names_a_setting_once(found):
+    cells = found.cells()
+    assert all(len(row) == len(COLUMNS) for row in cells)
+    assert [row[:3] for row in cells[:3]] == [("cpu", "1", "1"), ("", "", ""), ("cpu", "2", "1")]
+    assert sum(row[3].endswith(" *") for row in cells) == 4
+    assert "samples/s" in found.text
+    assert "torch" in str(found).splitlines()[-1]
+    assert found.markdown.startswith("| device | threads | batch |")
+
+
+def test_json_and_csv_hold_the_same(found):
+    results = json.loads(json.dumps(found.to_json()))["results"]
+    assert [result["setting"]["batch"] for result in results] == [1, 1, 3, 3]
+    assert results[0]["report"]["rows"][0]["p50_ms"] > 0
+    rows = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [float(row["p50_ms"]) for row in rows] == [record["p50_ms"] for record in found.records()]
+
+
+def test_frames_need_pandas(found, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    for made in (found, found.results[0].report):
+        with pytest.raises(tsopt.UsageError, match="pandas") as caught:
+            made.to_frame()
+        assert caught.value.fix == "pip install pandas"
+
+
+def test_frames_have_a_row_for_each_record(found):
+    pytest.importorskip("pandas")
+    assert list(found.to_frame()["batch"]) == [record["batch"] for record in found.records()]
+    assert list(found.results[0].report.to_frame()["candidate"]) == ["eager", "eager + passes"]
+
+
+def test_threads_are_set_back(found):
+    before = torch.get_num_threads()
+    tsopt.sweep(MODEL, X, threads=(before + 1,), **QUICK)
+    assert torch.get_num_threads() == before
+
+
+def test_a_setting_that_fails_is_a_result(capsys):
+    found = tsopt.sweep(Fixed().eval(), X[:1], batch_sizes=(1, 2), **QUICK)
+    assert found.results[0].report is not None
+    assert "fails on the example" in found.results[1].reason
+    assert found.records()[-1]["verdict"] == "failed"
+    assert any("fails on the example" in reason for reason in found.reasons)
+    assert found.to_json()["results"][1]["report"] is None
+
+
+def test_one_setting_alone_raises_what_optimize_raises():
+    with pytest.raises(tsopt.CaptureError):
+        tsopt.sweep(Fixed().eval(), X[:1], batch_sizes=(2,), **QUICK)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_rows_are_repeated_or_dropped(batch):
+    made = resized(tsopt.example(X, y=torch.tensor([7, 9])), batch)
+    rows = [i % 2 for i in range(batch)]
+    assert torch.equal(made.args[0], X[rows])
+    assert made.kwargs["y"].tolist() == [[7, 9][i] for i in rows]
+    assert batch_of(made) == batch
+
+
+def test_images_keep_their_layout():
+    image = torch.randn(1, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert resized(tsopt.example(image), 2).args[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_model_is_left_where_it_is():
+    found = tsopt.sweep(MODEL, X, devices=("cpu",), **QUICK)
+    assert found.results[0].setting.device == "cpu"
+    assert all(parameter.device.type == "cpu" for parameter in MODEL.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"threads": (0,)}, "threads 0"),
+        ({"batch_sizes": (-1,)}, "batch size -1"),
+        ({"devices": ()}, "devices is empty"),
+        ({"devices": ("tpu9",)}, "'tpu9' is not there"),
+        ({"devices": ("cuda:99",)}, "'cuda:99' is not there"),
+        ({"backends": ("nonsense",), "threads": (1, 2)}, "no backend is called"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused_before_the_work(options, text):
+    with pytest.raises(tsopt.UsageError, match=text):
+        tsopt.sweep(MODEL, X, **QUICK | options)
+
+
+@pytest.mark.parametrize("second", [torch.ones(3, 4), torch.tensor(1.0)])
+def test_inputs_without_a_common_batch_cannot_be_resized(second):
+    with pytest.raises(tsopt.UsageError, match="no batch axis"):
+        tsopt.sweep(lambda x, y: x.sum() + y, (X, second), batch_sizes=(1, 2), **QUICK)

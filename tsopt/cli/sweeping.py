@@ -1,0 +1,65 @@
+"""`tsopt bench`: lists on the command line, and where the sweep is shown and saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.cli.export import check_place
+from tsopt.errors import UsageError
+
+if TYPE_CHECKING:
+    from tsopt.sweeps import Sweep
+
+WRITERS: dict[str, Callable[[Any], str]] = {
+    ".json": lambda sweep: json.dumps(sweep.to_json(), indent=1) + "\n",
+    ".csv": lambda sweep: sweep.to_csv(),
+    ".md": lambda sweep: sweep.markdown + "\n",
+}
+
+
+def words(text: str | None, option: str) -> list[str]:
+    """The parts of `a,b`. Raises UsageError for an empty one."""
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
+    if not all(parts):
+        raise UsageError(f"{option} {text!r} has an empty part", fix=f"{option} A,B")
+    return list(dict.fromkeys(parts))
+
+
+def numbers(text: str | None, option: str) -> list[int]:
+    """The numbers of `1,8,32`. Raises UsageError for what is none, or below 1."""
+    found = words(text, option)
+    for part in found:
+        if not part.isdecimal() or int(part) < 1:
+            raise UsageError(f"{option} {text!r}: {part!r} is no number of at least 1", fix=f"{option} 1,8,32")
+    return [int(part) for part in found]
+
+
+def check_output(path: Path | None) -> None:
+    """Raises UsageError or ArtifactError for a file that cannot be written, before hours of work."""
+    if path is None:
+        return
+    if path.suffix not in WRITERS:
+        raise UsageError(f"-o {path} is of no known kind", fix=f"a file that ends with {', '.join(WRITERS)}")
+    check_place("sweep", path)
+
+
+def save(sweep: Sweep, path: Path) -> None:
+    """Writes a sweep in the form that the suffix names; the whole file or none."""
+    from tsopt.runtime.artifact import staged
+
+    with staged(path, unpack=True) as directory:
+        (directory / path.name).write_text(WRITERS[path.suffix](sweep))
+
+
+def show(out: Any, sweep: Sweep) -> None:
+    """The table with the winner of each setting marked, the reasons, the machine."""
+    from tsopt.sweeps import COLUMNS
+
+    out.json(sweep.to_json())
+    out.table(COLUMNS, sweep.cells(), style_column=len(COLUMNS) - 1)
+    out.say()
+    for line in (*sweep.reasons, "* wins in its setting", *sweep.machine):
+        out.say(line)

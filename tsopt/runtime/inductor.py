@@ -1,0 +1,141 @@
+"""Program -> machine code, by torch's own compiler ahead of time (AOTInductor). Needs a C++ compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tsopt.compiler.quiet import quiet
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.eager import torch_runner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tsopt.compiler.program import Program
+    from tsopt.compiler.signature import Signature
+
+FILE = "model.pt2"
+
+
+@dataclass(frozen=True, slots=True)
+class InductorBackend:
+    """torch.export -> AOTInductor, weights as constants.
+
+    threads: intra-op threads, which are compiled in; None takes torch's number at compile time.
+    max_autotune: let the compiler time several kernels for each product; takes minutes.
+    """
+
+    threads: int | None = None
+    max_autotune: bool = False
+    name: str = "inductor"
+
+    def missing(self) -> str | None:
+        compiler = os.environ.get("CXX") or "g++"
+        if shutil.which(compiler) is None and shutil.which("clang++") is None:
+            return f"install a C++ compiler ({compiler} is not there), or set CXX"
+        return None
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return []
+
+    def compile(self, program: Program) -> Executable:
+        types = [item.type for item in program.signature.inputs]
+        inputs = tuple(_like(kind) for kind in types)
+        place = tempfile.mkdtemp(prefix="tsopt-")
+        options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
+        try:
+            with quiet(stdout=True), torch.no_grad(), _threads(self.threads), _one_process():
+                exported = torch.export.export(program.module(), inputs, strict=False)
+                package = torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(Path(place) / FILE), inductor_configs=options
+                )
+                return _executable(Path(package), program, self.threads)
+        except BaseException as error:
+            shutil.rmtree(place, ignore_errors=True)
+            if not isinstance(error, Exception):
+                raise
+            # Whatever the compiler, or the C++ compiler under it, says.
+            raise BackendError(
+                "Inductor cannot compile this model", why=f"{type(error).__name__}: {_said(error)}"
+            ) from error
+
+
+def _executable(package: Path, program: Program, threads: int | None) -> Executable:
+    """The compiled package, whose directory goes with the executable."""
+
+    def save(place: Path) -> None:
+        shutil.copyfile(package, place / FILE if place.is_dir() else place)
+
+    made = Executable(
+        "inductor",
+        program.signature,
+        _runner(package, program.signature, threads),
+        state=[program.state[item.name] for item in program.signature.state_inputs],
+        save=save,
+        options={"threads": threads},
+        code=True,
+    )
+    weakref.finalize(made, shutil.rmtree, package.parent, ignore_errors=True)
+    return made
+
+
+def _runner(package: Path, signature: Signature, threads: int | None) -> Runner:
+    compiled = torch._inductor.aoti_load_package(str(package))
+
+    def forward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = compiled(*values)
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+
+    return torch_runner(forward, signature, threads)
+
+
+def load_runner(directory: Path, threads: int | None, signature: Signature) -> Runner:
+    """Loads a saved package. Runs machine code from the file: the caller asked for trust."""
+    try:
+        return _runner(directory / FILE, signature, threads)
+    except Exception as error:  # the package decides what goes wrong
+        raise ArtifactError("the compiled package cannot be loaded", why=_said(error)) from error
+
+
+def _like(kind: Any) -> torch.Tensor:
+    value = torch.zeros(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)
+    return (
+        value
+        if kind.contiguous
+        else torch.empty_strided(kind.shape, kind.stride, dtype=value.dtype, device=value.device).copy_(value)
+    )
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """Compiles in this process: Inductor's pool of workers would outlive a candidate that is killed."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1, worker_start_method="fork"):
+        yield
+
+
+def _said(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else "")[:300]

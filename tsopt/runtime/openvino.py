@@ -1,0 +1,118 @@
+"""Program -> ONNX -> OpenVINO, a runtime of its own for CPUs. Needs the package `openvino`.
+
+Importable without torch: a bundle runs where only OpenVINO is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.compiler.signature import Signature
+from tsopt.errors import ArtifactError, BackendError, UsageError
+from tsopt.runtime.backend import Executable, Runner, Unsupported
+
+if TYPE_CHECKING:
+    from tsopt.compiler.program import Program
+
+FILE = "model.onnx"
+HINTS = ("latency", "throughput")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVinoBackend:
+    """OpenVINO on the CPU, in float32: by default it would compute in bfloat16 where the processor can.
+
+    threads: inference threads; None takes torch's number at compile time, so that both race with the same.
+    hint: `latency` or `throughput`.
+    """
+
+    threads: int | None = None
+    hint: str = "latency"
+    name: str = "openvino"
+
+    def __post_init__(self) -> None:
+        if self.hint not in HINTS:
+            raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
+
+    def missing(self) -> str | None:
+        wanted = [name for name in ("openvino", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+        return f"pip install {' '.join(wanted)}" if wanted else None
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        from tsopt.runtime.ort import refusals
+
+        return refusals(program, "OpenVINO")
+
+    def compile(self, program: Program) -> Executable:
+        import torch
+
+        from tsopt.runtime.onnx_export import to_onnx
+
+        model = to_onnx(program)
+        threads = self.threads or torch.get_num_threads()
+        options = {"threads": threads, "hint": self.hint}
+
+        def save(place: Path) -> None:
+            model.save(place / FILE if place.is_dir() else place)
+
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            save(Path(directory))
+            runner = load_runner(Path(directory), program.signature, options)
+        state = [program.state[item.name] for item in program.signature.state_inputs]
+        return Executable(self.name, program.signature, runner, state=state, save=save, options=options)
+
+
+def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) -> Runner:
+    """Compiles a stored model for this machine.
+
+    Raises:
+        BackendError: OpenVINO refuses it.
+        ArtifactError: it is not the model of this signature.
+    """
+    import openvino
+
+    config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": str(options["hint"]).upper()}
+    if options.get("threads"):
+        config["INFERENCE_NUM_THREADS"] = options["threads"]
+    try:
+        compiled = openvino.Core().compile_model(str(directory / FILE), "CPU", config)
+    except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise BackendError("OpenVINO refuses the exported model", why=lines[-1][:200] if lines else "") from error
+    return _runner(compiled, signature)
+
+
+def _runner(compiled: Any, signature: Signature) -> Runner:
+    """Flat values in and out. A request serves one call at a time, so each thread has its own."""
+    if len(compiled.inputs) != len(signature.inputs) or len(compiled.outputs) != len(signature.outputs):
+        raise ArtifactError("the ONNX model does not fit its signature")
+    own = threading.local()
+    count = len(signature.outputs)
+    from_numpy = _from_numpy()
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        request = getattr(own, "request", None)
+        if request is None:
+            request = own.request = compiled.create_infer_request()
+        given = values if from_numpy is None else [value.numpy(force=True) for value in values]
+        # NOTE: the request reads the inputs where they are and answers in memory of its own, which the next call
+        # writes again: so outputs are copied.
+        request.infer(dict(enumerate(given)), share_inputs=True)
+        found = [request.get_output_tensor(i).data.copy() for i in range(count)]
+        return found if from_numpy is None else [from_numpy(value) for value in found]
+
+    return run
+
+
+def _from_numpy() -> Any:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.from_numpy

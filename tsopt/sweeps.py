@@ -1,0 +1,246 @@
+"""One model raced in several settings: devices, threads, batch sizes. What `tsopt bench` prints and saves."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import io
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.api import optimize
+from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.structure import flatten, unflatten
+from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime.report import Report, Row, data_frame, markdown_table, milliseconds, text_table
+
+COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where and on how much a model runs; batch is None where its inputs have no common first axis."""
+
+    device: str
+    threads: int
+    batch: int | None
+
+    def __str__(self) -> str:
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        return f"{self.device}, {self.threads} {'thread' if self.threads == 1 else 'threads'}{batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A race in one setting; where there was none, why."""
+
+    setting: Setting
+    report: Report | None
+    reason: str = ""
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """A flat record for each candidate."""
+        report, setting = self.report, asdict(self.setting)
+        rows = (Row("eager", "failed", self.reason),) if report is None else report.rows
+        for row in rows:
+            record = row.record()
+            rate = record["p50_ms"] and 1e3 / record["p50_ms"] * (self.setting.batch or 1)
+            wins = report is not None and row.name == report.winner
+            yield setting | {"wins": wins, "samples_per_second": rate} | record
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What was measured in each setting."""
+
+    results: tuple[Result, ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat record for each candidate in each setting."""
+        return [record for result in self.results for record in result.records()]
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The records under COLUMNS; a setting is named once."""
+        return [_cells(record, i == 0) for result in self.results for i, record in enumerate(result.records())]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why candidates are missing, each reason once."""
+        return list(dict.fromkeys(f"{row['candidate']}: {row['reason']}" for row in self.records() if row["reason"]))
+
+    @property
+    def text(self) -> str:
+        lines = text_table(COLUMNS, self.cells())
+        return "\n".join([*lines, *(["", *self.reasons] if self.reasons else []), *self.machine])
+
+    @property
+    def markdown(self) -> str:
+        """The table as GitHub markdown."""
+        lines = markdown_table(COLUMNS, self.cells())
+        return "\n".join([*lines, "", *(f"- {reason}" for reason in self.reasons), *self.machine])
+
+    @property
+    def machine(self) -> list[str]:
+        """A line that says what it was measured on."""
+        return next(([f"on {r.report.environment}"] for r in self.results if r.report is not None), [])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "results": [
+                {
+                    "setting": asdict(result.setting),
+                    "reason": result.reason,
+                    "report": None if result.report is None else result.report.to_json(),
+                }
+                for result in self.results
+            ]
+        }
+
+    def to_csv(self) -> str:
+        """The records, one to a line, under their names."""
+        out, rows = io.StringIO(), self.records()
+        writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue()
+
+    def to_frame(self) -> Any:
+        """The records as a pandas DataFrame. Raises UsageError where pandas is missing."""
+        return data_frame(self.records())
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def sweep(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    threads: Sequence[int | None] = (None,),
+    batch_sizes: Sequence[int | None] = (None,),
+    devices: Sequence[str | None] = (None,),
+    progress: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Races a model in every combination of settings, each as `optimize` does.
+
+    A setting in which the model cannot run is a result with its reason, and the others go on; one that is alone
+    raises what `optimize` raises.
+
+    Args:
+        threads: intra-op threads; None takes torch's own number.
+        batch_sizes: sizes of the inputs' first axis, whose rows are repeated or dropped; None leaves it as it is.
+        devices: `cpu`, `cuda` ...; the model is copied there. None leaves it where it is.
+        options: of `optimize`, for every race.
+
+    Raises:
+        UsageError: a device that is not there, a number below 1, batch sizes for inputs without a common first axis.
+    """
+    example = as_example(example_input)
+    _check(example, threads, batch_sizes, devices)
+    tell = progress or (lambda text: None)
+    results: list[Result] = []
+    alone = len(devices) * len(batch_sizes) * len(threads) == 1
+    for device in devices:
+        moved, there = _on(model, example, device)
+        for batch, count in itertools.product(batch_sizes, threads):
+            form = there if batch is None else resized(there, batch)
+            place = device or next((str(leaf.device) for leaf in _leaves(form)), "cpu")
+            setting = Setting(place, count or torch.get_num_threads(), batch or batch_of(form))
+
+            def told(text: str, setting: Setting = setting) -> None:
+                tell(f"{setting}: {text}")
+
+            try:
+                fast = optimize(moved, form, threads=count, progress=told, **options)
+            except TsoptError as error:
+                if isinstance(error, UsageError) or alone:
+                    raise
+                results.append(Result(setting, None, "; ".join(filter(None, (error.what, error.why)))))
+                continue
+            results.append(Result(setting, fast.report))
+    return Sweep(tuple(results))
+
+
+def batch_of(example: Example) -> int | None:
+    """The size of the first axis, where all inputs agree on it."""
+    sizes = {leaf.shape[0] if leaf.dim() else None for leaf in _leaves(example)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def resized(example: Example, batch: int) -> Example:
+    """The example with so many rows: its own, again from the first where there are not enough."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    made = []
+    for leaf in leaves:
+        rows = torch.arange(batch, device=leaf.device) % leaf.shape[0]
+        value = leaf.detach().index_select(0, rows)
+        is_image = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+        made.append(value.contiguous(memory_format=torch.channels_last) if is_image else value)
+    args, kwargs = unflatten(structure, made)
+    return Example(args, kwargs)
+
+
+def _leaves(example: Example) -> list[torch.Tensor]:
+    return flatten((example.args, example.kwargs))[0]
+
+
+def _on(model: Callable[..., Any], example: Example, device: str | None) -> tuple[Callable[..., Any], Example]:
+    leaves, structure = flatten((example.args, example.kwargs))
+    if device is None or all(leaf.device.type == torch.device(device).type for leaf in leaves):
+        return model, example
+    moved = copy.deepcopy(model).to(device) if isinstance(model, nn.Module) else model
+    args, kwargs = unflatten(structure, [leaf.detach().to(device) for leaf in leaves])
+    return moved, Example(args, kwargs)
+
+
+def _check(
+    example: Example, threads: Sequence[int | None], batch_sizes: Sequence[int | None], devices: Sequence[str | None]
+) -> None:
+    for name, values in (("threads", threads), ("batch_sizes", batch_sizes), ("devices", devices)):
+        if not values:
+            raise UsageError(f"{name} is empty", fix="at least one, or leave it out")
+    for name, numbers in (("threads", threads), ("batch size", batch_sizes)):
+        for number in numbers:
+            if number is not None and number < 1:
+                raise UsageError(f"{name} {number}", fix="a number of at least 1")
+    if any(batch is not None for batch in batch_sizes) and not batch_of(example):
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in _leaves(example))
+        raise UsageError(
+            "the inputs have no batch axis that could be resized",
+            why=f"their first axes differ or are empty: {shapes}",
+            fix="leave the batch sizes out, or give an example whose inputs begin with the batch",
+        )
+    for device in devices:
+        if device is not None:
+            _check_device(device)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(
+            f"the device {device!r} is not there",
+            why=str(error).splitlines()[0][:200],
+            fix="tsopt doctor shows the GPU",
+        ) from error
+
+
+def _cells(row: dict[str, Any], first: bool) -> tuple[str, ...]:
+    setting = (row["device"], str(row["threads"]), "-" if row["batch"] is None else str(row["batch"]))
+    rate, gain = row["samples_per_second"], row["speedup"]
+    return (
+        *(setting if first else ("", "", "")),
+        f"{row['candidate']}{' *' if row['wins'] else ''}",
+        "-" if row["p50_ms"] is None else milliseconds(row["p50_ms"]),
+        "-" if row["p90_ms"] is None else milliseconds(row["p90_ms"]),
+        "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
+        "-" if gain is None else f"{gain:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]",
+        row["verdict"],
+    )
