@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import Outcome, check
@@ -50,6 +51,27 @@ class Body(nn.Module):
 
     def forward(self, x):
         return self.after(self.layer(x), self.p, self.q)
+
+
+class Linear(nn.Module):
+    """A linear layer with weights of any dtype and shape."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+# Weights and biases that `linear` takes, and that cannot be put side by side.
+ODD = {
+    "a vector": lambda: Linear(torch.randn(WIDTH)),
+    "a bias for all": lambda: Linear(torch.randn(2, WIDTH), torch.randn(1)),
+    "a number as bias": lambda: Linear(torch.randn(2, WIDTH), torch.randn(())),
+    "a bias by rows": lambda: Linear(torch.randn(2, WIDTH), torch.randn(3, 1)),
+}
 
 
 def perceptron(_: int = 0, *, bias: bool = True, act: type[nn.Module] = nn.ReLU) -> nn.Module:

@@ -12,7 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import Limits, Numerics, Outcome, assert_computes, aten, capture, check, ops_of, run
-from tests.passes.merge.examples import COUNT, JOINED, MERGE, MERGED, WIDTH, Body, Ensemble, X, left, merged, perceptron
+from tests.passes.merge.examples import (
+    COUNT,
+    JOINED,
+    MERGE,
+    MERGED,
+    ODD,
+    WIDTH,
+    Body,
+    Ensemble,
+    X,
+    left,
+    merged,
+    perceptron,
+)
 from tests.passes.programs import Builder
 from tsopt.api import names_of, transform, transform_with_records
 from tsopt.compiler.rewrite import OTHER_LAYOUT
@@ -177,6 +190,11 @@ def test_computed_weights_are_not_joined():
     left(lambda x, w: torch.cat([F.linear(x, w * i).flip(0) for i in range(1, 4)], -1), (X, torch.randn(2, WIDTH)))
 
 
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_layers_are_not_joined(kind):
+    left(Ensemble(lambda i: ODD[kind](), lambda ys: torch.stack([y.flip(0) for y in ys]), count=3), X)
+
+
 def test_a_layer_that_is_returned_stays():
     found = joined(_layers(lambda ys: (_used(ys[:3]), ys[3]), 4), X)
     assert found.ops.count("linear") == 2
@@ -234,6 +252,21 @@ def test_fuel_is_counted(fuel):
     after, records = run(program, (MERGE,), Limits(fuel=fuel))
     assert len(records[0].done) == fuel
     assert_computes(after, model, [X], exact=False)
+
+
+def test_without_fuel_nothing_more_is_tried():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = _layers(_used), _layers(_used, 4)
+
+        def forward(self, x):
+            return self.a(x), self.b(x.sin())
+
+    program = capture(Net().eval(), X)
+    what = MergeBranches(parallel=3 * WIDTH * 4)
+    assert merger.LARGE in {item.reason for item in run(program, (what,))[1][0].declined}
+    assert run(program, (what,), Limits(fuel=0))[1][0].declined == ()
 
 
 def test_what_was_done_says_where_and_how_much():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import Repeat
-from tests.passes.merge.examples import COUNT, MERGE, WIDTH, Body, Ensemble, X, merged, perceptron
+from tests.passes.merge.examples import COUNT, MERGE, ODD, WIDTH, Body, Ensemble, Linear, X, merged, perceptron
 from tsopt.passes import CommonSubexpressions, DeadCode
 
 
@@ -34,6 +34,27 @@ def test_activations_are_applied_once(act):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_is_merged(dtype):
     merged(Ensemble(perceptron).to(dtype), X.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.complex64], ids=str)
+def test_layers_of_other_dtypes_are_merged(dtype):
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randint(-9, 9, shape).to(dtype)
+
+    layers = lambda i: nn.Sequential(Linear(made(WIDTH, WIDTH), made(WIDTH)), Linear(made(4, WIDTH)))  # noqa: E731
+    merged(Ensemble(layers), made(3, WIDTH), ["expand", "baddbmm", "matmul"])
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_odd_layers_stay(kind, shared):
+    """What is before and behind them is merged."""
+    one = ODD[kind]()
+
+    def layers(_: int) -> nn.Module:
+        return nn.Sequential(*perceptron(), nn.Linear(4, WIDTH), one if shared else ODD[kind](), nn.Tanh())
+
+    assert merged(Ensemble(layers), X).ops.count("linear") == COUNT
 
 
 @pytest.mark.parametrize("shape", [(WIDTH,), (2, 3, WIDTH), (1, 1, WIDTH), (2, 0, WIDTH)], ids=str)

@@ -19,7 +19,6 @@ from torch import fx
 from tsopt.compiler import ops
 from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Program, format_type, format_value, tensor_type, type_of
-from tsopt.compiler.types import TensorType
 
 Group = tuple[fx.Node, ...]  # one value of each branch, in the same order for all groups of a set of branches
 
@@ -243,7 +242,7 @@ def _part(node: fx.Node) -> Run | None:
             return Run(bound["self"], axis, index, 1, True)
         sizes = [part.shape[axis] for part in split.meta["val"]]
         return Run(bound["self"], axis, sum(sizes[:index]), sizes[index], False)
-    if node.target not in PARTS or not isinstance(type_of(bound["self"]), TensorType):
+    if node.target not in PARTS:
         return None
     shape = tensor_type(bound["self"]).shape
     axis = bound["dim"] % len(shape)

@@ -11,7 +11,7 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.ops import aten
-from tsopt.compiler.program import tensor_type, type_of
+from tsopt.compiler.program import tensor_type
 from tsopt.compiler.rewrite import Impossible
 from tsopt.compiler.types import TensorType
 from tsopt.passes.merge.branches import Group, is_shared, is_weights, run_of
@@ -130,11 +130,11 @@ def _cat(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | No
     pieces: list[fx.Node] = list(bound["tensors"])
     begin = pieces.index(group[0])
     end = begin + len(group)
-    if tuple(pieces[begin:end]) != group or any(len(tensor_type(p).shape) != len(result.shape) for p in pieces):
+    shape = list(tensor_type(group[0]).shape)
+    if tuple(pieces[begin:end]) != group or len(shape) != len(result.shape):  # cat leaves out empty vectors
         return None
     stage.at = (user,)
     axis = bound["dim"] % len(result.shape)
-    shape = list(tensor_type(group[0]).shape)
     shape[axis] *= len(group)
     pieces[begin:end] = [stage.reshape(stage.permute(whole, _behind(whole, axis)), shape)]
     return Join(user, pieces[0] if len(pieces) == 1 else stage.call(aten.cat.default, pieces, axis), (user,))
@@ -178,9 +178,9 @@ def _sum(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | No
 
 
 def _other(node: fx.Node, value: fx.Node, kind: TensorType) -> Any:
-    """The other term of a sum of a value; None when it is no plain sum of that type."""
+    """The other term of a call that reads a value; None when it is no plain sum of that type."""
     terms = _terms(node, kind)
-    if terms is None or value not in terms or terms[0] is terms[1]:
+    if terms is None or terms[0] is terms[1]:
         return None
     return terms[1] if terms[0] is value else terms[0]
 
@@ -188,11 +188,9 @@ def _other(node: fx.Node, value: fx.Node, kind: TensorType) -> Any:
 def _terms(node: Any, kind: TensorType) -> list[Any] | None:
     if not isinstance(node, fx.Node) or node.target is not aten.add.Tensor:
         return None
-    bound, found = ops.bind(node), type_of(node)
+    bound, found = ops.bind(node), tensor_type(node)
     terms = [bound["self"], bound["other"]]
-    if bound["alpha"] != 1:
-        return None
-    if not isinstance(found, TensorType) or (found.dtype, found.shape) != (kind.dtype, kind.shape):
+    if bound["alpha"] != 1 or (found.dtype, found.shape) != (kind.dtype, kind.shape):
         return None
     return terms
 

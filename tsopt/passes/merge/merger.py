@@ -33,7 +33,6 @@ from tsopt.passes.merge.branches import (
     grow,
     is_shared,
     operands,
-    varies,
 )
 from tsopt.passes.merge.exchange import Exchange
 from tsopt.passes.merge.joins import exits, stacks
@@ -124,7 +123,7 @@ class _Merger:
             todo = [tuple(n for n in candidates if n not in taken and n not in self.exchange.erased)]
             while todo and self.has_fuel and self.kinds.steps > 0:
                 top = todo.pop()
-                if len(top) < FEWEST or not varies(top) or not stacked.fits(top) or not self.may_start(top):
+                if len(top) < FEWEST or not stacked.fits(top) or not self.may_start(top):
                     continue
                 found = grow(top, self.kinds, self.fits, taken, len(candidates))
                 if isinstance(found, Uneven):
@@ -288,7 +287,7 @@ def _has_own_input(group: Group) -> bool:
 def _may_be_joined(layer: fx.Node, bound: dict[str, Any]) -> bool:
     """Whether a linear layer has constant weights and is read by more than one activation."""
     values = [bound["weight"], *([] if bound["bias"] is None else [bound["bias"]])]
-    if any(value.op != "get_attr" for value in values) or len(tensor_type(values[0]).shape) != 2:
+    if any(value.op != "get_attr" for value in values) or not stacked.is_plain(layer):
         return False
     users = list(layer.users)
     is_activated = len(users) == 1 and stacked.is_pointwise(users[0].target) and len(operands(users[0])) == 1

@@ -119,8 +119,6 @@ def is_known(target: Any) -> bool:
 def fits(group: Group) -> bool:
     """Whether the calls of a group can be made once on stacks."""
     target = group[0].target
-    if not ops.is_pure(group[0]):
-        return False
     if target in CONDITIONS:
         return CONDITIONS[target](group)
     if target in AXES:
@@ -139,9 +137,16 @@ def _pointwise_fits(group: Group) -> bool:
     return one_dtype or not any(_rank(column[0]) == 0 and not is_shared(column) for column in read)
 
 
+def is_plain(layer: fx.Node) -> bool:
+    """Whether a linear layer has a matrix, and a bias for each of its rows; the op takes others, which broadcast."""
+    _, weight, *bias = operands(layer)
+    shape = tensor_type(weight).shape
+    return len(shape) == 2 and all(tensor_type(value).shape == shape[:1] for value in bias)
+
+
 def _linear_fits(group: Group) -> bool:
     _, weights, *bias = columns(group)
-    if not tensor_type(group[0]).dtype.startswith(("float", "bfloat")) or _rank(weights[0]) != 2:
+    if not is_plain(group[0]):
         return False
     if is_shared(weights):
         return all(map(is_shared, bias))
