@@ -114,6 +114,33 @@ def test_the_weights_of_the_model_are_left_alone():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_branches_that_read_their_neighbours_share_what_those_read():
+    """Each value is an operand of two branches, and in one group all the same."""
+
+    class Net(Ensemble):
+        def forward(self, x):
+            hidden = [(m.layer(x) * m.p).relu() for m in self.members]
+            pairs = zip(hidden, hidden[1:] + hidden[:1], strict=True)
+            return torch.stack([(a - b.sin()) * m.q for m, (a, b) in zip(self.members, pairs, strict=True)])
+
+    found = merged(Net(lambda i: Body(lambda h, p, q: h)), X)
+    assert found.ops.count("baddbmm") == found.ops.count("relu") == 1
+
+
+def test_branches_on_values_of_which_some_were_merged_before():
+    """The second ensemble reads seven of the stacked values, and one that is computed as it was."""
+
+    class Net(Ensemble):
+        def forward(self, x):
+            hidden = [(m.layer(x) * m.p).relu() for m in self.members]
+            pairs = list(zip(self.members, hidden, strict=True))
+            later = [(h * m.q).tanh().sin() for m, h in pairs[1:]]
+            return torch.stack(later), torch.stack([h.cos() * m.q for m, h in pairs[:-1]])
+
+    found = merged(Net(lambda i: Body(lambda h, p, q: h), count=COUNT + 1), X)
+    assert [found.ops.count(op) for op in ("sin", "cos")] == [1, 1]
+
+
 def test_0d_values_promote_as_they_did():
     """A float32 matrix times a float64 number is float32; times a stack of such numbers it would be float64."""
 

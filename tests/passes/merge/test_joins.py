@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.passes.merge.examples import COUNT, WIDTH, Body, Ensemble, X, merged, perceptron
+from tests.passes.helpers import call, capture, ops_of, run
+from tests.passes.merge.examples import COUNT, MERGE, WIDTH, Body, Ensemble, X, merged, perceptron
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
 
@@ -24,6 +25,13 @@ ENTRIES: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str]]] = {
     "backwards": (lambda x, n: [x[n - 1 - i] for i in range(n)], (COUNT, 3, WIDTH), ["stack"]),
     "every second": (lambda x, n: [x[2 * i] for i in range(n)], (2 * COUNT, 3, WIDTH), ["stack"]),
     "overlapping": (lambda x, n: [x[i : i + 3] for i in range(n)], (COUNT + 3, WIDTH), ["stack"]),
+    "strided slices": (
+        lambda x, n: [x[:, 2 * i * WIDTH : 2 * (i + 1) * WIDTH : 2] for i in range(n)],
+        (3, 2 * COUNT * WIDTH),
+        ["stack"],
+    ),
+    "slices of nothing": (lambda x, n: [x[3 * (n - i) : 3 * (n - i - 1)] for i in range(n)], (50, WIDTH), ["stack"]),
+    "the first of two results": (lambda x, n: [x.roll(i, 0).frexp()[0] for i in range(n)], (3, WIDTH), ["stack"]),
     "values of their own": (lambda x, n: [x.roll(i, 0) for i in range(n)], (3, WIDTH), ["stack"]),
     "one column": (lambda x, n: [x[:, i : i + 1].expand(3, WIDTH) for i in range(n)], (3, COUNT), ["expand"]),
 }
@@ -117,6 +125,15 @@ def test_experts_with_a_gate_are_one_sum(start):
 
 # ---- results -------------------------------------------------------------------------------------------------------
 
+
+def _doubled(y: torch.Tensor) -> torch.Tensor:
+    return y + y
+
+
+def _with_sine(y: torch.Tensor, ys: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return sum(ys, start=y), y.sin()
+
+
 EXITS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], list[str], list[str]]] = {
     "stacked": (torch.stack, [], ["stack", "select.int"]),
     "stacked behind": (lambda ys: torch.stack(ys, -1), ["permute"], ["stack", "select.int"]),
@@ -124,6 +141,13 @@ EXITS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], list[str], list[str]
     "side by side": (lambda ys: torch.cat(ys, -1), ["permute", "reshape"], ["cat"]),
     "rows": (lambda ys: torch.cat(ys), ["reshape"], ["cat", "permute"]),
     "among others": (lambda ys: torch.cat([ys[0] + 1, *ys, ys[1]], 1), ["cat", "select.int"], []),
+    "side by side backwards": (lambda ys: torch.cat(ys[::-1]), ["select.int", "cat"], []),
+    "nothing of them, beside others": (
+        lambda ys: torch.cat([ys[0].new_ones(3, 2), *(y.flatten()[:0] for y in ys)], 1),
+        ["cat"],
+        ["linear"],
+    ),
+    "turned one by one": (lambda ys: torch.stack([y.flip(0) for y in ys]), ["select.int", "flip"], []),
     "added": (sum, ["sum.dim_IntList"], ["select.int"]),
     "added in a tree": (
         lambda ys: ((ys[0] + ys[1]) + (ys[2] + ys[3])) + ((ys[4] + ys[5]) + (ys[6] + ys[7])),
@@ -133,10 +157,30 @@ EXITS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], list[str], list[str]
     "added with a literal": (lambda ys: sum(ys, start=2.0), ["sum.dim_IntList", "add.Tensor"], ["select.int"]),
     "added to one of them": (lambda ys: ys[0].sin() + sum(ys[1:], start=ys[0]), ["sum.dim_IntList"], []),
     "added, and one of them again": (lambda ys: sum(ys) + ys[0], ["select.int", "sum.dim_IntList"], []),
+    "added with a part twice": (
+        lambda ys: sum(ys[3:], start=ys[0] + ((ys[1] + ys[2]) + ys[1])),
+        ["select.int"],
+        ["sum.dim_IntList"],
+    ),
+    "added, a part doubled": (lambda ys: sum(ys[2:], start=_doubled(ys[0] + ys[1])), ["select.int"], ["linear"]),
+    "added, scaled on the way": (lambda ys: sum(ys[2:], start=(ys[0] + ys[1]) * 2), ["select.int"], []),
+    "added, the last one twice": (lambda ys: torch.add(sum(ys[:-1]), ys[-1], alpha=2), ["select.int"], []),
+    "added, the first of the sums read": (lambda ys: _with_sine(ys[0] + ys[1], ys[2:]), ["select.int"], ["linear"]),
+    "added in double": (
+        lambda ys: sum(ys[1:], start=ys[0] + ys[0].double().sin()),
+        ["select.int"],
+        ["sum.dim_IntList"],
+    ),
+    "added as integers": (lambda ys: sum((10 * y).int() for y in ys), ["select.int"], ["sum.dim_IntList"]),
     "added twice": (lambda ys: sum(ys[1:], start=ys[0] + ys[1]), ["select.int"], ["sum.dim_IntList"]),
     "subtracted": (lambda ys: ys[0] - ys[1] - ys[2] - ys[3] - ys[4] - ys[5] - ys[6] - ys[7], ["select.int"], []),
     "the mean, and one of them": (lambda ys: (torch.stack(ys).mean(0), ys[3]), ["mean.dim", "select.int"], ["stack"]),
     "stacked in both ways": (lambda ys: (torch.stack(ys), torch.stack(ys, 1)), ["clone", "permute"], ["stack"]),
+    "stacked, and flat as it was copied": (
+        lambda ys: (torch.stack(ys), torch.stack(ys, -1).permute(2, 0, 1).reshape(-1)),
+        ["clone"],
+        ["stack"],
+    ),
     "stacked backwards": (lambda ys: torch.stack(ys[::-1]), ["select.int", "stack"], []),
     "a view of one": (lambda ys: (ys[2].reshape(-1), torch.stack(ys).amax(0)), ["select.int", "reshape"], ["stack"]),
 }
@@ -193,6 +237,32 @@ def test_what_reads_a_result_learns_its_new_layout():
 def test_a_result_that_is_read_by_strides_is_copied_into_its_old_layout():
     found = merged(Ensemble(perceptron, lambda ys: torch.as_strided(torch.stack(ys, -1), (4,), (3,), 1) + 1), X)
     assert "clone" in found.ops
+
+
+def test_draws_from_a_result_are_those_they_were():
+    """Numbers are drawn in the order of memory."""
+    model = Ensemble(perceptron, lambda ys: torch.bernoulli(torch.stack(ys, -1).sigmoid()))
+    after, records = run(capture(model, X), (MERGE,))
+    assert records[0].done
+    assert "clone" in ops_of(after)
+    torch.manual_seed(3)
+    wanted = model(X)
+    torch.manual_seed(3)
+    assert torch.equal(call(after, X), wanted)
+
+
+def test_a_result_that_the_branches_read_again_keeps_its_layout():
+    """What is computed on stacks is typed before it is known in which layout the result is put there."""
+
+    class Net(Ensemble):
+        def forward(self, x):
+            hidden = [(m.layer(x) * m.p).relu() for m in self.members]
+            joined = torch.stack(hidden, -1)
+            own = [(h * m.q).unsqueeze(-1) for m, h in zip(self.members, hidden, strict=True)]
+            return torch.stack([(joined * value).sin() for value in own])
+
+    found = merged(Net(lambda i: Body(lambda h, p, q: h)), X)
+    assert found.ops.count("sin") == found.ops.count("clone") == 1
 
 
 def test_a_call_between_the_branches_moves_behind_them():
