@@ -173,7 +173,7 @@ def fast_timings(monkeypatch, wins="faulty"):
             for example in inputs * 10:
                 call(*example.args, **example.kwargs)
         jitter = (1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0)
-        return {n: Timing(tuple(j * (1 if n == wins else 2) for j in jitter), 1.0) for n in calls}
+        return {n: Timing(tuple(j * (1 if n == wins else 2) for j in jitter)) for n in calls}
 
     monkeypatch.setattr(race_module, "measure", measured)
 
@@ -206,7 +206,7 @@ def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monkeypatch, fault):
     def behave(number, inputs, right):
-        if number <= 36:  # six verdicts, thirty timed calls
+        if number <= 48:  # twelve first calls, six verdicts, thirty timed calls
             return right
         if fault == "raises":
             raise RuntimeError("worn out")
@@ -225,7 +225,7 @@ def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
 
     def measured(calls, inputs, **_):
         pace = {"eager": 4.0, "eager + passes": 2.0, "faulty": 1.0}
-        return {name: Timing((pace[name],) * 7, 1.0) for name in calls}
+        return {name: Timing((pace[name],) * 7) for name in calls}
 
     monkeypatch.setattr(race_module, "measure", measured)
     monkeypatch.setattr(Behaviour, "run", lambda n, i, right: right if n <= 6 else [right[0] + 1])
@@ -272,6 +272,12 @@ def test_the_models_state_is_as_it_was_after_a_race():
     captured = tsopt.capture(model, example)
     race(model, captured, captured, Example((example,)), backends=("eager", "torchscript"), seconds=1e-3)
     assert model.count.tolist() == [0, 0]
+
+
+def test_the_cold_start_of_every_candidate_is_told(run_race):
+    rows = {row.name: row for row in run_race(("eager", "onnxruntime")).rows}
+    assert rows["eager"].cold is None
+    assert all(rows[name].cold.first > 0 for name in ("eager + passes", "ONNX Runtime"))
 
 
 def test_progress_names_the_steps(run_race):

@@ -19,15 +19,16 @@ from tsopt.runtime.report import (
     rule_cells,
     rule_records,
 )
-from tsopt.runtime.timing import Speedup, Timing
+from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
-BASE = Row("eager", timing=Timing((2.0, 2.0, 4.0), 9.0))
+BASE = Row("eager", timing=Timing((2.0, 2.0, 4.0)))
 GOOD = Row(
     "ONNX Runtime",
-    timing=Timing((1.0, 1.0, 1.2), 9.0),
+    timing=Timing((1.0, 1.0, 1.2)),
     speedup=Speedup(2.0, 1.8, 2.2),
     accuracy=Verdict(True, "element", 3e-7, ("example", "random"), ("large: eager raises ValueError",)),
     compile_seconds=1.25,
+    cold=ColdStart(9.0, 2),
     notes=("takes negative indices",),
 )
 WRONG = Row("TorchScript", "wrong", "output on the large input: NaN at other places than eager")
@@ -37,7 +38,7 @@ FULL = replace(report(), rows=(BASE, GOOD, WRONG, GONE), winner="ONNX Runtime", 
 
 def test_a_row_has_a_cell_for_every_column():
     assert {len(row.cells()) for row in FULL.rows} == {len(COLUMNS)}
-    assert BASE.cells() == ("eager", "2.00", "3.60", "1.00x", "baseline", "-", "-")
+    assert BASE.cells() == ("eager", "2.00", "3.60", "1.00x", "baseline", "-", "-", "-")
     assert GOOD.cells() == ("ONNX Runtime", "1.00", "1.16", "2.00x [1.80, 2.20]", "faster", "3.0e-07", "1.2")
     assert WRONG.cells() == ("TorchScript", "-", "-", "-", "wrong", "-", "-")
 
@@ -62,7 +63,8 @@ def test_json_keeps_what_machines_compare():
     found = json.loads(json.dumps(FULL.to_json(), allow_nan=False))
     assert found["rows"][1]["speedup"] == {"ratio": 2.0, "low": 1.8, "high": 2.2}
     assert found["rows"][1]["accuracy"]["skipped"] == ["large: eager raises ValueError"]
-    assert found["rows"][1]["first_call_ms"] == 9.0
+    assert found["rows"][1]["cold_start"] == {"first_call_ms": 9.0, "slow_calls": 2}
+    assert "cold_start" not in found["rows"][0]
     assert (found["rows"][2]["status"], found["rows"][2]["verdict"]) == ("wrong", "wrong")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tsopt.compiler.example import Example
 from tsopt.runtime import timing
-from tsopt.runtime.timing import Timing, measure, speedup
+from tsopt.runtime.timing import Timing, cold_start, measure, speedup
 
 
 class Clock:
@@ -75,7 +75,6 @@ def test_each_candidate_gets_its_own_time(clock):
     found = measure({"eager": clock.taking(4e-3), "fast": clock.taking(2e-3)}, INPUTS, seconds=0.1)
     assert found["eager"].p50 == pytest.approx(4.0)
     assert found["fast"].p50 == found["fast"].p90 == pytest.approx(2.0)
-    assert found["fast"].first_call == pytest.approx(2.0)
     assert found["fast"].std_percent == pytest.approx(0.0, abs=1e-6)
 
 
@@ -139,7 +138,7 @@ def test_progress_names_warm_up_and_rounds(clock):
 
 
 def _timing(*samples: float) -> Timing:
-    return Timing(samples, samples[0])
+    return Timing(samples)
 
 
 BASE = [10.0, 10.2, 9.9, 10.1, 10.0, 9.8, 10.3, 10.1, 9.9]
@@ -179,3 +178,40 @@ def test_the_interval_is_the_same_each_time():
     mine, base = _timing(*[v * 0.9 for v in reversed(BASE)]), _timing(*BASE)
     assert speedup(mine, base) == speedup(mine, base)
     assert str(speedup(mine, base)).count("x [") == 1
+
+
+# ---- the first calls --------------------------------------------------------------------------------------------
+
+
+def in_turn(clock, *seconds):
+    """A callable that takes these times, and the last of them from then on."""
+    left = list(seconds)
+
+    def call(*args, **kwargs):
+        clock.now += left.pop(0) if len(left) > 1 else left[0]
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first", "slow"),
+    [((0.2, 0.01), 200.0, 1), ((0.01,), 10.0, 0), ((0.3, 0.2, 0.1, 0.01), 300.0, 3), ((0.012, 0.01), 12.0, 0)],
+)
+def test_first_calls_are_slow_until_they_are_as_all_others(clock, seconds, first, slow):
+    found = cold_start(in_turn(clock, *seconds), INPUTS)
+    assert found.first == pytest.approx(first)
+    assert found.slow_calls == slow
+
+
+def test_first_calls_are_not_watched_for_long(clock):
+    cold_start(clock.taking(10.0), INPUTS)
+    assert clock.now == pytest.approx(10.0 * timing.MIN_COLD)
+    start = clock.now
+    cold_start(clock.taking(1e-6), INPUTS)
+    assert clock.now - start == pytest.approx(1e-6 * timing.MAX_COLD)
+
+
+def test_first_calls_rotate_the_inputs(clock):
+    log: list = []
+    cold_start(clock.taking(1e-3, log, "a"), INPUTS)
+    assert [args[0] for _, args, _ in log[:4]] == [0, 1, 2, 0]

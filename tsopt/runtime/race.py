@@ -20,7 +20,7 @@ from tsopt.runtime.backend import BACKENDS, Executable, compile, get_backend, ra
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
-from tsopt.runtime.timing import Timing, measure, seconds_of, speedup
+from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
 
 EAGER = "eager"
 PASSES = "eager + passes"
@@ -182,6 +182,9 @@ def _prepare(
             candidate = make(backend)
             took = time.perf_counter() - start
             tell(f"check {title}")
+            inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
+            with protected(None, written=program.state.values()), torch.inference_mode():
+                cold = cold_start(candidate, inputs, device_wait(inputs[0]))
             verdict = oracle.judge(candidate, exact=is_exact(program, backend))
             if not verdict.ok and is_exact(program, backend):
                 verdict = oracle.judge(candidate)
@@ -196,10 +199,10 @@ def _prepare(
             rows.append(Row(title, "failed", f"{type(error).__name__}: {str(error)[:200]}"))
             continue
         if not verdict.ok:
-            rows.append(Row(title, "wrong", verdict.reason, accuracy=verdict, compile_seconds=took))
+            rows.append(Row(title, "wrong", verdict.reason, accuracy=verdict, compile_seconds=took, cold=cold))
             continue
         candidates[title] = candidate
-        rows.append(Row(title, accuracy=verdict, compile_seconds=took, notes=candidate.notes))
+        rows.append(Row(title, accuracy=verdict, compile_seconds=took, cold=cold, notes=candidate.notes))
     return rows, candidates
 
 

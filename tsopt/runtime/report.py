@@ -11,11 +11,11 @@ from tsopt.compiler.pipeline import Declined, Done, PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.environment import Environment
-from tsopt.runtime.timing import Speedup, Timing
+from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
 
-COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s")
+COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Row:
 
     status: ok, wrong, failed, missing, unsupported, no gain, and of its process: crashed, exited, timed out, out of
     memory. reason says why it is not ok.
+    cold: its first calls; eager has none, for it was called before.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Row:
     speedup: Speedup | None = None
     accuracy: Verdict | None = None
     compile_seconds: float = 0.0
+    cold: ColdStart | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -54,6 +56,8 @@ class Row:
             "speedup_high": None if gain is None else gain.high,
             "max_difference": None if accuracy is None else accuracy.max_difference,
             "compile_seconds": self.compile_seconds or None,
+            "first_call_ms": None if self.cold is None else self.cold.first,
+            "slow_calls": None if self.cold is None else self.cold.slow_calls,
             "reason": self.reason,
         }
 
@@ -69,6 +73,7 @@ class Row:
             self.verdict,
             difference or "-",
             f"{self.compile_seconds:.1f}" if self.compile_seconds else "-",
+            "-" if self.cold is None else milliseconds(self.cold.first),
         )
 
 
@@ -317,7 +322,6 @@ def _row_json(row: Row) -> dict[str, Any]:
             "p90_ms": row.timing.p90,
             "p99_ms": row.timing.percentile(99),
             "std_percent": row.timing.std_percent,
-            "first_call_ms": row.timing.first_call,
             "rounds": len(row.timing.samples),
         }
     if row.speedup is not None:
@@ -330,6 +334,8 @@ def _row_json(row: Row) -> dict[str, Any]:
             "inputs": list(row.accuracy.inputs),
             "skipped": list(row.accuracy.skipped),
         }
+    if row.cold is not None:
+        out["cold_start"] = {"first_call_ms": row.cold.first, "slow_calls": row.cold.slow_calls}
     return out | {"compile_seconds": row.compile_seconds, "notes": list(row.notes)}
 
 

@@ -23,6 +23,8 @@ MIN_ROUNDS, MAX_ROUNDS = 7, 60
 SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
 MAX_BUSY_ROUNDS = 400
 BOOTSTRAP = 2000
+MIN_COLD, MAX_COLD, COLD_SECONDS = 4, 12, 1.0  # calls, calls, seconds: how long the first calls are watched
+STEADY = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,6 @@ class Timing:
     """Milliseconds per call of one candidate, a value for each round; `error` says why it has no more of them."""
 
     samples: tuple[float, ...]
-    first_call: float
     calls_per_sample: int = 1
     error: str = ""
 
@@ -48,6 +49,14 @@ class Timing:
     @property
     def std_percent(self) -> float:
         return 100 * float(np.std(self.samples)) / float(np.mean(self.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """The first calls after compiling: milliseconds of the very first, and how many were slower than the rest."""
+
+    first: float
+    slow_calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,6 @@ class _Lane:
     call: Callable[..., Any]
     group: int = 1
     untimed: int = 1
-    first: float = 0.0
     error: str = ""
     samples: list[float] = field(default_factory=list)
 
@@ -134,10 +142,7 @@ def measure(
             settled = number + 1 >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
             if settled or time.perf_counter() > end:
                 break
-    return {
-        name: Timing(tuple(t * 1e3 for t in lane.samples), lane.first * 1e3, lane.group, lane.error)
-        for name, lane in lanes.items()
-    }
+    return {name: Timing(tuple(t * 1e3 for t in lane.samples), lane.group, lane.error) for name, lane in lanes.items()}
 
 
 def _attempt(
@@ -152,11 +157,23 @@ def _attempt(
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
-    lane.first = _time(lane.call, inputs[0], 1, wait)
+    _time(lane.call, inputs[0], 1, wait)
     spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
     call = max(min(spent), 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
     lane.untimed = max(1, min(2000, int(SETTLE / call)))
+
+
+def cold_start(
+    call: Callable[..., Any], inputs: Sequence[Example], wait: Callable[[], None] = lambda: None
+) -> ColdStart:
+    """Times the first calls of all, one by one: engines specialize, pack weights and allocate in them."""
+    end = time.perf_counter() + COLD_SECONDS
+    spent: list[float] = []
+    while len(spent) < MIN_COLD or (len(spent) < MAX_COLD and time.perf_counter() < end):
+        spent.append(_time(call, inputs[len(spent) % len(inputs)], 1, wait))
+    steady = next(i for i, seconds in enumerate(spent) if seconds <= STEADY * min(spent[i:]))
+    return ColdStart(spent[0] * 1e3, steady)
 
 
 def rest() -> None:
