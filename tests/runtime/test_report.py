@@ -39,8 +39,8 @@ FULL = replace(report(), rows=(BASE, GOOD, WRONG, GONE), winner="ONNX Runtime", 
 def test_a_row_has_a_cell_for_every_column():
     assert {len(row.cells()) for row in FULL.rows} == {len(COLUMNS)}
     assert BASE.cells() == ("eager", "2.00", "3.60", "1.00x", "baseline", "-", "-", "-")
-    assert GOOD.cells() == ("ONNX Runtime", "1.00", "1.16", "2.00x [1.80, 2.20]", "faster", "3.0e-07", "1.2")
-    assert WRONG.cells() == ("TorchScript", "-", "-", "-", "wrong", "-", "-")
+    assert GOOD.cells() == ("ONNX Runtime", "1.00", "1.16", "2.00x [1.80, 2.20]", "faster", "3.0e-07", "1.2", "9.00")
+    assert WRONG.cells() == ("TorchScript", "-", "-", "-", "wrong", "-", "-", "-")
 
 
 def test_every_loser_has_its_reason_in_the_text():

@@ -259,13 +259,18 @@ class Isolated:
         return program.signature.unbind(outputs)
 
     def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
-        """How long so many calls in a row take, right after `untimed` others, measured where they are made."""
+        """How long so many calls in a row take, right after `untimed` others, measured where they are made.
+
+        They are made in inference mode where the caller is in it.
+        """
         if not any(example is sent for sent in self._sent):
             self._sent.append(example)
             described = [self.workshop.described(item) for item in self._sent]
             self._ask({"do": "examples", "examples": described})
         index = next(i for i, sent in enumerate(self._sent) if sent is example)
-        return float(self._ask({"do": "time", "example": index, "times": times, "untimed": untimed})["seconds"])
+        inference = torch.is_inference_mode_enabled()
+        what = {"do": "time", "example": index, "times": times, "untimed": untimed, "inference": inference}
+        return float(self._ask(what)["seconds"])
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
         try:

@@ -183,7 +183,8 @@ def _prepare(
             took = time.perf_counter() - start
             tell(f"check {title}")
             inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
-            with protected(None, written=program.state.values()), torch.inference_mode():
+            # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
+            with protected(None, written=program.state.values()), torch.no_grad():
                 cold = cold_start(candidate, inputs, device_wait(inputs[0]))
             verdict = oracle.judge(candidate, exact=is_exact(program, backend))
             if not verdict.ok and is_exact(program, backend):

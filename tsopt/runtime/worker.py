@@ -191,7 +191,7 @@ class _Candidate:
         if state:
             self.executable.state[:] = [value.clone() for value in state]
         call = self.executable
-        with torch.inference_mode():
+        with torch.inference_mode() if message["inference"] else torch.no_grad():
             for _ in range(message["untimed"]):
                 call(*leaves)
             start = time.perf_counter()
