@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from tsopt.compiler.signature import Signature, mismatch
 from tsopt.compiler.types import TensorType
@@ -51,6 +51,14 @@ class Backend(Protocol):
 
     def compile(self, program: Program) -> Executable:
         """Compiles a program. Raises BackendError when it cannot."""
+
+
+@runtime_checkable
+class Reopens(Protocol):
+    """A backend that takes long to compile, and can be given what was compiled in another process."""
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        """The executable of the files that `save` has written; those files may go."""
 
 
 class Executable:

@@ -70,6 +70,15 @@ class InductorBackend:
                 "Inductor cannot compile this model", why=f"{type(error).__name__}: {_said(error)}"
             ) from error
 
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        place = tempfile.mkdtemp(prefix="tsopt-")
+        try:
+            shutil.move(directory / FILE, place)
+            return _executable(Path(place) / FILE, program, self.threads)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+
 
 def _executable(package: Path, program: Program, threads: int | None) -> Executable:
     """The compiled package, whose directory goes with the executable."""

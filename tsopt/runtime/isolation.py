@@ -258,6 +258,12 @@ class Isolated:
                     mine.copy_(theirs)
         return program.signature.unbind(outputs)
 
+    def saved(self) -> Path:
+        """A directory with the files that the candidate can be made from again; it goes with the workshop."""
+        name = f"saved-{self._pid}"
+        self._ask({"do": "save", "name": name})
+        return self.workshop.directory / name
+
     def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
         """How long so many calls in a row take, right after `untimed` others, measured where they are made.
 

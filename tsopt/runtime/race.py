@@ -16,7 +16,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import BACKENDS, Executable, compile, get_backend, race_options, split_spec
+from tsopt.runtime.backend import BACKENDS, Executable, Reopens, compile, get_backend, race_options, split_spec
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
@@ -310,8 +310,12 @@ def _here(candidate: Candidate, program: Program, threads: int | None) -> Execut
     """The candidate in this process."""
     if isinstance(candidate, Executable):
         return candidate
-    backend = cast(Isolated, candidate).backend
-    return compile(program, backend, **race_options(backend, threads))
+    isolated = cast(Isolated, candidate)
+    options = race_options(isolated.backend, threads)
+    backend = get_backend(isolated.backend, **options)
+    if isinstance(backend, Reopens):
+        return backend.reopen(program, isolated.saved())
+    return compile(program, isolated.backend, **options)
 
 
 def _median(row: Row) -> float:

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ def _become_candidate(files: list[int], message: Message, program: Program | Non
         for place, file in ((0, nothing), (1, files[1]), (2, files[1])):
             os.dup2(file, place)
         _limit_memory(message.get("memory"))
+        _make_files_in(message["directory"])
         torch.set_num_threads(message["threads"])
         assert program is not None
         _Candidate(socket.socket(fileno=files[0]), program, Path(message["directory"])).serve()
@@ -109,6 +111,15 @@ def _become_candidate(files: list[int], message: Message, program: Program | Non
         code = 0  # nobody wants anything more
     finally:
         os._exit(code)  # NOTE: no clean-up of what was inherited: the files belong to the parent
+
+
+def _make_files_in(directory: str) -> None:
+    """Temporary files go where the caller will clear up; what Inductor keeps from run to run stays where it was."""
+    with contextlib.suppress(ImportError):
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()  # writes down its place, which hangs on where temporary files are
+    os.environ["TMPDIR"] = tempfile.tempdir = directory
 
 
 def _limit_memory(size: int | None) -> None:
@@ -141,6 +152,7 @@ class _Candidate:
         handlers: dict[str, Callable[[Message], Message]] = {
             "compile": self.compile,
             "run": self.run,
+            "save": self.save,
             "examples": self.take_examples,
             "time": self.time,
         }
@@ -159,6 +171,14 @@ class _Candidate:
     def compile(self, message: Message) -> Message:
         self.executable = compile(self.program, message["backend"], **message["options"])
         return {"notes": list(self.executable.notes)}
+
+    def save(self, message: Message) -> Message:
+        assert self.executable is not None
+        assert self.executable.save is not None
+        directory = self.directory / message["name"]
+        directory.mkdir()
+        self.executable.save(directory)
+        return {}
 
     def run(self, message: Message) -> Message:
         """One call on the inputs and the state of a file; answers, and what it left in both, go into another."""
