@@ -26,7 +26,7 @@ from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.isolation import Workshop, is_on_cpu
-from tsopt.runtime.race import ALL_BACKENDS, STANDARD_BACKENDS, race
+from tsopt.runtime.race import ALL_BACKENDS, race, standard_backends
 from tsopt.runtime.report import Report
 
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
@@ -38,7 +38,7 @@ def optimize(
     example_input: Any,
     *,
     level: int = 2,
-    backends: Sequence[str] | Literal["all"] = STANDARD_BACKENDS,
+    backends: Sequence[str] | Literal["all"] | None = None,
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
     threads: int | None = None,
@@ -58,8 +58,9 @@ def optimize(
         example_input: a tensor; a tuple = positional arguments; a dict = keyword arguments; or
             `tsopt.example(*args, **kwargs)`.
         level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere.
-        backends: who races; eager itself always does. `all`: every engine; one that is not installed is a row in the
-            table, where one that was asked for by name is an error.
+        backends: who races; eager itself always does. None: the engines that are installed and compile in seconds.
+            `all`: every engine, also Inductor, which takes minutes; one that is not installed is a row in the table,
+            where one that was asked for by name is an error.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -80,7 +81,7 @@ def optimize(
     """
     example = as_example(example_input)
     _check_options(on_new_signature, backends, threads, seconds, budget)
-    racing = ALL_BACKENDS if backends == "all" else tuple(backends)
+    racing = standard_backends() if backends is None else ALL_BACKENDS if backends == "all" else tuple(backends)
     tell = progress or (lambda text: None)
     with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
         tell("capture")
@@ -271,7 +272,7 @@ def check_name(name: str, known: Sequence[str]) -> None:
 
 
 def _check_options(
-    policy: str, backends: Sequence[str], threads: int | None, seconds: float, budget: float | None
+    policy: str, backends: Sequence[str] | None, threads: int | None, seconds: float, budget: float | None
 ) -> None:
     if policy not in POLICIES:
         raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
@@ -283,7 +284,7 @@ def _check_options(
         raise UsageError(f"seconds={seconds}", fix="a time above 0")
     if budget is not None and not budget > 0:
         raise UsageError(f"budget={budget}", fix="a number of seconds above 0, or None for no limit")
-    for name in () if backends == "all" else backends:
+    for name in () if backends is None or backends == "all" else backends:
         get_backend(name)
 
 

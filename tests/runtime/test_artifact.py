@@ -447,7 +447,7 @@ def test_a_class_named_in_a_bundle_is_not_called(bundle, mlp_input):
     assert Witness.made == 0
 
 
-@pytest.mark.parametrize("backend", ["null", "os.system", "inductor", "", None, 3])
+@pytest.mark.parametrize("backend", ["null", "os.system", "tensorrt", "", None, 3])
 def test_a_backend_that_this_version_does_not_have_is_named(bundle, backend):
     place = bundle()
     sign(place, lambda manifest: manifest.update(backend=backend))

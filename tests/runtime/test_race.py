@@ -189,6 +189,53 @@ def test_the_fastest_that_is_right_wins(run_race, monkeypatch):
     assert found.why.startswith("2.00x [")
 
 
+def paces(monkeypatch, pace, jitter):
+    """Timing that says how long each takes, and how far samples scatter."""
+    from tsopt.runtime.timing import Timing
+
+    def measured(calls, inputs, **_):
+        signs = {name: 1 - 2 * (i % 2) for i, name in enumerate(calls)}  # noise that does not hit all alike
+        rounds = (0, 1, -1, 2, -2, 1, -1)
+        return {n: Timing(tuple(pace[n] * (1 + signs[n] * jitter * k) for k in rounds)) for n in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+
+
+@pytest.mark.parametrize(
+    ("torchscript", "onnxruntime", "jitter", "winner"),
+    [
+        (1.00, 1.01, 0.05, "ONNX Runtime"),  # the same: data before code
+        (1.00, 1.10, 0.05, "TorchScript"),  # not the same, although noise is large
+        (1.00, 1.02, 0.0, "TorchScript"),  # slower beyond noise
+        (1.01, 1.00, 0.05, "ONNX Runtime"),
+    ],
+)
+def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
+    run_race, monkeypatch, torchscript, onnxruntime, jitter, winner
+):
+    names = ("eager", "TorchScript", "ONNX Runtime")
+    paces(monkeypatch, dict(zip(names, (2.0, torchscript, onnxruntime), strict=True)), jitter)
+    found = run_race(("torchscript", "onnxruntime"))
+    assert found.winner == winner
+    assert ("same within noise" in found.why) == (winner == "ONNX Runtime" and torchscript < onnxruntime)
+
+
+def test_extras_race_where_they_are_installed(monkeypatch):
+    there = race_module.importlib.util.find_spec
+    monkeypatch.setattr(race_module.importlib.util, "find_spec", lambda name: name == "openvino" or there(name))
+    assert race_module.standard_backends()[-1] == "openvino"
+    monkeypatch.setattr(race_module.importlib.util, "find_spec", lambda name: None)
+    assert race_module.standard_backends() == race_module.STANDARD_BACKENDS
+
+
+def test_an_engine_that_is_missing_is_a_row_with_what_to_install(run_race, monkeypatch):
+    monkeypatch.setattr(FaultyBackend, "missing", lambda self: "pip install faulty")
+    found = run_race()
+    assert row(found).status == "missing"
+    assert row(found).reason == "pip install faulty"
+    assert_goes_on(found)
+
+
 def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()

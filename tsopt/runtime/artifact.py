@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
-from tsopt.runtime.backend import Executable
+from tsopt.runtime.backend import CODE, Executable
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
@@ -30,7 +30,6 @@ log = logging.getLogger("tsopt")
 FORMAT = 1
 MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
-CODE = {"torchscript": "TorchScript", "inductor": "machine code"}  # backends whose files are run when they are read
 MAX_MANIFEST = 1 << 26
 CHUNK = 1 << 20
 

@@ -27,6 +27,9 @@ BACKENDS: dict[str, str] = {
     "null": "tsopt.runtime.null:NullBackend",
 }
 
+# Backends whose files are code, and which kind: reading them asks for trust.
+CODE = {"torchscript": "TorchScript", "inductor": "machine code"}
+
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 

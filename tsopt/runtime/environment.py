@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
-PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors")
+PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors")
 
 
 @dataclass(frozen=True, slots=True)

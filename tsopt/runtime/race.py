@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import BACKENDS, Executable, Reopens, compile, get_backend, race_options, split_spec
+from tsopt.runtime.backend import BACKENDS, CODE, Executable, Reopens, compile, get_backend, race_options, split_spec
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
@@ -34,7 +35,9 @@ TITLES = {
     "null": "null",
 }
 STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
+EXTRA_BACKENDS = ("openvino",)  # they race where they are installed
 ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(name for name in BACKENDS if name != "null"))))
+EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
@@ -207,6 +210,12 @@ def _prepare(
     return rows, candidates
 
 
+def standard_backends() -> tuple[str, ...]:
+    """Who races when nobody is named: what compiles in seconds, and the extras that are installed."""
+    extras = [name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None]
+    return (*STANDARD_BACKENDS, *extras)
+
+
 def title_of(backend: str) -> str:
     """The name of a backend in tables, with its options: `ONNX Runtime, threads 1`."""
     name, options = split_spec(backend)
@@ -283,8 +292,9 @@ def _choose(
     tell: Progress,
 ) -> Race:
     oracle: Oracle | None = None
-    ranked = sorted((row for row in rows if row.speedup is not None and row.speedup.low > 1.0), key=_median)
-    for row in ranked:
+    faster = sorted((row for row in rows if row.speedup is not None and row.speedup.low > 1.0), key=_median)
+    order = _simpler_first(faster, backends)
+    for row in order:
         tell(f"verify {row.name}")
         # Fresh inputs: what the race measured must not be all that is right.
         oracle = oracle or Oracle(model, example, captured, seed=seed + 1)
@@ -297,13 +307,35 @@ def _choose(
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            return Race(tuple(rows), row.name, f"{row.speedup} as fast as eager", executable, backends[row.name])
+            why = f"{row.speedup} as fast as eager"
+            if order[0] is not faster[0] and row is order[0]:
+                why += f"; {faster[0].name} is the same within noise, and its file would be code"
+            return Race(tuple(rows), row.name, why, executable, backends[row.name])
         rows = [replace(r, status="wrong", reason=f"after timing: {failure}") if r is row else r for r in rows]
     usable = any(row.name != EAGER and row.status == "ok" for row in rows)
     why = "no candidate is faster beyond noise" if usable else "no candidate could be used"
     if not usable and any(row.status == "timed out" for row in rows):
         why += " in the time that there was"
     return Race(tuple(rows), EAGER, why, None)
+
+
+def _simpler_first(ranked: Sequence[Row], backends: Mapping[str, str]) -> list[Row]:
+    """Where noise cannot tell a candidate whose file is code from one whose file is data, data comes first."""
+    found = list(ranked)
+    if not found or split_spec(backends[found[0].name])[0] not in CODE:
+        return found
+    best = found[0]
+    for row in found[1:]:
+        is_data = split_spec(backends[row.name])[0] not in CODE
+        if is_data and _median(row) <= EQUAL * _median(best) and not _is_slower(row, best):
+            return [row, *(other for other in found if other is not row)]
+    return found
+
+
+def _is_slower(row: Row, best: Row) -> bool:
+    assert row.timing is not None
+    assert best.timing is not None
+    return speedup(best.timing, row.timing).low > 1.0
 
 
 def _here(candidate: Candidate, program: Program, threads: int | None) -> Executable:
