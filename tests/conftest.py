@@ -55,4 +55,4 @@ def golden(request: pytest.FixtureRequest):
 @pytest.fixture(scope="session")
 def fuzz_factor() -> int:
     """How many times more examples the slow campaigns run."""
-    return 30 if os.environ.get("TSOPT_FUZZ") else 1
+    return 40 if os.environ.get("TSOPT_FUZZ") else 1

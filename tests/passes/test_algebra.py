@@ -253,6 +253,14 @@ def test_a_sign_before_a_promotion_stays(item, model, dtype):
     assert (item.name, algebra.PROMOTES_SIGN) in found.declined
 
 
+@pytest.mark.parametrize(
+    "model", [lambda x, y: x + -y, lambda x, y: -y + x, lambda x, y: aten.add.Tensor(-y, True) * x], ids=str
+)
+def test_nothing_is_subtracted_from_booleans(model):
+    """Fake tensors do not tell: only real ones refuse."""
+    check_declines(algebra.add_neg, model, (torch.tensor([True, False]), torch.tensor([0.5, -0.0])), algebra.FROM_BOOL)
+
+
 def test_the_sign_of_a_real_value_stays_in_a_complex_sum():
     """0j - 0j is 0j, 0j + -0j is 0j, and -0j - 0j is not -0j + -0j."""
     x, y = torch.tensor([complex(1.0, -0.0)]), torch.tensor([2.0])

@@ -210,6 +210,8 @@ def test_every_small_chain_of_permutes_is_judged_right():
                 order = torch.arange(24).reshape(2, 3, 4).permute(p).reshape(middle).permute(q).flatten()
                 keeps_order = torch.equal(order, torch.arange(24))
                 assert moves.is_undone((2, 3, 4), list(p), middle, list(q)) == keeps_order
+                from_the_end = [axis - 3 for axis in p], middle, [axis - len(middle) for axis in q]
+                assert moves.is_undone((2, 3, 4), *from_the_end) == keeps_order
                 seen[keeps_order] += 1
     assert seen[True] > 30
     assert seen[False] > 200

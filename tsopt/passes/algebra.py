@@ -20,6 +20,7 @@ CASTS = "the literal promotes the dtype or the shape"
 KEEPS_FLOAT = "not a floating-point value"
 COMPLEX = "complex arithmetic with a real literal is not exact: inf * 1 has a NaN part"
 LOSES = "the first cast loses values"
+FROM_BOOL = "PyTorch adds to booleans, and refuses to subtract from them"
 PROMOTES_SIGN = "the negated value is promoted: its sign changes before or after"
 CROSSED = "the bounds are not in order"
 SHARED = "the inner value is used elsewhere"
@@ -99,6 +100,8 @@ def add_neg(at, x, y):
     """x + -y -> x - y, -y + 2 -> rsub(y, 2)"""
     if not _negates_exactly(at, y):
         return at.skip(PROMOTES_SIGN)
+    if isinstance(x, bool) or (isinstance(x, fx.Node) and x.meta["val"].dtype == torch.bool):
+        return at.skip(FROM_BOOL)
     return at.call(aten.sub.Tensor, x, y) if isinstance(x, fx.Node) else at.call(aten.rsub.Scalar, y, x)
 
 

@@ -75,7 +75,7 @@ def is_undone(shape: tuple[int, ...], p: list[int], middle: tuple[int, ...], q: 
     if 0 in shape:
         return False
     pieces: list[tuple[int, int]] = []  # innermost last
-    for axis in p:
+    for axis in (axis % len(shape) for axis in p):
         size, stride = shape[axis], math.prod(shape[axis + 1 :])
         if pieces and pieces[-1][1] == size * stride:
             size *= pieces.pop()[0]
