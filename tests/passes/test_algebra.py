@@ -254,7 +254,7 @@ def test_a_sign_before_a_promotion_stays(item, model, dtype):
 
 
 @pytest.mark.parametrize(
-    "model", [lambda x, y: x + -y, lambda x, y: -y + x, lambda x, y: aten.add.Tensor(-y, True) * x], ids=str
+    "model", [lambda x, y: x + -y, lambda x, y: -y + x, lambda x, y: aten.add.Tensor(-y, True) * x]
 )
 def test_nothing_is_subtracted_from_booleans(model):
     """Fake tensors do not tell: only real ones refuse."""
