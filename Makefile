@@ -37,6 +37,7 @@ bench: $(READY) ## real models, eager against compiled, pass by pass; writes ben
 	$(BIN)/python -m bench.side_by_side
 	$(BIN)/python -m bench.overhead
 	$(BIN)/python -m bench.ablation
+	$(BIN)/python -m bench.engines
 
 clean: ## remove what was made
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ def main() -> None:
     model, example = MODELS["mlp"].load()
     fast = tsopt.optimize(model, example, backends=("onnxruntime",), seconds=2)
     proto, weights = to_onnx(fast.program).detached()
-    session = open_session(proto, torch.get_num_threads(), weights).session
+    session = open_session(proto, {"threads": torch.get_num_threads()}, weights).session
     array = {session.get_inputs()[0].name: example.args[0].numpy()}
     calls = {"bare session.run": lambda x: session.run(None, array), "tsopt": fast}
     timings = measure(calls, [Example((example.args[0].clone(),)) for _ in range(3)], seconds=10)

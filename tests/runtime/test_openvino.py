@@ -53,6 +53,17 @@ def test_several_inputs_and_outputs_of_several_types():
 
 
 @installed
+def test_inputs_that_are_not_dense_and_single_numbers_are_right():
+    def model(x, scale):
+        return x * scale
+
+    fast = compiled(model, torch.randn(3, 4), torch.tensor(2.0))
+    x = torch.randn(8, 6).t()[::2, ::2]
+    for value in (x, torch.randn(4, 3).t(), torch.zeros(1, 4).expand(3, 4)):
+        torch.testing.assert_close(fast(value, torch.tensor(3.0)), value * 3)
+
+
+@installed
 def test_answers_are_not_overwritten_by_later_calls():
     model, x = layers(), torch.randn(2, 64)
     fast = compiled(model, x)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.helpers import save
 from tsopt.runtime.onnx_export import to_onnx
 from tsopt.runtime.ort import OnnxRuntimeBackend
 
@@ -245,7 +246,7 @@ def test_a_model_that_the_runtime_refuses_is_a_typed_error():
     from tsopt.runtime.ort import open_session
 
     with pytest.raises(tsopt.BackendError, match="refuses the exported model"):
-        open_session(b"not a model", 1)
+        open_session(b"not a model", {"threads": 1})
 
 
 def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
@@ -253,3 +254,47 @@ def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
     found = capfd.readouterr()
     assert found.out + found.err == ""
     assert [str(w.message) for w in recwarn] == []
+
+
+# ---- options of a session -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """The options of the sessions that are made."""
+    import onnxruntime
+
+    made = []
+    real = onnxruntime.InferenceSession
+
+    def session(model, options, **rest):
+        made.append(options)
+        return real(model, options, **rest)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", session)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("asked", "read"),
+    [
+        ({"spinning": False}, lambda o: o.get_session_config_entry("session.intra_op.allow_spinning") == "0"),
+        ({"parallel": True}, lambda o: o.execution_mode.name == "ORT_PARALLEL"),
+        ({"arena": False}, lambda o: not o.enable_cpu_mem_arena),
+        ({"threads": 1}, lambda o: o.intra_op_num_threads == 1),
+    ],
+    ids=["spinning", "parallel", "arena", "threads"],
+)
+def test_options_reach_the_session_and_the_one_that_is_loaded(
+    sessions, mlp, mlp_input, mlp_program, tmp_path, asked, read
+):
+    plain = tsopt.compile(mlp_program, "onnxruntime", threads=2)
+    chosen = tsopt.compile(mlp_program, "onnxruntime", **({"threads": 2} | asked))
+    torch.testing.assert_close(chosen(mlp_input), plain(mlp_input))
+    loaded = tsopt.load(save(chosen, tmp_path / "m.tsopt", mlp, mlp_input))
+    torch.testing.assert_close(loaded(mlp_input), plain(mlp_input))
+    assert [read(options) for options in sessions] == [False, True, True]
+
+
+def test_options_that_are_as_usual_are_not_in_a_bundle(mlp_program):
+    assert tsopt.compile(mlp_program, "onnxruntime", threads=2, spinning=True).options == {"threads": 2}

@@ -27,7 +27,7 @@ def as_example(value: Any) -> Example:
     """Reads an `example_input`: a tensor, a tuple (positional), a dict (keyword) or an `Example`.
 
     Raises:
-        UsageError: it is something else, or holds no tensor.
+        UsageError: it is something else, or holds a numpy array.
     """
     if isinstance(value, Example):
         made = value

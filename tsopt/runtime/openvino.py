@@ -92,6 +92,8 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
     """Flat values in and out. A request serves one call at a time, so each thread has its own."""
     if len(compiled.inputs) != len(signature.inputs) or len(compiled.outputs) != len(signature.outputs):
         raise ArtifactError("the ONNX model does not fit its signature")
+    import numpy as np
+
     own = threading.local()
     count = len(signature.outputs)
     from_numpy = _from_numpy()
@@ -100,10 +102,10 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
         request = getattr(own, "request", None)
         if request is None:
             request = own.request = compiled.create_infer_request()
-        given = values if from_numpy is None else [value.numpy(force=True) for value in values]
-        # NOTE: the request reads the inputs where they are and answers in memory of its own, which the next call
+        arrays = values if from_numpy is None else [value.numpy(force=True) for value in values]
+        # NOTE: the request reads dense inputs where they are, and answers in memory of its own, which the next call
         # writes again: so outputs are copied.
-        request.infer(dict(enumerate(given)), share_inputs=True)
+        request.infer({i: np.asarray(array, order="C") for i, array in enumerate(arrays)}, share_inputs=True)
         found = [request.get_output_tensor(i).data.copy() for i in range(count)]
         return found if from_numpy is None else [from_numpy(value) for value in found]
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.program import Program
 
 FILE = "model.onnx"
+SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
@@ -33,11 +34,17 @@ class OnnxRuntimeBackend:
     threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
     opset: ONNX opset; None takes the exporter's default.
     fused: use the runtime's own operators for attention, RMS norm and SiLU.
+    spinning: let idle threads wait busily for their next piece of work, at the cost of whoever else needs the cores.
+    parallel: run independent parts of the graph at once.
+    arena: keep memory from call to call.
     """
 
     threads: int | None = None
     opset: int | None = None
     fused: bool = True
+    spinning: bool = True
+    parallel: bool = False
+    arena: bool = True
     name: str = "onnxruntime"
 
     def missing(self) -> str | None:
@@ -55,8 +62,11 @@ class OnnxRuntimeBackend:
 
         model = to_onnx(with_own_operators(four_axes(program)) if self.fused else program, self.opset)
         proto, weights = model.detached()
-        threads = self.threads or torch.get_num_threads()
-        session = open_session(proto, threads, weights)
+        options = {
+            "threads": self.threads or torch.get_num_threads(),
+            **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
+        }
+        session = open_session(proto, options, weights)
         indexed = any(
             str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls()
         )
@@ -70,7 +80,7 @@ class OnnxRuntimeBackend:
             session_runner(session, program.signature),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
-            options={"threads": threads},
+            options=options,
             notes=[NEGATIVE_INDEX] if indexed else [],
         )
 
@@ -116,10 +126,11 @@ def _may_trap(node: Any) -> bool:
     return rounds and not literal
 
 
-def open_session(model: bytes | str, threads: int | None, weights: Mapping[str, Any] | None = None) -> Any:
+def open_session(model: bytes | str, options: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
     """A session with all graph optimizations.
 
     Args:
+        options: `threads`, and those of SESSION that are not as usual.
         weights: arrays for the model's external initializers, handed over without a copy.
 
     Raises:
@@ -128,17 +139,23 @@ def open_session(model: bytes | str, threads: int | None, weights: Mapping[str, 
     import numpy as np
     import onnxruntime as ort
 
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    if threads:
-        options.intra_op_num_threads = threads
+    wanted = ort.SessionOptions()
+    wanted.log_severity_level = 4
+    threads = options.get("threads")
+    if isinstance(threads, int):
+        wanted.intra_op_num_threads = threads
+    chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
+    wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
+    wanted.enable_cpu_mem_arena = chosen["arena"]
+    if chosen["parallel"]:
+        wanted.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     # NOTE: ONNX Runtime reads this memory for as long as the session lives, and copies what is not contiguous.
     arrays = {name: np.ascontiguousarray(array) for name, array in (weights or {}).items()}
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
     if values:
-        options.add_external_initializers(list(values), list(values.values()))
+        wanted.add_external_initializers(list(values), list(values.values()))
     try:
-        session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(model, wanted, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise BackendError(
             "ONNX Runtime refuses the exported model", why=f"{type(error).__name__}: {str(error)[:200]}"
@@ -193,5 +210,4 @@ def _from_numpy() -> Any:
 
 def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """The runner of a stored model."""
-    threads = options.get("threads")
-    return session_runner(open_session(str(path), threads if isinstance(threads, int) else None), signature)
+    return session_runner(open_session(str(path), options), signature)
