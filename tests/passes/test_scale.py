@@ -94,7 +94,7 @@ GRAPHS: dict[str, Callable[[int], Program]] = {
 }
 
 
-QUICK = ("layers", "branches joined", "nothing to do", "gates", "transposes")
+QUICK = ("layers", "branches joined", "constants", "nothing to do", "gates", "transposes")
 
 
 @pytest.mark.parametrize("name", GRAPHS if FUZZ else QUICK)

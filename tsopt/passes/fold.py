@@ -12,7 +12,7 @@ from tsopt.compiler import ops
 from tsopt.compiler.infer import infer_weight
 from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
 from tsopt.compiler.program import Program, origin_of, type_of
-from tsopt.compiler.rewrite import reaches_output
+from tsopt.compiler.rewrite import fresh_name, reaches_output
 from tsopt.compiler.types import TensorType
 
 MEBI = 1 << 20
@@ -47,7 +47,7 @@ class FoldConstants:
             if node.op == "get_attr":
                 weight = program.weights[str(node.target)]
                 values[node] = weight
-                sources[node] = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()}
+                sources[node] = {_place(weight): weight.untyped_storage().nbytes()}
             if not ops.is_call(node) or not all(source in values for source in node.all_input_nodes):
                 continue
             if not ops.is_pure(node):
@@ -56,6 +56,7 @@ class FoldConstants:
             reason = self._evaluate(node, values, sum(sources[node].values()))
             if reason:
                 declined.append(Declined("fold_constant", origin_of(node), reason))
+        places = {_place(weight) for weight in program.weights.values()}
         for node, value in values.items():
             needed = any(user not in values for user in node.users)
             if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
@@ -65,7 +66,7 @@ class FoldConstants:
                 continue
             if not limits.take():
                 break
-            _store(program, node, value)
+            _store(program, node, value, places)
             done.append(Done("fold_constant", origin_of(node)))
         return Changes(tuple(done), tuple(declined))
 
@@ -85,19 +86,20 @@ class FoldConstants:
         return None
 
 
-def _store(program: Program, node: fx.Node, value: torch.Tensor) -> None:
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int]) -> None:
+    """Makes a weight of a value. `places` are those of all weights, kept: to look at each anew takes the square."""
     expected = type_of(node)
     if isinstance(expected, TensorType) and not TensorType.of(value).matches(expected):
         value = torch.empty_strided(expected.shape, expected.stride, dtype=value.dtype).copy_(value)
-    base = f"folded.{node.name}"
-    name, number = base, 1
-    while name in program.weights:
-        number += 1
-        name = f"{base}.{number}"
+    name = fresh_name(f"folded.{node.name}", program.weights)
     # NOTE: a view of a weight stays a view (no second copy); a view of a larger temporary would keep it alive.
     own = value.untyped_storage().nbytes() <= 2 * value.numel() * value.element_size()
-    shared = any(value.untyped_storage().data_ptr() == w.untyped_storage().data_ptr() for w in program.weights.values())
-    program.weights[name] = value.detach() if own or shared else value.detach().clone()
+    program.weights[name] = value.detach() if own or _place(value) in places else value.detach().clone()
+    places.add(_place(program.weights[name]))
     with program.graph.inserting_before(node):
         made = program.graph.create_node("get_attr", name)
     made.meta = {"val": infer_weight(program, program.weights[name])}
