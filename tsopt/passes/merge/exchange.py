@@ -39,10 +39,16 @@ class Exchange:
 
     def place(self, stage: Stage) -> None:
         """Gives new calls the places of what they are made for."""
+        last: dict[int, tuple[int, int]] = {}  # by identity: a group may stand behind as many calls as it has members
         for node, group in stage.created.items():
+            if id(group) not in last:
+                last[id(group)] = (
+                    max(self.order[member][0] for member in group),
+                    max(self.places[member][0] for member in group),
+                )
             serial = len(self.order)
-            self.order[node] = (max(self.order[member][0] for member in group), serial)
-            self.places[node] = (max(self.places[member][0] for member in group), serial)
+            depth, place = last[id(group)]
+            self.order[node], self.places[node] = (depth, serial), (place, serial)
 
     def separate(self, stage: Stage, replaced: dict[fx.Node, fx.Node]) -> None:
         """Copies what would be returned and share memory with an input, a weight or something else that is returned."""
