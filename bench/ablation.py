@@ -6,9 +6,7 @@ own, which keeps the memory that it frees, and in it all variants take turns.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,14 @@ import torch
 
 import tsopt
 from bench.models import MODELS
-from bench.process import in_own_process, keep_memory
+from bench.process import Rows, keep_memory, measure_each
 from bench.side_by_side import ratio
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Pass, Repeat
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.passes import STANDARD
-from tsopt.runtime.environment import environment
+from tsopt.runtime.environment import Environment
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.timing import measure
 
@@ -47,21 +45,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(NAMES)
-    place = RESULTS / "ablation.json"
-    rows = {} if not sys.argv[1:] or not place.exists() else json.loads(place.read_text())["models"]
-    for name in names:
-        rows[name] = in_own_process("bench.ablation:one", name)
-        print(line(name, rows[name]), flush=True)
-        write({name: rows[name] for name in NAMES if name in rows}, place)
+    measure_each("bench.ablation:one", NAMES, RESULTS / "ablation.json", line, page)
 
 
-def write(rows: dict[str, Any], place: Path) -> None:
-    """The numbers and the table, after each model: a run takes long."""
-    env = environment()
-    place.write_text(json.dumps({"environment": env.to_json(), "models": rows}, indent=1) + "\n")
-    table = [HEADER, RULE, *(line(name, row) for name, row in rows.items())]
-    (RESULTS / "ablation.md").write_text("\n".join([f"On {env}.", "", *table, "", *summary(rows), ""]))
+def page(env: Environment, rows: Rows) -> list[str]:
+    return [HEADER, RULE, *(line(name, row) for name, row in rows.items()), "", *summary(rows)]
 
 
 def only(passes: tuple[Pass | Repeat, ...], names: tuple[str, ...]) -> tuple[Pass | Repeat, ...]:
@@ -162,7 +150,7 @@ def line(name: str, row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> list[str]:
+def summary(rows: Rows) -> list[str]:
     lines = []
     for variant, text in (("all", "torch"), ("oneDNN all", "torch with oneDNN"), ("ORT all", "ONNX Runtime")):
         ratios = [row["gain"][variant]["ratio"] for row in rows.values() if variant in row["gain"]]

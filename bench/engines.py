@@ -5,16 +5,14 @@ Usage: python -m bench.engines [MODEL ...]; writes bench/results/engines.{json,m
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import tsopt
 from bench.models import MODELS
-from bench.process import in_own_process
-from tsopt.runtime.environment import environment
+from bench.process import Rows, measure_each
+from tsopt.runtime.environment import Environment
 from tsopt.runtime.race import ALL_BACKENDS, EAGER, title_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -27,13 +25,7 @@ ENGINES = tuple(title_of(name) for name in ALL_BACKENDS)
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(NAMES)
-    place = RESULTS / "engines.json"
-    rows = {} if not sys.argv[1:] or not place.exists() else json.loads(place.read_text())["models"]
-    for name in names:
-        rows[name] = in_own_process("bench.engines:one", name)
-        print(line(name, rows[name]), flush=True)
-        write({name: rows[name] for name in NAMES if name in rows}, place)
+    measure_each("bench.engines:one", NAMES, RESULTS / "engines.json", line, page)
 
 
 def one(name: str) -> dict[str, Any]:
@@ -45,14 +37,10 @@ def one(name: str) -> dict[str, Any]:
     return {"winner": fast.report.winner, "candidates": records, "called": again.record()}
 
 
-def write(rows: dict[str, Any], place: Path) -> None:
-    """The numbers and the table, after each model: a run takes long."""
-    env = environment()
-    place.write_text(json.dumps({"environment": env.to_json(), "models": rows}, indent=1) + "\n")
+def page(env: Environment, rows: Rows) -> list[str]:
     header = ("model", "eager ms", *ENGINES, "tsopt takes", "against the best engine", "called: speed-up")
-    table = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    table += [line(name, row) for name, row in rows.items()]
-    (RESULTS / "engines.md").write_text("\n".join([f"On {env}.", "", *table, "", *summary(rows), ""]))
+    lines = (line(name, row) for name, row in rows.items())
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines, "", *summary(rows)]
 
 
 def line(name: str, row: dict[str, Any]) -> str:
@@ -80,7 +68,7 @@ def against_best(row: dict[str, Any]) -> float:
     return float(min(times) / row["candidates"][row["winner"]]["p50_ms"])
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> list[str]:
+def summary(rows: Rows) -> list[str]:
     called = [row["called"]["speedup"] for row in rows.values()]
     mean = math.exp(sum(map(math.log, called)) / len(called))
     wins = {engine: sum(row["winner"] == engine for row in rows.values()) for engine in (EAGER, *ENGINES)}

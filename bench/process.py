@@ -7,7 +7,13 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
+
+from tsopt.runtime.environment import Environment, environment
+
+Rows = dict[str, dict[str, Any]]
 
 # glibc's mallopt(3): never give memory back, grow in large steps, take nothing from mmap.
 KEEP = {-1: 1 << 30, -2: 64 << 20, -4: 0}
@@ -23,6 +29,34 @@ def in_own_process(function: str, argument: str) -> Any:
         [sys.executable, "-m", "bench.process", function, argument], check=True, stdout=subprocess.PIPE, text=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_each(
+    function: str,
+    known: Collection[str],
+    place: Path,
+    line: Callable[[str, dict[str, Any]], str],
+    page: Callable[[Environment, Rows], Iterable[str]],
+) -> None:
+    """Measures the models that the command line names, or all that are known, each in a process of its own.
+
+    Writes the numbers to `place` and a page of them beside it, after each model: a run takes long. Numbers of models
+    that are known and not measured now stay.
+
+    Args:
+        function: `module:function` of a model's name.
+        line: a row of the table.
+        page: the lines of the page.
+    """
+    names = sys.argv[1:]
+    rows: Rows = json.loads(place.read_text())["models"] if names and place.exists() else {}
+    for name in names or known:
+        rows[name] = in_own_process(function, name)
+        print(line(name, rows[name]), flush=True)
+        found, env = {name: rows[name] for name in known if name in rows}, environment()
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps({"environment": env.to_json(), "models": found}, indent=1) + "\n")
+        place.with_suffix(".md").write_text("\n".join([f"On {env}.", "", *page(env, found), ""]))
 
 
 def keep_memory() -> bool:

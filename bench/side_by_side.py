@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,10 +21,10 @@ from torch import nn
 
 import tsopt
 from bench.models import MODELS
-from bench.process import in_own_process
+from bench.process import Rows, measure_each
 from tsopt.api import capture, transform
 from tsopt.compiler.protect import protected
-from tsopt.runtime.environment import environment
+from tsopt.runtime.environment import Environment
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.timing import Timing, measure, speedup
 
@@ -36,22 +34,11 @@ PEERS = ("TorchScript by hand", "ONNX Runtime by hand")
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(MODELS)
-    place = RESULTS / "side_by_side.json"
-    rows = {} if not sys.argv[1:] or not place.exists() else json.loads(place.read_text())["models"]
-    for name in names:
-        rows[name] = in_own_process("bench.side_by_side:one", name)
-        print(line(name, rows[name]), flush=True)
-        write({name: rows[name] for name in MODELS if name in rows}, place)
+    measure_each("bench.side_by_side:one", MODELS, RESULTS / "side_by_side.json", line, page)
 
 
-def write(rows: dict[str, Any], place: Path) -> None:
-    """The numbers and the table, after each model: a run takes long."""
-    RESULTS.mkdir(exist_ok=True)
-    env = environment()
-    place.write_text(json.dumps({"environment": env.to_json(), "models": rows}, indent=1) + "\n")
-    table = [HEADER, RULE, *(line(name, row) for name, row in rows.items())]
-    (RESULTS / "side_by_side.md").write_text("\n".join([f"On {env}.", "", *table, ""]))
+def page(env: Environment, rows: Rows) -> list[str]:
+    return [HEADER, RULE, *(line(name, row) for name, row in rows.items())]
 
 
 def one(name: str) -> dict[str, Any]:

@@ -320,7 +320,7 @@ def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
         (("--threads", "0"), "--threads '0'"),
         (("--threads", "1,,2"), "empty part"),
         (("--batch-sizes", "1,x"), "'x' is no number"),
-        (("--devices", "tpu9"), "'tpu9' is not there"),
+        (("--devices", "tpu9"), "'tpu9' cannot be used"),
         (("--backends", "nonsense"), "no backend is called 'nonsense'"),
         (("--backends", "onnxruntime?colour=red"), "no option 'colour'"),
         (("-o", "out.xlsx"), "no known kind"),
