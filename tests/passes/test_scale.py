@@ -19,6 +19,7 @@ from tsopt.passes import STANDARD
 FUZZ = bool(os.environ.get("TSOPT_FUZZ"))
 SMALL, LARGE = (1_000, 10_000) if FUZZ else (100, 1_000)
 SECONDS = 20.0
+LONGEST_VIEW = 50
 
 
 def layers(calls: int) -> Program:
@@ -48,6 +49,11 @@ def chain(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node]) -> Calla
         return b.program(x)
 
     return make
+
+
+def views(step: Callable[[Builder, torch.fx.Node, int], torch.fx.Node]) -> Callable[[int], Program]:
+    """A chain of views, broken here and there: torch keeps for each view all of those that it was made of."""
+    return chain(lambda b, x, n: step(b, x, n) if n % LONGEST_VIEW else b.call(aten.neg.default, x))
 
 
 def branches(*, returned: bool) -> Callable[[int], Program]:
@@ -87,8 +93,8 @@ GRAPHS: dict[str, Callable[[int], Program]] = {
     # Small terms: sums of large ones are left as they are, so that a longer chain would be another task.
     "sums": chain(lambda b, x, n: b.call(aten.add.Tensor, x, float(n % 3))),
     "nothing at all": chain(lambda b, x, n: b.call(aten.mul.Tensor, x, 1)),
-    "transposes": chain(lambda b, x, n: b.call(aten.transpose.int, x, 0, 1)),
-    "reshapes": chain(lambda b, x, n: b.call(aten.reshape.default, x, [16] if n % 2 == 0 else [4, 4])),
+    "transposes": views(lambda b, x, n: b.call(aten.transpose.int, x, 0, 1)),
+    "reshapes": views(lambda b, x, n: b.call(aten.reshape.default, x, [16] if n % 2 == 0 else [4, 4])),
     "casts": chain(lambda b, x, n: b.call(aten.to.dtype, x, torch.float64 if n % 2 == 0 else torch.float32)),
     "gates": chain(lambda b, x, n: b.call(aten.mul.Tensor, x, b.call(aten.sigmoid.default, x))),
     "residuals": chain(lambda b, x, n: b.call(aten.add.Tensor, x, b.call(aten.relu.default, x))),
