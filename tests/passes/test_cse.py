@@ -42,7 +42,6 @@ def test_a_default_written_out_is_the_default():
     ids=["int-float", "int-bool", "zeros", "dtype", "keepdim", "alpha"],
 )
 def test_literals_are_equal_by_type_and_bits(a, b):
-    """M10."""
     model = lambda x: torch.cat([a(x).reshape(-1).float(), b(x).reshape(-1).float()])  # noqa: E731
     found = check(CSE, model, X)
     assert "same_call" not in found.done or len(found.ops) >= 5
@@ -59,7 +58,6 @@ def test_swapped_operands_stay_apart():
 
 @pytest.mark.parametrize("random", [torch.rand_like, lambda x: F.dropout(x, 0.5, True), lambda x: x + torch.empty(3)])
 def test_random_calls_are_never_merged(random):
-    """M11."""
     program = capture(lambda x: random(x) - random(x), torch.ones(3))
     after, _ = run(program, (CSE,))
     assert len(ops_of(after)) >= len(ops_of(program)) - 1

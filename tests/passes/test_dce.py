@@ -71,7 +71,7 @@ def test_an_assert_that_the_types_contradict_stays():
 
 
 def test_written_buffers_stay():
-    """M12: the count is an output of the program although the user does not see it."""
+    """The count is an output of the program although the user does not see it."""
 
     class Counter(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -55,3 +58,18 @@ def optimized_by(mlp, mlp_input, mlp_program, executables):
         return Optimized(mlp, mlp_program, executable, report, Example((mlp_input,)), another or refuse, policy)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def bundles(optimized_by, tmp_path_factory):
+    """One sound bundle of each backend; tests copy before they damage."""
+    place = tmp_path_factory.mktemp("bundles")
+    return {name: optimized_by(name).save(place / f"{name}.tsopt") for name in ("eager", "torchscript", "onnxruntime")}
+
+
+@pytest.fixture
+def bundle(bundles, tmp_path):
+    def copied(name: str = "eager") -> Path:
+        return Path(shutil.copytree(bundles[name], tmp_path / "b.tsopt"))
+
+    return copied

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tsopt
 from tsopt.compiler.example import Example
-from tsopt.runtime.inputs import input_sets
+from tsopt.runtime.inputs import blank, input_sets
 
 
 def leaves(sets, position=0):
@@ -63,3 +64,12 @@ def test_a_clone_shares_no_memory_with_the_example():
     call.args[0].zero_()
     call.kwargs["k"][0].zero_()
     assert example.tolist() == [1, 1, 1]
+
+
+def test_blank_inputs_are_zeros_laid_out_as_captured():
+    example = (torch.randn(3, 5, dtype=torch.float64).t(), torch.arange(4))
+    first, second = blank(tsopt.capture(lambda x, y: (x * 2, y), example).signature)
+    assert (first.dtype, first.shape, first.stride()) == (torch.float64, (5, 3), (1, 5))
+    assert (second.dtype, second.shape) == (torch.int64, (4,))
+    assert not first.any()
+    assert not second.any()

@@ -119,5 +119,5 @@ def test_an_unknown_hint_is_refused():
 
 
 def test_where_it_is_not_installed_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(openvino.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install openvino" in openvino.OpenVinoBackend().missing()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -230,6 +231,12 @@ def _write(target: Any, value: Any) -> None:
         return
     with torch.no_grad():
         target.copy_(value)
+
+
+def to_install(*packages: str) -> str | None:
+    """What to type for the packages that are not there; None when all are."""
+    wanted = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"pip install {' '.join(wanted)}" if wanted else None
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.inputs import blank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,13 +51,12 @@ class InductorBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
-        types = [item.type for item in program.signature.inputs]
-        inputs = tuple(_like(kind) for kind in types)
         place = tempfile.mkdtemp(prefix="tsopt-")
         options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
         try:
-            with quiet(stdout=True), torch.no_grad(), _threads(self.threads), _one_process():
-                exported = torch.export.export(program.module(), inputs, strict=False)
+            with quiet(stdout=True), torch.no_grad(), _one_process():
+                torch.set_num_threads(self.threads or torch.get_num_threads())  # protected() puts it back
+                exported = torch.export.export(program.module(), blank(program.signature), strict=False)
                 package = torch._inductor.aoti_compile_and_package(
                     exported, package_path=str(Path(place) / FILE), inductor_configs=options
                 )
@@ -115,25 +115,6 @@ def load_runner(directory: Path, threads: int | None, signature: Signature) -> R
         return _runner(directory / FILE, signature, threads)
     except Exception as error:  # the package decides what goes wrong
         raise ArtifactError("the compiled package cannot be loaded", why=_said(error)) from error
-
-
-def _like(kind: Any) -> torch.Tensor:
-    value = torch.zeros(kind.shape, dtype=getattr(torch, kind.dtype), device=kind.device)
-    return (
-        value
-        if kind.contiguous
-        else torch.empty_strided(kind.shape, kind.stride, dtype=value.dtype, device=value.device).copy_(value)
-    )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

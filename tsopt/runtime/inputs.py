@@ -1,4 +1,4 @@
-"""Other inputs of the same kind as the example: what a verdict is tried on, and what timing rotates through."""
+"""Inputs of the same kind as the example: what a verdict is tried on, what timing rotates through, what is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import flatten, unflatten
+from tsopt.compiler.types import TensorType, contiguous_strides
 
 SPECIAL = "special"
 
@@ -27,6 +29,16 @@ class InputSet:
         leaves, structure = flatten((self.example.args, self.example.kwargs))
         args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
         return Example(args, kwargs)
+
+
+def blank(signature: Signature) -> tuple[torch.Tensor, ...]:
+    """Zeros for every input of a signature, laid out as captured: what tracers and exporters want to see."""
+
+    def zeros(kind: TensorType) -> torch.Tensor:
+        stride = contiguous_strides(kind.shape) if kind.contiguous else kind.stride
+        return torch.empty_strided(kind.shape, stride, dtype=getattr(torch, kind.dtype), device=kind.device).zero_()
+
+    return tuple(zeros(item.type) for item in signature.inputs)
 
 
 def input_sets(example: Example, seed: int) -> list[InputSet]:

@@ -19,6 +19,7 @@ from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.rewrite import new_call
 from tsopt.errors import BackendError, UsageError
+from tsopt.runtime.inputs import blank
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
@@ -69,11 +70,9 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
         UsageError: there is no such opset.
     """
     check_opset(opset)
-    types = [item.type for item in program.signature.inputs]
-    inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
     try:
         with quiet(stdout=True), torch.no_grad():
-            exported = torch.export.export(four_axes(program).module(), inputs, strict=False)
+            exported = torch.export.export(four_axes(program).module(), blank(program.signature), strict=False)
             made = torch.onnx.export(
                 exported,
                 dynamo=True,

@@ -5,7 +5,6 @@ Importable without torch: a bundle runs where only OpenVINO is installed.
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, UsageError
-from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
+from tsopt.runtime.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
 
-FILE = "model.onnx"
 HINTS = ("latency", "throughput")
 
 
@@ -41,12 +40,9 @@ class OpenVinoBackend:
             raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
 
     def missing(self) -> str | None:
-        wanted = [name for name in ("openvino", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-        return f"pip install {' '.join(wanted)}" if wanted else None
+        return to_install("openvino", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        from tsopt.runtime.ort import refusals
-
         return refusals(program, "OpenVINO")
 
     def compile(self, program: Program) -> Executable:
@@ -96,7 +92,7 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
 
     own = threading.local()
     count = len(signature.outputs)
-    from_numpy = _from_numpy()
+    from_numpy = tensor_maker()
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
         request = getattr(own, "request", None)
@@ -110,11 +106,3 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
         return found if from_numpy is None else [from_numpy(value) for value in found]
 
     return run
-
-
-def _from_numpy() -> Any:
-    if importlib.util.find_spec("torch") is None:
-        return None
-    import torch
-
-    return torch.from_numpy

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
@@ -48,8 +48,7 @@ class OnnxRuntimeBackend:
     name: str = "onnxruntime"
 
     def missing(self) -> str | None:
-        wanted = [name for name in ("onnxruntime", "onnx", "onnxscript") if importlib.util.find_spec(name) is None]
-        return f"pip install {' '.join(wanted)}" if wanted else None
+        return to_install("onnxruntime", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
         return refusals(program, "ONNX Runtime")
@@ -181,12 +180,15 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     # The session under the Python class: `session.run` checks names that are known to fit, which costs a
     # microsecond a call. Both take (outputs, feed, options); the class is used where there is nothing under it.
     run: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
-    from_numpy = _from_numpy()
+    from_numpy = tensor_maker()
     only = inputs[0] if len(inputs) == 1 else None
 
     # NOTE: `held` is a default of each, because the session's weights live only as long as it does.
     def arrays(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
         return run(outputs, dict(zip(inputs, values, strict=True)), None)
+
+    if from_numpy is None:
+        return arrays
 
     def tensors(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
         feed = {name: value.numpy(force=True) for name, value in zip(inputs, values, strict=True)}
@@ -195,12 +197,11 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     def tensor(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
         return (from_numpy(run(outputs, {only: values[0].numpy(force=True)}, None)[0]),)
 
-    if from_numpy is None:
-        return arrays
     return tensor if len(inputs) == len(outputs) == 1 else tensors
 
 
-def _from_numpy() -> Any:
+def tensor_maker() -> Callable[[Any], Any] | None:
+    """What makes a tensor over an array's memory; None where torch is not installed, and arrays are all there is."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch

@@ -17,6 +17,7 @@ from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.inputs import blank
 from tsopt.runtime.onednn import LOSES_NAN
 
 FILE = "model.ts"
@@ -38,12 +39,10 @@ class TorchScriptBackend:
 
     def compile(self, program: Program) -> Executable:
         module = program.module().eval()
-        types = [item.type for item in program.signature.inputs]
-        inputs = tuple(torch.zeros(t.shape, dtype=getattr(torch, t.dtype), device=t.device) for t in types)
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                traced = torch.jit.trace(module, inputs, check_trace=False, strict=False)
+                traced = torch.jit.trace(module, blank(program.signature), check_trace=False, strict=False)
                 frozen = torch.jit.freeze(traced)
                 script = torch.jit.optimize_for_inference(frozen)
         except Exception as error:  # TorchScript raises whatever its C++ throws
