@@ -19,7 +19,7 @@ from tsopt.runtime.timing import measure
 
 def main() -> None:
     model, example = MODELS["mlp"].load()
-    fast = tsopt.optimize(model, example, backends=("onnxruntime",), seconds=2)
+    fast = tsopt.optimize(model, example, backends=("onnxruntime",), seconds=2, cache=False)
     proto, weights = to_onnx(fast.program).detached()
     session = open_session(proto, {"threads": torch.get_num_threads()}, weights).session
     array = {session.get_inputs()[0].name: example.args[0].numpy()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,19 @@ def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         from tsopt import api
 
         monkeypatch.setattr(api, "is_on_cpu", lambda example: False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _not_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TSOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "tsopt"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees what another has raced."""
+    monkeypatch.setenv("TSOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "tsopt"))
 
 
 @pytest.fixture

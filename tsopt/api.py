@@ -27,6 +27,7 @@ from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.race import ALL_BACKENDS, race, standard_backends
+from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
@@ -49,6 +50,7 @@ def optimize(
     on_new_signature: str = "capture",
     isolate: bool = True,
     budget: float | None = None,
+    cache: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized:
     """Makes the fastest verified form of a model that this machine can run.
@@ -72,6 +74,8 @@ def optimize(
         isolate: give each candidate a process of its own, so that one that crashes or hangs is only a row in the table;
             without, all of them run in this process, which saves a few seconds.
         budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
+        cache: take over what an earlier race of the same program on this machine has found, after its winner has been
+            verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
         progress: told the name of each step.
 
     Raises:
@@ -93,7 +97,8 @@ def optimize(
             captured, level=level, passes=passes, without=without, progress=tell
         )
         pass_seconds = time.perf_counter() - start
-        outcome = race(
+        run_race = race_or_recall if cache else race
+        outcome = run_race(
             as_eval(model, eval_mode),
             captured,
             optimized,
@@ -119,6 +124,7 @@ def optimize(
         peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
         pass_seconds=pass_seconds,
         together=outcome.together,
+        cached=outcome.cached,
     )
 
     def another(form: Example) -> Executable:

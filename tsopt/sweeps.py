@@ -157,7 +157,8 @@ def sweep(
                 tell(f"{setting}: {text}")
 
             try:
-                fast = optimize(moved, form, threads=count, progress=told, **options)
+                # Measured is what the caller wants to know, not what was measured once.
+                fast = optimize(moved, form, threads=count, progress=told, **{"cache": False} | options)
             except TsoptError as error:
                 if isinstance(error, UsageError) or alone:
                     raise

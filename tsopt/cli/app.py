@@ -84,6 +84,9 @@ Budget = Annotated[
     float | None, typer.Option("--budget", metavar="SECONDS", help="For all candidates together; no limit by default.")
 ]
 Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Give each candidate a process of its own.")]
+UseCache = Annotated[
+    bool, typer.Option("--cache/--no-cache", help="Take over what an earlier race on this machine has found.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
 
@@ -187,6 +190,7 @@ def export(
     opset: Annotated[
         int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's default if not given.")
     ] = None,
+    cache: UseCache = True,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -203,7 +207,7 @@ def export(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
 
-        fast = optimize(loaded.model, loaded.example_input, threads=threads, progress=tell, **options)
+        fast = optimize(loaded.model, loaded.example_input, threads=threads, cache=cache, progress=tell, **options)
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)
@@ -348,6 +352,45 @@ def doctor(json: AsJson = False) -> None:
     from tsopt.cli.diagnosis import diagnose
 
     diagnose(out)
+
+
+races = typer.Typer(help="Results of races, kept from run to run.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(races, name="cache")
+
+
+@races.command()
+def show(json: AsJson = False) -> None:
+    """Show where results are kept, and how many."""
+    out = _output(json)
+    from tsopt.runtime import cache
+
+    found, reason = cache.entries(), cache.objection()
+    size = sum(path.stat().st_size for path in found)
+    out.json({"directory": str(cache.directory()), "entries": len(found), "bytes": size, "objection": reason})
+    out.say(f"{cache.directory()}: {_counted(len(found))}, {size / 1e3:.1f} kB")
+    if reason:
+        out.say(f"not used: {reason}")
+
+
+@races.command()
+def clear(json: AsJson = False) -> None:
+    """Forget all results."""
+    out = _output(json)
+    from tsopt.runtime import cache
+
+    reason = cache.objection()
+    if reason:
+        raise UsageError("the cache is left as it is", why=reason)
+    try:
+        count = cache.clear()
+    except OSError as error:
+        raise UsageError("the cache cannot be cleared", why=str(error)) from error
+    out.json({"removed": count})
+    out.say(f"{_counted(count)} removed from {cache.directory()}")
+
+
+def _counted(count: int) -> str:
+    return f"{count} {'race' if count == 1 else 'races'}"
 
 
 def _version(value: bool) -> None:

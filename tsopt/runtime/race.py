@@ -49,6 +49,7 @@ class Race:
 
     backend: the winner's, as it was asked for.
     together: why candidates ran in the caller's process, where each was meant to have one of its own.
+    cached: when the rows were measured, where that was not now, and what was checked since.
     """
 
     rows: tuple[Row, ...]
@@ -57,6 +58,7 @@ class Race:
     executable: Executable | None
     backend: str = "eager"
     together: str = ""
+    cached: str = ""
 
 
 class Candidate(Protocol):

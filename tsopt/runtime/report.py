@@ -88,6 +88,7 @@ class Report:
         nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
         together: why candidates ran in this process, where each was meant to have one of its own.
+        cached: when the rows were measured, where that was not now, and what was checked since.
         signatures: what became of calls of another form: (form, outcome).
     """
 
@@ -105,6 +106,7 @@ class Report:
     peak_bytes: tuple[int, int] = (0, 0)
     pass_seconds: float = 0.0
     together: str = ""
+    cached: str = ""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -139,6 +141,7 @@ class Report:
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
         lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
+        lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
         lines += [f"{kind}: {path}" for kind, path in self.files]
         return "\n".join([*lines, f"on {self.environment}"])
@@ -167,6 +170,7 @@ class Report:
             "pass_seconds": self.pass_seconds,
             "numerics": self.numerics,
             "together": self.together,
+            "cached": self.cached,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],

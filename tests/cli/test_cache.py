@@ -1,0 +1,54 @@
+"""`tsopt cache`, and the option that does without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.test_cache import ENTRY, KEY
+from tsopt.runtime import cache
+
+
+def test_show_says_where_and_how_many(tsopt):
+    assert tsopt("cache", "show").out.startswith(f"{cache.directory()}: 0 races")
+    cache.keep(KEY, ENTRY)
+    found = tsopt("cache", "show", "--json").json
+    assert (found["directory"], found["entries"], found["objection"]) == (str(cache.directory()), 1, "")
+    assert found["bytes"] > 100
+
+
+def test_show_says_why_it_is_not_used(tsopt):
+    cache.keep(KEY, ENTRY)
+    cache.directory().chmod(0o777)
+    ran = tsopt("cache", "show")
+    assert ran.code == 0
+    assert "not used: others may write into" in ran.out
+
+
+def test_clear_forgets_all(tsopt):
+    cache.keep(KEY, ENTRY)
+    ran = tsopt("cache", "clear")
+    assert (ran.code, ran.out) == (0, f"1 race removed from {cache.directory()}\n")
+    assert cache.entries() == []
+    assert tsopt("cache", "clear", "--json").json == {"removed": 0}
+
+
+def test_clear_leaves_a_directory_alone_that_is_not_the_users_own(tsopt):
+    cache.keep(KEY, ENTRY)
+    cache.directory().chmod(0o777)
+    ran = tsopt("cache", "clear")
+    assert ran.code == 2
+    assert "the cache is left as it is" in ran.err
+    assert len(list(cache.directory().iterdir())) == 1
+
+
+@pytest.mark.parametrize(("arguments", "wanted"), [([], True), (["--cache"], True), (["--no-cache"], False)])
+@pytest.mark.usefixtures("quick")
+def test_export_can_do_without(tsopt, write, monkeypatch, tmp_path, arguments, wanted):
+    from tsopt import api
+
+    write()
+    asked = []
+    real = api.optimize
+    monkeypatch.setattr(api, "optimize", lambda *a, **k: asked.append(k["cache"]) or real(*a, **k))
+    assert tsopt("export", "m.py", "-o", str(tmp_path / "out"), *arguments).code == 0
+    assert asked == [wanted]

@@ -1,0 +1,224 @@
+"""Results of races on disk: kept whole, found by what decides a race, never believed when damaged or foreign."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tsopt
+from tsopt.runtime import cache
+from tsopt.runtime.accuracy import Verdict
+from tsopt.runtime.cache import Entry
+from tsopt.runtime.report import Row
+from tsopt.runtime.timing import ColdStart, Speedup, Timing
+
+KEY = "ab" * 32
+ENTRY = Entry(
+    (
+        Row("eager", timing=Timing((2.0, 2.1), 3)),
+        Row(
+            "ONNX Runtime",
+            timing=Timing((1.0, 1.1)),
+            speedup=Speedup(1.9, 1.8, 2.0),
+            accuracy=Verdict(True, "bits", 0.0, ("example",), ("large",)),
+            compile_seconds=2.5,
+            cold=ColdStart(7.5, 2),
+            notes=("a note",),
+        ),
+        Row("TorchScript", "wrong", "it is"),
+    ),
+    "ONNX Runtime",
+    "1.90x as fast",
+    "onnxruntime",
+    10.0,
+    1_700_000_000.0,
+)
+BACKENDS = ("eager", "onnxruntime")
+
+
+def program(scale: float = 1.0, size: int = 3):
+    return tsopt.capture(lambda x: x.sin() * scale, torch.ones(size))
+
+
+def kept():
+    cache.keep(KEY, ENTRY)
+    return cache.directory() / f"{KEY}.json"
+
+
+def changed(change):
+    place = kept()
+    data = json.loads(place.read_text())
+    change(data)
+    place.write_text(json.dumps(data))
+    return place
+
+
+def test_what_is_kept_is_found_as_it_was():
+    kept()
+    assert cache.find(KEY, BACKENDS, 10.0) == ENTRY
+
+
+def test_nothing_is_found_where_nothing_is():
+    assert cache.find(KEY, BACKENDS, 10.0) is None
+    assert not cache.directory().exists()
+
+
+def test_only_the_user_can_look_into_it():
+    place = kept()
+    assert stat.S_IMODE(place.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+
+
+def test_a_shorter_race_does_not_do_for_a_longer_one():
+    kept()
+    assert cache.find(KEY, BACKENDS, 10.5) is None
+    assert cache.find(KEY, BACKENDS, 1.0) == ENTRY
+
+
+def test_a_winner_that_does_not_race_is_not_found():
+    kept()
+    assert cache.find(KEY, ("eager", "torchscript"), 1.0) is None
+
+
+@pytest.mark.parametrize("other", [program(scale=2.0), program(size=4)], ids=["literal", "shape"])
+def test_another_program_is_another_race(other):
+    same = cache.key_of(program(), program(), BACKENDS, None)
+    assert same == cache.key_of(program(), program(), BACKENDS, None)
+    assert same != cache.key_of(other, program(), BACKENDS, None)
+    assert same != cache.key_of(program(), other, BACKENDS, None)
+
+
+def test_other_racers_threads_and_machines_are_another_race(monkeypatch):
+    keys = [
+        cache.key_of(program(), program(), BACKENDS, None),
+        cache.key_of(program(), program(), ("eager",), None),
+        cache.key_of(program(), program(), BACKENDS, 1),
+    ]
+    there = cache.environment()
+    monkeypatch.setattr(cache, "environment", lambda: replace(there, cpu="another"))
+    keys.append(cache.key_of(program(), program(), BACKENDS, None))
+    monkeypatch.setattr(cache, "__version__", "99")
+    keys.append(cache.key_of(program(), program(), BACKENDS, None))
+    assert len(set(keys)) == len(keys)
+
+
+def test_weights_of_other_values_are_the_same_race():
+    models = [torch.nn.Linear(3, 3).eval() for _ in range(2)]
+    one, other = (tsopt.capture(model, torch.ones(1, 3)) for model in models)
+    assert cache.key_of(one, one, BACKENDS, None) == cache.key_of(other, other, BACKENDS, None)
+
+
+def test_a_race_with_foreign_code_has_no_name():
+    assert cache.key_of(program(), program(), ("eager", "package.module:Class"), None) is None
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\x00", b"[]", b"null", b"[" * 100_000, b"{}", b"0" * (2 << 20)])
+def test_an_entry_that_is_none_is_removed(raw):
+    place = kept()
+    place.write_bytes(raw)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert not place.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.update(format=2),
+        lambda d: d.update(key="cd" * 32),
+        lambda d: d.update(rows=[]),
+        lambda d: d.update(rows=3),
+        lambda d: d.update(winner=["ONNX Runtime"]),
+        lambda d: d.update(winner="somebody"),
+        lambda d: d.update(seconds="long"),
+        lambda d: d.update(more=1),
+        lambda d: d.pop("why"),
+        lambda d: d["rows"][1].update(timing={"samples": [], "calls_per_sample": 1}),
+        lambda d: d["rows"][1].update(timing={"samples": ["x"], "calls_per_sample": 1}),
+        lambda d: d["rows"][1].update(speedup={"ratio": float("nan"), "low": 1, "high": 1}),
+        lambda d: d["rows"][1].update(accuracy={"ok": True}),
+        lambda d: d["rows"][1].update(cold=5),
+        lambda d: d["rows"][0].update(evil=1),
+    ],
+)
+def test_a_damaged_entry_is_removed(change):
+    place = changed(change)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert not place.exists()
+
+
+def test_an_entry_is_not_read_through_a_link(tmp_path):
+    place = kept()
+    target = tmp_path / "elsewhere.json"
+    place.rename(target)
+    place.symlink_to(target)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert target.exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_a_directory_that_others_may_write_into_is_not_used(mode):
+    place = kept()
+    place.parent.chmod(mode)
+    assert "others may write" in cache.objection()
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    place.unlink()
+    cache.keep(KEY, ENTRY)
+    assert not place.exists()
+
+
+def test_a_directory_of_another_user_is_not_used(monkeypatch):
+    kept()
+    monkeypatch.setattr(os, "geteuid", lambda: 123456)
+    assert "another user" in cache.objection()
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+
+
+def test_a_link_in_place_of_the_directory_is_not_used(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    cache.directory().symlink_to(tmp_path / "real")
+    cache.keep(KEY, ENTRY)
+    assert "no directory" in cache.objection()
+    assert list((tmp_path / "real").iterdir()) == []
+
+
+def test_a_file_in_place_of_the_directory_is_no_error():
+    cache.directory().write_text("mine")
+    cache.keep(KEY, ENTRY)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.directory().read_text() == "mine"
+
+
+def test_a_full_disk_leaves_no_half_entry(monkeypatch):
+    place = kept()
+    before = place.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    cache.keep(KEY, ENTRY)
+    assert [path.read_bytes() for path in place.parent.iterdir()] == [before]
+
+
+def test_the_oldest_entries_go(monkeypatch):
+    monkeypatch.setattr(cache, "MOST", 2)
+    keys = [letter * 64 for letter in "abc"]
+    for age, key in enumerate(keys):
+        cache.keep(key, ENTRY)
+        os.utime(cache.directory() / f"{key}.json", (age, age))
+    assert [path.stem for path in cache.entries()] == keys[1:]
+
+
+def test_clear_removes_all_entries_and_nothing_else():
+    other = kept().parent / "notes.txt"
+    other.write_text("mine")
+    cache.keep("cd" * 32, ENTRY)
+    assert cache.clear() == 2
+    assert cache.clear() == 0
+    assert [path.name for path in cache.directory().iterdir()] == ["notes.txt"]
