@@ -19,6 +19,8 @@ from tsopt.compiler.program import Program
 from tsopt.errors import BackendError
 from tsopt.runtime.backend import Executable, Unsupported
 
+SLOW = 2e-3  # seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Right:
@@ -112,6 +114,34 @@ def _late(fault: Callable[[], Any], after: int) -> Any:
         return outputs
 
     return spoil
+
+
+class WritesWeights(Right):
+    """Takes the weights it is given for its own."""
+
+    __slots__ = ()
+
+    def compile(self, program: Program) -> Executable:
+        for weight in program.weights.values():
+            weight.add_(1)
+        return Right.compile(self, program)
+
+
+class Remembers(Right):
+    """Takes its time, but for the input that it has seen last."""
+
+    __slots__ = ()
+
+    def compile(self, program: Program) -> Executable:
+        forward, last = program.module().forward, {}
+
+        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            if last.get("input") is not inputs[0]:
+                time.sleep(SLOW)
+                last.update(input=inputs[0], outputs=forward(*inputs))
+            return [value.clone() for value in last["outputs"]]
+
+        return Executable("Remembers", program.signature, run)
 
 
 Raises = _faulty(_raise)

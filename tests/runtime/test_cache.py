@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from dataclasses import replace
 
@@ -204,6 +205,14 @@ def test_a_full_disk_leaves_no_half_entry(monkeypatch):
     monkeypatch.setattr(os, "replace", full)
     cache.keep(KEY, ENTRY)
     assert [path.read_bytes() for path in place.parent.iterdir()] == [before]
+
+
+def test_the_directory_may_go_at_any_time():
+    shutil.rmtree(kept().parent)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.entries() == []
+    kept()
+    assert cache.find(KEY, BACKENDS, 1.0) == ENTRY
 
 
 def test_the_oldest_entries_go(monkeypatch):

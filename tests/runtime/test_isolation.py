@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.faulty import SLOW
 from tsopt.compiler.example import Example
 from tsopt.runtime.isolation import Lost, Workshop, can_isolate, is_on_cpu
 from tsopt.runtime.processes import descendants
@@ -84,6 +85,7 @@ KINDS = {
     "WrongShape": ("failed", "has shape"),
     "Nan": ("wrong", "output on the example input"),
     "Fewer": ("failed", "0 outputs returned for 1"),
+    "WritesWeights": ("wrong", "output on the example input"),
     "WritesInput": ("wrong", "an input is not left as eager leaves it"),
     "OneBuffer": ("failed", "an output of the first call was overwritten by a later one"),
     "CrashesLate": ("crashed", "SIGSEGV while it was asked to time"),
@@ -99,6 +101,13 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
     assert rows["eager + passes"].status == "ok"
     assert rows["eager"].timing is not None
     assert found.winner in ("eager", "eager + passes")
+
+
+def test_a_candidate_that_remembers_its_last_input_gains_nothing(try_all):
+    rows, found = try_all(FAULTY + "Remembers")
+    assert rows["Remembers"].timing.p50 >= 1e3 * SLOW
+    assert rows["Remembers"].verdict == "slower"
+    assert found.winner == "eager"
 
 
 @pytest.mark.parametrize("name", ["Sleeps", "Spins"])
@@ -191,7 +200,7 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
         candidate.compile()
         with torch.no_grad():
             found, wanted = candidate(x, more=more), tsopt.compile(program, backend)(x, more=more)
-        seconds = candidate.seconds(example, 3)
+        seconds = candidate.seconds([example], 3)
     assert list(found) == list(wanted)
     torch.testing.assert_close(found["y"], wanted["y"])
     assert found["both"][1] in (2, 4)

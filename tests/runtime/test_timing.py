@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tsopt.compiler.example import Example
@@ -93,6 +95,17 @@ def test_every_round_takes_the_next_input_so_that_a_cache_gains_nothing(clock):
     assert {args for _, args, _ in warm} == {(0,), (1,), (2,)}
     assert [args[0] for _, args, _ in timed] == [0, 1, 2, 0, 1, 2, 0]
     assert all(kwargs == {"k": args[0]} for _, args, kwargs in log)
+
+
+@pytest.mark.parametrize("seconds", [1e-4, 2e-3, 0.5])
+def test_no_timed_call_is_on_the_input_of_the_call_before(clock, seconds):
+    log: list = []
+    found = measure({"a": clock.taking(seconds, log, "a")}, INPUTS, seconds=1e-9)["a"]
+    calls = [args[0] for _, args, _ in log][1 + timing.WARM_UP :]
+    size = 1 + found.calls_per_sample
+    rounds = [calls[i : i + size] for i in range(0, len(calls), size)]
+    assert len(rounds) == timing.MIN_ROUNDS
+    assert all(one != other for turn in rounds for one, other in itertools.pairwise(turn))
 
 
 def test_short_calls_are_timed_in_groups(clock):

@@ -264,18 +264,19 @@ class Isolated:
         self._ask({"do": "save", "name": name})
         return self.workshop.directory / name
 
-    def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
+    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
         """How long so many calls in a row take, right after `untimed` others, measured where they are made.
 
-        They are made in inference mode where the caller is in it.
+        They are made on the inputs in turn, in inference mode where the caller is in it.
         """
-        if not any(example is sent for sent in self._sent):
-            self._sent.append(example)
+        new = [item for item in inputs if not any(item is sent for sent in self._sent)]
+        if new:
+            self._sent += new
             described = [self.workshop.described(item) for item in self._sent]
             self._ask({"do": "examples", "examples": described})
-        index = next(i for i, sent in enumerate(self._sent) if sent is example)
+        places = [next(i for i, sent in enumerate(self._sent) if sent is item) for item in inputs]
         inference = torch.is_inference_mode_enabled()
-        what = {"do": "time", "example": index, "times": times, "untimed": untimed, "inference": inference}
+        what = {"do": "time", "examples": places, "times": times, "untimed": untimed, "inference": inference}
         return float(self._ask(what)["seconds"])
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +85,8 @@ class Elsewhere(Protocol):
     It answers when its threads are at rest (`rest`).
     """
 
-    def seconds(self, example: Example, times: int, untimed: int = 0) -> float:
-        """How long so many calls in a row take, right after `untimed` others."""
+    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
+        """How long so many calls in a row take, right after `untimed` others; on the inputs in turn."""
 
 
 @dataclass
@@ -108,8 +109,8 @@ def measure(
     """Times callables side by side.
 
     In every round each of them is called untimed for a moment, then timed, then left until its threads are at rest; on
-    the inputs in rotation (a candidate that remembers its last answer gains nothing), in an order that rotates and
-    turns round.
+    the inputs in turn (a candidate that remembers its last answer gains nothing), in an order that rotates and turns
+    round.
 
     Args:
         inputs: calls to make, of one signature.
@@ -132,11 +133,12 @@ def measure(
             progress(f"round {number + 1}")
         names = [name for name in names if not lanes[name].error]
         turn = number % len(names)
-        example = inputs[number % len(inputs)]
+        first = number % len(inputs)
+        turned = [*inputs[first:], *inputs[:first]]
         order = names[turn:] + names[:turn]
         # Backwards every other round: who comes after whom must not be the same all the time.
         for name in order[:: -1 if number % 2 else 1]:
-            _attempt(_sample, lanes[name], example, wait, is_baseline=name == baseline)
+            _attempt(_sample, lanes[name], turned, wait, is_baseline=name == baseline)
         if number + 1 >= MIN_ROUNDS:
             names = _hopeful(lanes, [name for name in names if not lanes[name].error])
             settled = number + 1 >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
@@ -157,8 +159,8 @@ def _attempt(
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
-    _time(lane.call, inputs[0], 1, wait)
-    spent = [_time(lane.call, inputs[i % len(inputs)], 1, wait) for i in range(WARM_UP)]
+    _time(lane.call, inputs[-1:], 1, wait)
+    spent = [_time(lane.call, [inputs[i % len(inputs)]], 1, wait) for i in range(WARM_UP)]
     call = max(min(spent), 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
     lane.untimed = max(1, min(2000, int(SETTLE / call)))
@@ -171,7 +173,7 @@ def cold_start(
     end = time.perf_counter() + COLD_SECONDS
     spent: list[float] = []
     while len(spent) < MIN_COLD or (len(spent) < MAX_COLD and time.perf_counter() < end):
-        spent.append(_time(call, inputs[len(spent) % len(inputs)], 1, wait))
+        spent.append(_time(call, [inputs[len(spent) % len(inputs)]], 1, wait))
     steady = next(i for i, seconds in enumerate(spent) if seconds <= STEADY * min(spent[i:]))
     return ColdStart(spent[0] * 1e3, steady)
 
@@ -190,33 +192,43 @@ def rest() -> None:
         busy = time.process_time() - spent > IDLE * (time.perf_counter() - start)
 
 
-def _sample(lane: _Lane, example: Example, wait: Callable[[], None]) -> None:
-    if isinstance(lane.call, Elsewhere):
-        spent = lane.call.seconds(example, lane.group, lane.untimed)
-    else:
-        _time(lane.call, example, lane.untimed, wait)
-        spent = _time(lane.call, example, lane.group, wait)
+def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+    lane.samples.append(_time(lane.call, inputs, lane.group, wait, lane.untimed) / lane.group)
+    if not isinstance(lane.call, Elsewhere):
         rest()
-    lane.samples.append(spent / lane.group)
 
 
-def _time(call: Callable[..., Any], example: Example, times: int, wait: Callable[[], None]) -> float:
+def _time(
+    call: Callable[..., Any], inputs: Sequence[Example], times: int, wait: Callable[[], None], untimed: int = 0
+) -> float:
     if isinstance(call, Elsewhere):
-        return call.seconds(example, times)
-    args, kwargs = example.args, example.kwargs
+        return call.seconds(inputs, times, untimed)
+    return seconds_of_calls(call, [(item.args, item.kwargs) for item in inputs], times, untimed, wait)
+
+
+def seconds_of_calls(
+    call: Callable[..., Any],
+    inputs: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    times: int,
+    untimed: int = 0,
+    wait: Callable[[], None] = lambda: None,
+) -> float:
+    """How long so many calls in a row take, right after `untimed` others; on the arguments of `inputs` in turn."""
+    turns = itertools.cycle(inputs)
+    for args, kwargs in itertools.islice(turns, untimed):
+        call(*args, **kwargs)
+    wait()
+    timed = itertools.islice(turns, times)
     start = time.perf_counter()
-    for _ in range(times):
+    for args, kwargs in timed:
         call(*args, **kwargs)
     wait()
     return time.perf_counter() - start
 
 
-def seconds_of(call: Callable[..., Any], example: Example) -> float:
+def seconds_of(call: Callable[..., Any], inputs: Sequence[Example]) -> float:
     """About how long a call takes, for decisions that need no interval."""
-    if isinstance(call, Elsewhere):
-        return call.seconds(example, 3, 1) / 3
-    _time(call, example, 1, lambda: None)
-    return _time(call, example, 3, lambda: None) / 3
+    return _time(call, inputs, 3, lambda: None, untimed=1) / 3
 
 
 def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:

@@ -30,7 +30,7 @@ from tsopt.errors import NoGain, TsoptError
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.processes import descendants, kill
-from tsopt.runtime.timing import rest
+from tsopt.runtime.timing import rest, seconds_of_calls
 from tsopt.runtime.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported before the first fork, so that no child pays for it again.
@@ -206,18 +206,12 @@ class _Candidate:
         """Seconds of so many calls in a row. Answers once its threads are at rest: the cores are another's now."""
         assert self.executable is not None
         inputs = len(self.program.signature.user_inputs)
-        values = self.examples[message["example"]]
-        leaves, state = values[:inputs], values[inputs:]
-        if state:
+        chosen = [self.examples[place] for place in message["examples"]]
+        if state := chosen[0][inputs:]:
             self.executable.state[:] = [value.clone() for value in state]
-        call = self.executable
+        calls: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]] = [(item[:inputs], {}) for item in chosen]
         with torch.inference_mode() if message["inference"] else torch.no_grad():
-            for _ in range(message["untimed"]):
-                call(*leaves)
-            start = time.perf_counter()
-            for _ in range(message["times"]):
-                call(*leaves)
-            seconds = time.perf_counter() - start
+            seconds = seconds_of_calls(self.executable, calls, message["times"], message["untimed"])
         rest()
         return {"seconds": seconds}
 
