@@ -26,7 +26,7 @@ from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.isolation import Workshop, is_on_cpu
-from tsopt.runtime.race import ALL_BACKENDS, race, standard_backends
+from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
@@ -85,7 +85,7 @@ def optimize(
     """
     example = as_example(example_input)
     _check_options(on_new_signature, backends, threads, seconds, budget)
-    racing = standard_backends() if backends is None else ALL_BACKENDS if backends == "all" else tuple(backends)
+    racing = backends_for(example, backends)
     tell = progress or (lambda text: None)
     with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
         tell("capture")

@@ -100,6 +100,27 @@ def test_factories_are_stored(tmp_path, make):
     assert stored(program, tmp_path).text == program.text
 
 
+def test_weights_keep_their_device(tmp_path):
+    program = capture(nn.Linear(2, 2).eval(), torch.ones(1, 2))
+    weight = next(node for node in program.graph.nodes if node.op == "get_attr")
+    with program.fake_mode:
+        weight.meta["val"] = torch.empty(2, 2, device="cuda:7")
+    write_program(program, tmp_path)
+    with pytest.raises(ArtifactError, match="the program is for cuda:7, which cannot be used here") as caught:
+        read_program(tmp_path)
+    assert caught.value.fix == "tsopt doctor shows the GPU"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_program_on_a_gpu_comes_back_there(tmp_path):
+    model, x = Net().eval().cuda(), X.cuda()
+    program = capture(model, x)
+    made = stored(program, tmp_path)
+    assert made.text == program.text
+    assert {weight.device for weight in made.weights.values()} == {x.device}
+    assert {value.device for value in made.state.values()} == {x.device}
+
+
 def test_custom_ops_are_not_stored(tmp_path):
     with torch.library._scoped_library("tsopt_stored", "DEF") as library:
         library.define("own(Tensor x) -> Tensor")

@@ -88,7 +88,8 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     out: dict[str, Any] = {"op": node.op}
     if node.op == "get_attr":
         value = node.meta["val"]
-        return out | {"target": str(node.target), "stride": list(value.stride())}
+        place = {} if value.device.type == "cpu" else {"device": str(value.device)}
+        return out | {"target": str(node.target), "stride": list(value.stride())} | place
     if node.op == "call_function":
         out["target"] = "getitem" if node.target is operator.getitem else str(node.target)
         if isinstance(node.target, OpOverload) and node.target.namespace not in ops.KNOWN_PURE:
@@ -142,7 +143,8 @@ class _Reader:
 
     def program(self, tensors: Sequence[torch.Tensor]) -> Program:
         signature = Signature.from_json(self.data["signature"])
-        state = {item.name: tensor for item, tensor in zip(signature.state_inputs, tensors, strict=True)}
+        pairs = zip(signature.state_inputs, tensors, strict=True)
+        state = {item.name: _on(item.type.device, tensor) for item, tensor in pairs}
         made = Program(
             self.graph,
             self.weights,
@@ -169,6 +171,7 @@ class _Reader:
             stride = tuple(int(s) for s in item["stride"])
             if tensor.stride() != stride:
                 tensor = _restrided(tensor, stride)
+            tensor = _on(str(item.get("device", "cpu")), tensor)
             self.weights[item["target"]] = tensor
             made = self.graph.create_node("get_attr", item["target"])
             made.meta = {"val": self.mode.from_tensor(tensor, static_shapes=True)}
@@ -215,6 +218,19 @@ class _Reader:
                 if type(found).__name__ == kind:
                     return found
         raise ArtifactError(f"a stored argument is damaged: {str(data)[:80]}")
+
+
+def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    if device == str(tensor.device):
+        return tensor
+    try:
+        return tensor.to(device)
+    except (RuntimeError, AssertionError) as error:  # a torch that was built without CUDA asserts that it has it
+        raise ArtifactError(
+            f"the program is for {device}, which cannot be used here",
+            why=str(error).splitlines()[0][:200],
+            fix="tsopt doctor shows the GPU",
+        ) from error
 
 
 def _type_from(data: Any) -> TensorType:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
-from tsopt.runtime.backend import CODE, Executable
+from tsopt.runtime.backend import CODE, Executable, compile
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
@@ -236,7 +236,7 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
     threads = options.get("threads") if isinstance(options.get("threads"), int) else None
     if backend == "onnxruntime":
         return _open_onnx(directory, options, signature)
-    if backend in ("eager", "onednn"):
+    if backend in ("eager", "onednn", "cudagraph"):
         return _open_program(directory, backend, threads, signature)
     if backend == "openvino":
         return _open_openvino(directory, options, signature)
@@ -249,17 +249,15 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
 
 def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
     from tsopt.compiler.serialize import read_program
-    from tsopt.runtime.eager import EagerBackend
-    from tsopt.runtime.onednn import OneDnnBackend
 
     program = read_program(directory, _read_state(directory, signature))
-    packs = OneDnnBackend(threads=threads)
-    if backend == "onednn" and packs.missing() is None:
+    options = {"threads": threads} if backend != "cudagraph" else {}
+    if backend != "eager":
         try:
-            return packs.compile(program)
-        except BackendError as error:  # on this machine torch's own kernels may be the faster ones
+            return compile(program, backend, **options)
+        except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
             log.info("%s: %s", directory, error.what)
-    return EagerBackend(threads=threads).compile(program)
+    return compile(program, "eager", threads=threads)
 
 
 def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:

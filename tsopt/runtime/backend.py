@@ -25,6 +25,7 @@ BACKENDS: dict[str, str] = {
     "onnxruntime": "tsopt.runtime.ort:OnnxRuntimeBackend",
     "inductor": "tsopt.runtime.inductor:InductorBackend",
     "openvino": "tsopt.runtime.openvino:OpenVinoBackend",
+    "cudagraph": "tsopt.runtime.cudagraph:CudaGraphBackend",
     "null": "tsopt.runtime.null:NullBackend",
 }
 

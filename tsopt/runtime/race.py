@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 
@@ -32,11 +32,13 @@ TITLES = {
     "onnxruntime": "ONNX Runtime",
     "inductor": "Inductor",
     "openvino": "OpenVINO",
+    "cudagraph": "CUDA graph",
     "null": "null",
 }
 STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
 EXTRA_BACKENDS = ("openvino",)  # they race where they are installed
-ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(name for name in BACKENDS if name != "null"))))
+ON_GPU = ("cudagraph",)  # for models on a GPU
+ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(n for n in BACKENDS if n not in ("null", *ON_GPU)))))
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
@@ -212,10 +214,17 @@ def _prepare(
     return rows, candidates
 
 
-def standard_backends() -> tuple[str, ...]:
-    """Who races when nobody is named: what compiles in seconds, and the extras that are installed."""
-    extras = [name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None]
-    return (*STANDARD_BACKENDS, *extras)
+def backends_for(example: Example, wanted: Sequence[str] | Literal["all"] | None) -> tuple[str, ...]:
+    """Who races.
+
+    Args:
+        wanted: names; `all` for every engine; None for what compiles in seconds, and the extras that are installed.
+    """
+    more = ON_GPU if is_on_gpu(example) else ()
+    if wanted is None:
+        extras = (name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None)
+        return (*STANDARD_BACKENDS, *more, *extras)
+    return (*ALL_BACKENDS, *more) if wanted == "all" else tuple(wanted)
 
 
 def title_of(backend: str) -> str:
@@ -270,8 +279,12 @@ def _timed(
 
 def device_wait(example: Example) -> Callable[[], None]:
     """What waits for the device that an example is on: kernels on a GPU run behind the call's back."""
+    return torch.cuda.synchronize if is_on_gpu(example) else lambda: None
+
+
+def is_on_gpu(example: Example) -> bool:
     leaves, _ = flatten((example.args, example.kwargs))
-    return torch.cuda.synchronize if any(leaf.is_cuda for leaf in leaves) else lambda: None
+    return any(leaf.is_cuda for leaf in leaves)
 
 
 def _with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:

@@ -1,0 +1,102 @@
+"""Runs the Program as one CUDA graph: its kernels are recorded once and started by one call.
+
+A graph reads and writes the memory that it was recorded with. So inputs are copied into it and outputs out of it, one
+caller at a time. What it saves is the time between kernels, which is most of the time of small batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import cuda
+
+from tsopt.compiler import ops
+from tsopt.compiler.program import Program, origin_of
+from tsopt.compiler.serialize import write_program
+from tsopt.errors import BackendError
+from tsopt.runtime.backend import Executable, Unsupported
+from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.inputs import blank
+
+WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
+
+
+@dataclass(frozen=True, slots=True)
+class CudaGraphBackend:
+    """torch's own kernels for the GPU, recorded; in the precision that torch is set to when it is compiled."""
+
+    name: str = "cudagraph"
+
+    def missing(self) -> str | None:
+        return None if cuda.is_available() else "a GPU, and a torch that is built for it"
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        given, returned = program.signature.inputs, program.signature.outputs
+        places = {item.name: item.type.device for item in given} | {item.name: item.type.device for item in returned}
+        found = [
+            Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
+            for name, device in places.items()
+            if not device.startswith("cuda")
+        ]
+        for node in program.calls():
+            on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
+            if ops.is_random(node):
+                found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
+            elif ops.has_effect(node) and not ops.is_settled_check(node):
+                found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))
+            elif on - {"cuda"}:
+                found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} is computed on the CPU"))
+        return found
+
+    def compile(self, program: Program) -> Executable:
+        try:
+            recorded = _Recorded(program.module().forward, blank(program.signature))
+        except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
+            raise BackendError("the model cannot be recorded as a CUDA graph", why=str(error)[:200]) from error
+
+        def save(directory: Path) -> None:
+            write_program(program, directory)  # it is recorded again on load
+
+        return Executable(
+            self.name,
+            program.signature,
+            torch_runner(recorded, program.signature, None),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+        )
+
+
+class _Recorded:
+    """A function of tensors, recorded on inputs that it keeps."""
+
+    def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+        self.inputs = inputs
+        self.lock = threading.Lock()
+        self.stream: Any = cuda.Stream(inputs[0].device) if inputs else cuda.Stream()
+        self.graph: Any = cuda.CUDAGraph()
+        with torch.no_grad():
+            self.stream.wait_stream(cuda.current_stream())
+            with cuda.stream(self.stream):
+                for _ in range(WARM_UP):
+                    forward(*inputs)
+            with cuda.graph(self.graph, stream=self.stream):
+                self.outputs = list(forward(*inputs))
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        caller = cuda.current_stream()
+        with self.lock:
+            self.stream.wait_stream(caller)
+            with cuda.stream(self.stream):
+                for mine, value in zip(self.inputs, values, strict=True):
+                    mine.copy_(value, non_blocking=True)
+                self.graph.replay()
+                found = [value.clone() for value in self.outputs]
+            caller.wait_stream(self.stream)
+        for value in found:  # made on one stream, used on another: its memory must wait for both
+            value.record_stream(caller)
+        return found
