@@ -3,11 +3,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tsopt as package
+from tsopt.cli import verification
 from tsopt.runtime import artifact
 
 
@@ -47,6 +49,13 @@ def test_json_says_ok(tsopt, place):
     found = tsopt("verify", "m.tsopt", "--json").json
     assert found["ok"] is True
     assert found["bundle"] == "m.tsopt"
+    assert 0 < found["load_seconds"] < 60
+
+
+def test_the_time_to_load_is_part_of_the_answer(tsopt, place, monkeypatch):
+    clock = iter((1.0, 3.5))
+    monkeypatch.setattr(verification, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert "; loaded in 2.50 s" in tsopt("verify", "m.tsopt").out
 
 
 def test_a_tampered_bundle_exits_with_2(tsopt, place):

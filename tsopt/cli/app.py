@@ -336,13 +336,13 @@ def verify(
 
     with out.progress(bundle.name) as tell:
         tell("run")
-        verdict = (
+        found = (
             against_record(bundle, trust)
             if model is None
             else against_model(bundle, trust, _load(model, input, seed), seed, eval_mode=eval)
         )
-    out.json({"bundle": str(bundle), "ok": True, "verdict": verdict})
-    out.say(f"{bundle}: {verdict}")
+    out.json({"bundle": str(bundle), "ok": True, "verdict": found.verdict, "load_seconds": found.load_seconds})
+    out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
 
 
 @app.command()

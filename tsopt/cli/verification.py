@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,15 @@ from tsopt.runtime.backend import Executable
 AGAIN = "export the model again on this machine"
 
 
-def against_record(bundle: Path, trust: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A bundle that is right; seconds to load it into this process, with the libraries that it needs."""
+
+    verdict: str
+    load_seconds: float
+
+
+def against_record(bundle: Path, trust: bool) -> Checked:
     """Runs the bundle on its stored inputs and compares with the answers that the model gave then.
 
     Raises:
@@ -22,7 +32,7 @@ def against_record(bundle: Path, trust: bool) -> str:
         BackendError: it fails here.
         AccuracyError: it gives something else here.
     """
-    executable = _load(bundle, trust)
+    executable, seconds = _load(bundle, trust)
     from tsopt.runtime.compare import compare
 
     signature = executable.signature
@@ -39,10 +49,10 @@ def against_record(bundle: Path, trust: bool) -> str:
                 why=found.reason,
                 fix=AGAIN,
             )
-    return f"whole, and equal to the model's stored answer (max difference {worst:.2e})"
+    return Checked(f"whole, and equal to the model's stored answer (max difference {worst:.2e})", seconds)
 
 
-def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mode: bool = False) -> str:
+def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mode: bool = False) -> Checked:
     """Compares the bundle with a live model on fresh inputs.
 
     Args:
@@ -53,7 +63,7 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
         BackendError: it fails where the model does not.
         AccuracyError: it computes something else.
     """
-    executable = _load(bundle, trust)
+    executable, seconds = _load(bundle, trust)
     from tsopt.api import as_eval
     from tsopt.compiler.capture import capture
     from tsopt.compiler.example import as_example
@@ -62,12 +72,13 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     example = as_example(loaded.example_input)
     program = capture(loaded.model, example, eval_mode=eval_mode, allow_nan=True)
     model = as_eval(loaded.model, eval_mode)
-    return str(verify(model, executable, example, program=program, seed=seed + 1))
+    return Checked(str(verify(model, executable, example, program=program, seed=seed + 1)), seconds)
 
 
-def _load(bundle: Path, trust: bool) -> Executable:
+def _load(bundle: Path, trust: bool) -> tuple[Executable, float]:
+    start = time.perf_counter()
     try:
-        return load(bundle, trust=trust)
+        return load(bundle, trust=trust), time.perf_counter() - start
     except OSError as error:
         raise ArtifactError("the bundle cannot be read", where=str(bundle), why=str(error)) from error
 

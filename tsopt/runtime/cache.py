@@ -34,6 +34,7 @@ FORMAT = 1
 PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the user's cache
 MOST = 1000  # entries; the oldest go
 LARGEST = 1 << 20  # bytes of an entry
+UNFINISHED = ".new"  # ends the name of an entry that is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def keep(key: str, entry: Entry) -> None:
         if reason:
             log.info("nothing is kept: %s", reason)
             return
-        file, name = tempfile.mkstemp(dir=directory(), prefix=".")
+        file, name = tempfile.mkstemp(dir=directory(), suffix=UNFINISHED)
         try:
             with os.fdopen(file, "wb") as out:
                 out.write(raw)
@@ -149,7 +150,7 @@ def entries() -> list[Path]:
 def clear() -> int:
     """Removes all entries; how many there were. Raises OSError for one that cannot be removed."""
     found = entries()
-    for path in found:
+    for path in (*found, *(directory().glob(f"*{UNFINISHED}") if not objection() else ())):
         path.unlink(missing_ok=True)
     return len(found)
 
