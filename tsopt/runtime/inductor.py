@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,42 +50,36 @@ class InductorBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
-        place = tempfile.mkdtemp(prefix="tsopt-")
         options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
         try:
-            with quiet(stdout=True), torch.no_grad(), _one_process():
+            with _directory() as place, quiet(stdout=True), torch.no_grad(), _one_process():
                 torch.set_num_threads(self.threads or torch.get_num_threads())  # protected() puts it back
                 exported = torch.export.export(program.module(), blank(program.signature), strict=False)
                 package = torch._inductor.aoti_compile_and_package(
-                    exported, package_path=str(Path(place) / FILE), inductor_configs=options
+                    exported, package_path=str(place / FILE), inductor_configs=options
                 )
                 return _executable(Path(package), program, self.threads)
-        except BaseException as error:
-            shutil.rmtree(place, ignore_errors=True)
-            if not isinstance(error, Exception):
-                raise
-            # Whatever the compiler, or the C++ compiler under it, says.
+        except Exception as error:  # whatever the compiler, or the C++ compiler under it, says
             raise BackendError(
                 "Inductor cannot compile this model", why=f"{type(error).__name__}: {_said(error)}"
             ) from error
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        place = tempfile.mkdtemp(prefix="tsopt-")
-        try:
+        with _directory() as place:  # another one: the given one may be in memory
             shutil.move(directory / FILE, place)
-            return _executable(Path(place) / FILE, program, self.threads)
-        except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
-            raise
+            return _executable(place / FILE, program, self.threads)
 
 
 def _executable(package: Path, program: Program, threads: int | None) -> Executable:
-    """The compiled package, whose directory goes with the executable."""
+    """The compiled package. Its file may go: it stays open, so that nothing is left however the process ends."""
+    kept = package.open("rb")
 
     def save(place: Path) -> None:
-        shutil.copyfile(package, place / FILE if place.is_dir() else place)
+        kept.seek(0)
+        with (place / FILE if place.is_dir() else place).open("wb") as out:
+            shutil.copyfileobj(kept, out)
 
-    made = Executable(
+    return Executable(
         "inductor",
         program.signature,
         _runner(package, program.signature, threads),
@@ -95,8 +88,6 @@ def _executable(package: Path, program: Program, threads: int | None) -> Executa
         options={"threads": threads},
         code=True,
     )
-    weakref.finalize(made, shutil.rmtree, package.parent, ignore_errors=True)
-    return made
 
 
 def _runner(package: Path, signature: Signature, threads: int | None) -> Runner:
@@ -115,6 +106,12 @@ def load_runner(directory: Path, threads: int | None, signature: Signature) -> R
         return _runner(directory / FILE, signature, threads)
     except Exception as error:  # the package decides what goes wrong
         raise ArtifactError("the compiled package cannot be loaded", why=_said(error)) from error
+
+
+@contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tsopt-", ignore_cleanup_errors=True) as place:
+        yield Path(place)
 
 
 @contextmanager
