@@ -229,6 +229,12 @@ def test_signs_cancel_in_any_shape(form, shape):
     check_fires(item, model, (torch.randn(shape), torch.randn(shape)), ops=ops, exact=True)
 
 
+@pytest.mark.parametrize("c", [True, False])
+@pytest.mark.parametrize("x", [specials(N), SMALL.to(torch.int8)], ids=["float", "int"])
+def test_a_boolean_literal_takes_a_sign_as_the_number_that_it_is(x, c):
+    check_fires(algebra.neg_times, lambda x: aten.mul.Tensor(-x, c), x, ops=["mul.Tensor"], exact=True)
+
+
 def test_signs_cancel_under_a_promotion_of_floats():
     x = specials(N)
     check_fires(algebra.add_neg, lambda x, y: x + -y, (x, other(x).half()), ops=["sub.Tensor"], exact=True)
@@ -583,7 +589,7 @@ def test_holds_is_not_too_careful(wide, narrow):
 # ---- powers and divisions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("c", [2, 2.0, -4.0, 0.5, 256.0, 2.0**-8])
+@pytest.mark.parametrize("c", [2, 2.0, -4.0, 0.5, 256.0, 2.0**-8, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_division_by_a_power_of_two_becomes_a_product(c, dtype):
     check_fires(algebra.div_power_of_two, lambda x: x / c, specials(N).to(dtype), ops=["mul.Tensor"])
@@ -594,8 +600,9 @@ def test_division_by_anything_else_stays(c):
     check_declines(algebra.div_power_of_two, lambda x: x / c, specials(N))
 
 
-def test_division_of_integers_stays():
-    check_declines(algebra.div_power_of_two, lambda x: x / 2, INTS, algebra.KEEPS_FLOAT)
+@pytest.mark.parametrize("x", [INTS, torch.tensor([complex("inf"), 1 + 2j])], ids=["int", "complex"])
+def test_division_of_what_is_no_float_stays(x):
+    check_declines(algebra.div_power_of_two, lambda x: x / 2, x, algebra.KEEPS_FLOAT)
 
 
 def test_division_by_a_tensor_stays():

@@ -135,7 +135,7 @@ def neg_times_neg(at, x, y):
 )
 def neg_times(at, x, c):
     """-x * 2 -> x * -2, -(x / 2) -> x / -2: rounding to nearest knows no sign"""
-    if not isinstance(c, (int, float)) or isinstance(c, bool):
+    if not isinstance(c, (int, float)):
         return None
     dtype = at.root.meta["val"].dtype
     if not at.same_type(x) or not (dtype.is_floating_point or dtype.is_signed) or dtype.is_complex:
@@ -184,7 +184,8 @@ def clamp_clamp(at, x, *_):
     ROUNDING for the sign of zero alone. NaN goes through all of them.
     """
     outer, inner = bounds_of(at.root), bounds_of(x)
-    if outer is None or inner is None or not at.same_type(x) or not at.same_type(x.args[0]):
+    assert outer is not None, "the root of every pattern has bounds"
+    if inner is None or not at.same_type(x.args[0]):
         return None
     if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
         return at.skip(CROSSED)
@@ -199,11 +200,9 @@ def clamp_clamp(at, x, *_):
     return at.call(aten.clamp.default, x.args[0], *ends)
 
 
-def bounds_of(node: object) -> tuple[float, float] | None:
+def bounds_of(node: fx.Node) -> tuple[float, float] | None:
     """The interval that a clamp, relu, relu6 or hardtanh maps to; None for anything else."""
-    if not isinstance(node, fx.Node):
-        return None
-    fixed = {aten.relu.default: (0, math.inf), aten.relu6.default: (0, 6)}
+    fixed: dict[Any, tuple[float, float]] = {aten.relu.default: (0, math.inf), aten.relu6.default: (0, 6)}
     if node.target in fixed:
         return fixed[node.target]
     names = {aten.hardtanh.default: ("min_val", "max_val"), aten.clamp.default: ("min", "max")}
@@ -251,11 +250,11 @@ def holds(wide: torch.dtype, narrow: str) -> bool:
 @rule(lambda x, c: aten.div.Tensor(x, c))
 def div_power_of_two(at, x, c):
     """x / 2**k -> x * 2**-k"""
-    if not isinstance(c, (int, float)) or isinstance(c, bool):
+    if not isinstance(c, (int, float)):
         return None
-    if not at.same_type(x) or not getattr(torch, at.type(x).dtype).is_floating_point:
+    if not getattr(torch, at.type(x).dtype).is_floating_point:
         return at.skip(KEEPS_FLOAT)
-    if c == 0 or not math.isfinite(c) or abs(math.frexp(c)[0]) != 0.5 or not 2.0**-8 <= abs(c) <= 2.0**8:
+    if not 2.0**-8 <= abs(c) <= 2.0**8 or abs(math.frexp(c)[0]) != 0.5:
         return None
     return at.call(aten.mul.Tensor, x, 1.0 / c)
 

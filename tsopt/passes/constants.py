@@ -157,7 +157,7 @@ def literal_power(at, x, w):
     """x ** w -> x ** 3.0, w a constant of one number; the kernel for a literal multiplies where the other calls pow"""
     literal = literal_of(at, x, w)
     # NOTE: a root by the power 0.5 differs from pow at -inf; a large exponent may be refused as a literal.
-    if literal is None or not at.same_type(x) or abs(literal) == 0.5 or abs(literal) > 64:
+    if literal is None or abs(literal) == 0.5 or abs(literal) > 64:
         return None
     return at.call(aten.pow.Tensor_Scalar, x, literal) if x.meta["val"].is_floating_point() else None
 
@@ -216,7 +216,7 @@ def wide(at: Site, operand: object) -> torch.Tensor | None:
     if dtype not in INTEGERS and not dtype.is_floating_point:
         return None
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return None if isinstance(operand, float) and kind == torch.int64 else torch.tensor(operand, dtype=kind)
+        return torch.tensor(operand, dtype=kind)
     value = at.value(operand)
     if value is None or value.dtype != dtype or not 0 < value.numel() <= LARGEST:
         return None
