@@ -150,6 +150,8 @@ class Statistics(nn.Module):
             gamma = x.mean() * gamma
         if self.computed == "mean":
             mean = x.mean() * mean
+        if self.computed == "var":
+            var = x.mean() * var
         weight = x.mean() * self.conv.weight if self.computed == "weight" else self.conv.weight
         bias = x.mean() * self.conv.bias if self.computed == "bias" else self.conv.bias
         y = F.conv2d(x, weight, bias)
@@ -171,7 +173,7 @@ def test_batch_norm_without_running_statistics_stays():
     check_declines(fuse.conv_batch_norm, model, image(3, 2), fuse.NO_STATISTICS)
 
 
-@pytest.mark.parametrize("which", ["gamma", "mean", "weight", "bias"])
+@pytest.mark.parametrize("which", ["gamma", "mean", "var", "weight", "bias"])
 def test_batch_norm_with_a_computed_weight_stays(which):
     check_declines(fuse.conv_batch_norm, Statistics(computed=which).eval(), image(3, 2), fuse.COMPUTED)
 
@@ -340,8 +342,9 @@ def test_a_linear_layer_with_a_vector_for_weight_does_not_stop_the_pass():
     check(fuse.conv_mul, Dot().eval(), torch.randn(3, 3))
 
 
+@pytest.mark.parametrize("k", [2.0, torch.tensor([1j, 2.0, 1 + 1j])], ids=["literal", "constant"])
 @pytest.mark.parametrize("rule", OPS)
-def test_a_complex_layer_keeps_its_imaginary_bias(rule):
+def test_a_complex_layer_keeps_its_imaginary_bias(rule, k):
     class Complex(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,9 +352,10 @@ def test_a_complex_layer_keeps_its_imaginary_bias(rule):
             self.b = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
         def forward(self, x):
-            return OPS[rule](F.linear(x, self.w, self.b), 2.0)
+            return F.linear(x, self.w, self.b)
 
-    check(getattr(fuse, rule), Complex().eval(), torch.randn(2, 4, dtype=torch.complex64))
+    model = then(Complex(), lambda y: OPS[rule](y, k)) if isinstance(k, float) else layer_then(Complex(), k, OPS[rule])
+    check(getattr(fuse, rule), model, torch.randn(2, 4, dtype=torch.complex64))
 
 
 def test_an_integer_layer_keeps_its_large_weights():

@@ -135,7 +135,7 @@ def neg_times_neg(at, x, y):
 )
 def neg_times(at, x, c):
     """-x * 2 -> x * -2, -(x / 2) -> x / -2: rounding to nearest knows no sign"""
-    if not isinstance(c, (int, float)):
+    if not isinstance(c, (int, float)) or isinstance(c, bool):
         return None
     dtype = at.root.meta["val"].dtype
     if not at.same_type(x) or not (dtype.is_floating_point or dtype.is_signed) or dtype.is_complex:
@@ -250,7 +250,7 @@ def holds(wide: torch.dtype, narrow: str) -> bool:
 @rule(lambda x, c: aten.div.Tensor(x, c))
 def div_power_of_two(at, x, c):
     """x / 2**k -> x * 2**-k"""
-    if not isinstance(c, (int, float)):
+    if not isinstance(c, (int, float)) or isinstance(c, bool):
         return None
     if not getattr(torch, at.type(x).dtype).is_floating_point:
         return at.skip(KEEPS_FLOAT)

@@ -87,7 +87,7 @@ def conv_batch_norm(at, *holes):
     """batch_norm(conv(x, w, b)) -> conv(x, w * s, (b - mean) * s + beta), s = gamma / sqrt(var + eps)"""
     norm = bind(at.root)
     layer = norm["input"]
-    if norm["running_mean"] is None or norm["running_var"] is None:
+    if norm["running_mean"] is None:
         return at.skip(NO_STATISTICS)
     if norm["training"]:
         return at.skip(TRAINING)
