@@ -195,6 +195,7 @@ def test_a_permute_undone_before_a_reshape_goes(shape):
         ((6, 6), lambda x: x.permute(1, 0).reshape(2, 3, 6).permute(2, 1, 0)),
         ((2, 2, 2), lambda x: x.permute(2, 1, 0).reshape(2, 4).permute(1, 0)),
         ((0, 3, 2), lambda x: x.permute(1, 2, 0).reshape(0, 6).permute(1, 0)),
+        ((2, 3, 2), lambda x: x.permute(2, 1, 0).reshape(4, 3).permute(1, 0).reshape(12)),  # cuts through pieces
     ],
 )
 def test_a_permute_that_is_not_undone_stays(shape, model):

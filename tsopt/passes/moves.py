@@ -155,10 +155,8 @@ _SPLITS = (
 )
 
 
-def part_of(at: Site, node: object) -> Part | None:
+def part_of(at: Site, node: fx.Node) -> Part | None:
     """What a slice, a select, or one of the results of a split or an unbind is a part of."""
-    if not isinstance(node, fx.Node):
-        return None
     if node.target is operator.getitem:
         return _part_of_split(at, node)
     if node.target not in (aten.slice.Tensor, aten.select.int):
@@ -207,7 +205,9 @@ def take(at: Site, part: Part) -> fx.Node:
 def slice_slice(at, x, *_):
     """x[a:b:i][c:d:j] -> x[a + c * i : ... : i * j] on the same axis; also x[a:b][c] -> x[a + c]"""
     outer, inner = part_of(at, at.root), part_of(at, at.root.args[0])
-    if outer is None or inner is None or outer.axis != inner.axis:
+    assert outer is not None, "the patterns have a slice or a select"
+    assert inner is not None, "of a slice"
+    if outer.axis != inner.axis:
         return None
     count = -(-(outer.stop - outer.start) // outer.step)
     start, step = inner.start + outer.start * inner.step, inner.step * outer.step
