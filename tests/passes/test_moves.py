@@ -416,6 +416,7 @@ def test_parts_of_a_value_used_elsewhere_are_taken_all_the_same():
         lambda x, y: torch.cat([torch.zeros(0), x, y])[:2],
         lambda x, y: torch.stack([x, y])[:1],
         lambda x, y: torch.stack([x, y], 1)[0],
+        lambda x, y: torch.stack([x, y.double()])[0],
         lambda x, y: torch.stack([x, y]).flatten()[:2],
         lambda x, y: torch.max(x, 0)[0],
     ],
@@ -623,6 +624,7 @@ class Layers(nn.Module):
         return self.function(self, *xs)
 
 
+COUNTS = torch.arange(24).view(6, 4)  # as weights: no fraction can be folded into them
 SCALES = {
     "linear": lambda m, x: m.linear(x).view(2, 3, 2, 3).transpose(1, 2) * 0.5,
     "linear div": lambda m, x: m.linear(x).permute(2, 0, 1) / 3,
@@ -661,6 +663,7 @@ def test_a_scale_before_the_moves_is_folded(name):
         lambda m, x: F.linear(x, m.table.t() * x[0, 0]).transpose(1, 2) * 0.5,
         lambda m, x: x.transpose(1, 2) * 0.5,
         lambda m, x: m.linear(x).transpose(1, 2)[:1] * 0.5,
+        lambda m, x: F.linear(x.long(), COUNTS).transpose(1, 2) * 0.5,
     ],
 )
 def test_other_scales_stay(model):

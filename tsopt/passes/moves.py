@@ -232,7 +232,7 @@ def part_of_joined(at, *_):
         return None
     if part.source.target is aten.stack.default:
         chosen = joined["tensors"][part.start]
-        return chosen if part.is_index and at.same_type(chosen) else None
+        return chosen if at.same_type(chosen) else None  # not promoted, nor a slice, which keeps the axis
     begin = 0
     for x in joined["tensors"]:
         piece = at.type(x)
