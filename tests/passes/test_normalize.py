@@ -12,6 +12,7 @@ from torch import nn
 from tests.passes.helpers import (
     SPECIAL,
     Limits,
+    RulePass,
     aten,
     capture,
     check,
@@ -376,6 +377,13 @@ def test_an_hstack_of_mixed_ranks_is_left_to_its_error():
     check_declines(normalize.stack_cat, lambda x, y: torch.hstack([x, y]), (torch.ones(1), torch.tensor(2.0)))
 
 
+def test_an_hstack_with_an_empty_vector_keeps_the_axis_of_its_first_value():
+    """Every vector goes along axis 0, and so does what comes after one; cat leaves the empty one out."""
+    model = lambda x: torch.hstack([torch.zeros(0), x, x])  # noqa: E731
+    found = check(normalize.stack_cat, model, torch.ones(2, 3))
+    assert found.done == set()
+
+
 # ---- casts ------------------------------------------------------------------------------------------------
 
 
@@ -403,6 +411,16 @@ def test_a_cast_has_one_form(op, source):
 @pytest.mark.parametrize("op", [lambda x: x.half(), lambda x: x.view(torch.int32), lambda x: x.long() + 1])
 def test_a_cast_in_its_form_stays(op):
     check_declines(normalize.cast_form, op, X)
+
+
+def test_a_cast_to_the_same_type_has_no_form():
+    check_declines(normalize.cast_form, lambda x: aten._to_copy.default(x, dtype=torch.float32).neg(), X)
+
+
+def test_a_cast_to_another_device_stays():
+    program = capture(lambda x: x.to("meta", torch.float16), X)
+    changes = RulePass("casts", (normalize.cast_form,)).run(program, Limits())
+    assert changes.done == changes.declined == ()
 
 
 def test_a_cast_into_another_layout_stays():
@@ -470,6 +488,7 @@ def test_a_change_of_shape_alone_is_a_reshape_in_any_shape(name, shape):
 )
 def test_what_is_no_reshape_of_another_form_stays(model):
     found = check(normalize.reshape_form, model, specials(2, 1, 3, 4))
+    assert found.declined == set(), "no near miss: reshape would refuse another number of elements"
     assert [op.split(".")[0] for op in found.ops] == [op.split(".")[0] for op in ops_of(found.before)]
 
 
