@@ -156,6 +156,29 @@ def test_other_constants_are_another_function(half, one, k, c):
 
 
 @pytest.mark.parametrize(
+    "inner",
+    [
+        lambda x: 0.8 * x + K * 0.044715 * x**3,
+        lambda x: K * 0.044715 * x**3,
+        lambda x: K * (x + 0.1 * x**2 + 0.044715 * x**3),
+    ],
+    ids=["slope", "no slope", "a square"],
+)
+def test_other_polynomials_are_another_function(inner):
+    model = lambda x: 0.5 * x * (1 + torch.tanh(inner(x)))  # noqa: E731
+    check_declines(activations.gelu_tanh, model, X, activations.OTHER_CONSTANTS)
+
+
+@pytest.mark.parametrize("model", [lambda x: x * torch.sigmoid(x), ERF["divided"]], ids=["silu", "gelu with erf"])
+def test_a_gate_without_a_cube_is_no_near_miss(model):
+    assert check_declines(activations.gelu_tanh, model, X).declined == set()
+
+
+def test_a_sigmoid_of_the_other_sign_stays():
+    check_declines(activations.sigmoid_formula, lambda x: torch.reciprocal(1 + torch.exp(x)), X)
+
+
+@pytest.mark.parametrize(
     "model",
     [
         lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(0.5))),
@@ -177,6 +200,7 @@ NEAR = {
     "tanh of the value": lambda x: 0.5 * x * (1 + torch.tanh(x)),
     "gate of another value": lambda x: x * torch.sigmoid(x.flip(0)),
     "twice": lambda x: 2 * x * torch.sigmoid(2 * x),
+    "twice a quotient": lambda x: 2 * x / (1 + torch.exp(-x)),
     "other quotient": lambda x: x / (2 + torch.exp(-x)),
     "growing": lambda x: x / (1 + torch.exp(x)),
     "steep softplus": lambda x: x * torch.tanh(F.softplus(x, beta=2)),
@@ -185,6 +209,9 @@ NEAR = {
     "ramp of another height": lambda x: x * F.relu6(x + 3) / 5,
     "ramp that ends early": lambda x: torch.clamp(x + 3, 0, 5) / 6,
     "ramp of another start": lambda x: x * F.relu6(x + 2) / 6,
+    "ramp that starts below": lambda x: torch.clamp(x + 3, -1, 6) / 6,
+    "ramp that is lifted": lambda x: (F.relu6(x + 3) + 1) / 6,
+    "clamp without an end": lambda x: torch.clamp(x + 3, min=0) / 6,
     "ramp without an end": lambda x: x * F.relu(x + 3) / 6,
     "just a limit": lambda x: torch.clamp(x, 0, 1),
     "ramp of another value": lambda x: x * F.relu6(x.flip(0) + 2) / 6,
@@ -328,6 +355,10 @@ def test_softmax_of_small_shapes(shape):
         _softmax(-1, lambda x, axis: x.amax()),
         _softmax(-1, lambda x, axis: x.amax(0, keepdim=True)),
         _softmax(-1, lambda x, axis: x.amin(axis, keepdim=True)),
+        _softmax(-1, lambda x, axis: x.abs().amax(axis, keepdim=True)),
+        _softmax(-1, lambda x, axis: x.amax(axis, keepdim=True), lambda e, axis: e.sqrt().sum(axis, keepdim=True)),
+        lambda x: (e := torch.exp2(x - x.amax(-1, keepdim=True))) / e.sum(-1, keepdim=True),
+        lambda x: (e := torch.exp(x.sub(x.amax(-1, keepdim=True), alpha=2))) / e.sum(-1, keepdim=True),
         _softmax((1, 2), lambda x, axis: x.amax(axis, keepdim=True)),
         _softmax(-1, lambda x, axis: x.amax(axis, keepdim=True), lambda e, axis: e.sum(0, keepdim=True)),
         _softmax(-1, lambda x, axis: x.amax(axis, keepdim=True), lambda e, axis: e.sum(axis, keepdim=True) + 1e-9),
@@ -353,6 +384,10 @@ def test_softmax_with_exponentials_that_are_returned_stays():
         lambda x: x - torch.logsumexp(x, (1, 2), keepdim=True),
         lambda x: x - torch.logsumexp(2 * x, -1, keepdim=True),
         lambda x: x - torch.log(torch.exp(x).sum(-1, keepdim=True)),
+        lambda x: x - torch.log(x.abs()),
+        lambda x: (s := x - x.amax(-1, keepdim=True)) - torch.log((s * s).sum(-1, keepdim=True)),
+        lambda x: (x - x.amax(-1, keepdim=True)) - torch.log(torch.exp(x).sum(-1, keepdim=True)),
+        lambda x: (s := x - x.amax(-1, keepdim=True)) - torch.log(torch.exp(s).sum(0, keepdim=True)),
         lambda x: torch.sub(x, torch.logsumexp(x, -1, keepdim=True), alpha=2),
     ],
 )

@@ -85,11 +85,12 @@ def gelu_erf(at, *_):
     slopes: dict[Any, float] = {aten.erf.default: half, aten.erfc.default: -half, aten.special_ndtr.default: 1.0}
     for x, s, c in _gates(at):
         found = _share(at, s, c)
-        slope = None if found is None else slopes.get(found.inner.target)
-        z = None if found is None or slope is None else polynomial(at, found.inner.args[0], x)
-        if found is None or slope is None or z is None:
+        if found is None or found.inner.target not in slopes:
             continue
-        if not found.is_right or set(z) != {1} or not near(z[1], slope * found.sign):
+        z = polynomial(at, found.inner.args[0], x)
+        if z is None:
+            continue
+        if not found.is_right or set(z) != {1} or not near(z[1], slopes[found.inner.target] * found.sign):
             return at.skip(OTHER_CONSTANTS)
         return _as_op(at, aten.gelu.default, x)
     return None
@@ -101,11 +102,12 @@ def gelu_tanh(at, *_):
     slopes: dict[Any, float] = {aten.tanh.default: K, aten.sigmoid.default: 2 * K}  # 1 + tanh(z) = 2 sigmoid(2 z)
     for x, s, c in _gates(at):
         found = _share(at, s, c)
-        slope = None if found is None else slopes.get(found.inner.target)
-        z = None if found is None or slope is None else polynomial(at, found.inner.args[0], x)
-        if found is None or slope is None or z is None or 3 not in z:
+        if found is None or found.inner.target not in slopes:
+            continue
+        z = polynomial(at, found.inner.args[0], x)
+        if z is None or 3 not in z:
             continue  # without a cube it is another function, not a GELU with other constants
-        k = slope * found.sign
+        k = slopes[found.inner.target] * found.sign
         if not found.is_right or set(z) != {1, 3} or not near(z[1], k) or not near(z[3], k * 0.044715):
             return at.skip(OTHER_CONSTANTS)
         return _as_op(at, aten.gelu.default, x, approximate="tanh")
@@ -171,18 +173,18 @@ def _is_softplus(at: Site, node: Any, x: fx.Node) -> bool:
 # ---- ramps ------------------------------------------------------------------------------------------------
 
 
-def _clipped(at: Site, node: Any) -> tuple[object, float, float] | None:
-    """(y, low, high) of a value clamped to two numbers."""
+def _clipped(at: Site, node: Any) -> tuple[object, float] | None:
+    """(y, high) of a value clamped to 0 and a number."""
     if is_of(node, aten.relu6.default):
-        return node.args[0], 0.0, 6.0
+        return node.args[0], 6.0
     if not is_of(node, aten.clamp.default, aten.hardtanh.default, aten.clamp_max.default):
         return None
     y, *limits = bind(node).values()
     low, high = (None, limits[0]) if is_of(node, aten.clamp_max.default) else limits
     if low is None and is_of(y, aten.relu.default):
         y, low = y.args[0], 0.0
-    low, high = literal(at, low), literal(at, high)
-    return None if low is None or high is None else (y, low, high)
+    end = literal(at, high)
+    return None if literal(at, low) != 0 or end is None else (y, end)
 
 
 def _ramp(at: Site, node: Any, c: float = 1.0) -> Any:
@@ -193,8 +195,8 @@ def _ramp(at: Site, node: Any, c: float = 1.0) -> Any:
         clipped = _clipped(at, inner)
         if clipped is None:
             continue
-        y, low, high = clipped
-        if b != 0 or low != 0 or not near(c * a * high, 1):
+        y, high = clipped
+        if b != 0 or not near(c * a * high, 1):
             return None
         found = (x for x, slope, shift in affine(at, y) if near(c * a * slope, 1 / 6) and near(c * a * shift, 0.5))
         return next(found, None)
