@@ -269,6 +269,13 @@ def test_other_casts_around_a_norm_stay(x, to):
     assert not found.declined
 
 
+@pytest.mark.parametrize("through", [torch.float64, torch.bfloat16], ids=str)
+def test_a_norm_of_halves_in_another_type_than_float32_stays(through):
+    passes = (DeadCode(), RulePass("norms", (norms.norm_in_half,)))
+    found = check(passes, lambda x: aten.layer_norm.default(x.to(through), [N]).half() + 0, X.half())
+    assert "norm_in_half" not in found.done
+
+
 def test_a_scale_of_another_dtype_is_no_parameter():
     """bfloat16 times float32 is float32, which a norm of bfloat16 does not return."""
     found = check(NORMS, lambda x: (RMS["power"](x) * VECTOR).bfloat16(), X.bfloat16())
@@ -290,6 +297,8 @@ def test_eps_beside_the_deviation_is_another_function(model):
     check_declines(norms.layer_norm_formula, model, X, norms.EPS_OUTSIDE)
 
 
+DOUBLE = torch.tensor([1e-5], dtype=torch.float64)
+HIGHER = DOUBLE.float().view(1, 1, 1, 1)
 NEAR = {
     "no eps": lambda x: (x - mean(x)) / x.std(**ARGS),
     "no eps below the root": lambda x: (x - mean(x)) / x.var(-1, unbiased=False, keepdim=True).sqrt(),
@@ -304,9 +313,20 @@ NEAR = {
     "mean with alpha": lambda x: torch.sub(x, mean(x), alpha=2) / torch.sqrt(x.var(-1, False, True) + 1e-5),
     "mean of cubes": lambda x: x * torch.rsqrt((x.abs() ** 3).mean(**ARGS) + 1e-6),
     "root of another value": lambda x: x * torch.rsqrt((x.flip(0) ** 2).mean(**ARGS) + 1e-6),
+    "scaled mean of squares": lambda x: x * torch.rsqrt(2 * (x**2).mean(**ARGS) + 1e-6),
+    "eps in float64": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + DOUBLE),
+    "eps with more axes": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + HIGHER),
     "sum over another number": lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / 8 + 1e-6),
     "norm": lambda x: x / torch.clamp(x.norm(dim=-1, keepdim=True), min=1e-12),
     "difference of other means": lambda x: (x - mean(x)) / ((x**2).mean(**ARGS) - mean(x.abs()) ** 2 + 9).sqrt(),
+    "mean of other squares": lambda x: (x - mean(x)) / ((x.flip(0) ** 2).mean(**ARGS) - mean(x) ** 2 + 99).sqrt(),
+    "squares less a mean": lambda x: (x - mean(x)) / (x**2 - mean(x) ** 2 + 99).sqrt(),
+    "mean less a square": lambda x: (x - mean(x)) / ((x**2).mean(**ARGS) - x**2 + 99).sqrt(),
+    "means over two axes": lambda x: (
+        (x - x.mean(1, keepdim=True)) / ((x**2).mean(**ARGS) - x.mean(1, keepdim=True) ** 2 + 99).sqrt()
+    ),
+    "another value over the deviation": lambda x: (x.flip(0) - mean(x)) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+    "centred over mean of squares": lambda x: (x - mean(x)) * torch.rsqrt((x**2).mean(**ARGS) + 1e-6),
 }
 
 
@@ -317,7 +337,7 @@ def test_near_misses_stay(name):
 
 
 def test_another_constant_than_a_vector_of_features_stays_beside_the_norm():
-    for constant in (values(3, 1), values(2, 3, N), values(1)):
+    for constant in (values(3, 1), values(2, 3, N), values(1), values(1, 1, 1, 1, N)):
         found = check(NORMS, lambda x, c=constant: LAYER["var"](x) * c + c, X)
         assert found.ops == ["layer_norm", "mul.Tensor", "add.Tensor"]
 
@@ -331,6 +351,43 @@ def test_a_scale_and_shift_with_leading_ones_are_the_same_memory():
 
 def test_a_scale_after_a_shift_stays():
     check_declines(norms.norm_scale, lambda x, b=VECTOR: aten.layer_norm.default(x, [N], None, b) * b, X)
+
+
+def test_a_scale_after_a_computed_one_stays():
+    model = lambda x, w: aten.layer_norm.default(x, [N], w) * VECTOR  # noqa: E731
+    check_declines(norms.norm_scale, model, (X, values(N)))
+
+
+def test_a_scale_meets_one_of_float32_in_a_norm_of_halves():
+    w, k = values(N, seed=1), values(N, seed=2).bfloat16()
+    model = lambda x: aten.layer_norm.default(x, [N], w, None) * k  # noqa: E731
+    check_fires(norms.norm_scale, model, X.bfloat16(), ops=["layer_norm"])
+
+
+def test_a_value_over_its_deviation_is_no_near_miss():
+    """It is not centred, so it is no layer_norm wherever eps is."""
+    found = check_declines(norms.layer_norm_formula, lambda x: x / (x.std(**ARGS) + 1e-6), X)
+    assert found.declined == set()
+
+
+@pytest.mark.parametrize("rule", [norms.layer_norm_formula, norms.rms_norm_formula], ids=["layer", "rms"])
+def test_products_of_integers_are_no_norms(rule):
+    found = check_declines(rule, lambda x: x * x.flip(0), torch.arange(6))
+    assert found.declined == set()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x, i, j: (i * j) * (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+        lambda x, i, j: (i * j) * x / torch.sqrt((x**2).mean(**ARGS) + 1e-6),
+    ],
+    ids=["layer", "rms"],
+)
+def test_integers_that_wrap_before_they_meet_a_norm_stay_together(model):
+    """100 * 2 is -56 in int8."""
+    counts, twos = torch.full((N,), 100, dtype=torch.int8), torch.full((N,), 2, dtype=torch.int8)
+    check(NORMS, model, (X, counts, twos))
 
 
 def test_a_second_shift_stays():

@@ -59,8 +59,10 @@ def _variance(at: Site, node: Any) -> tuple[Reduced, bool] | None:
     if is_of(node, aten.sub.Tensor):
         return _difference_of_means(at, node)
     found = averaged(at, node)
-    centre = _centred(at, squared(found[0])) if found is not None else None
-    return (centre, True) if found is not None and centre is not None and centre[1] == found[1] else None
+    if found is None:
+        return None
+    centre = _centred(at, squared(found[0]))
+    return (centre, True) if centre is not None and centre[1] == found[1] else None
 
 
 def _difference_of_means(at: Site, node: Any) -> tuple[Reduced, bool] | None:
@@ -137,8 +139,10 @@ def rms_norm_formula(at, *_):
     number, y, factors = found
     for mean, a, eps in affine(at, y):
         found_mean = averaged(at, mean)
-        x = squared(found_mean[0]) if found_mean is not None else None
-        if a != 1 or found_mean is None or not isinstance(x, fx.Node) or _centred(at, x):
+        if found_mean is None:
+            continue
+        x = squared(found_mean[0])
+        if a != 1 or not isinstance(x, fx.Node) or _centred(at, x):
             continue
         top = next((node for node in factors if node is x or uncast(at, x) is node), None)
         if top is None:
@@ -219,11 +223,12 @@ def norm_scale(at, *_):
 
 
 def _times(at: Site, w: fx.Node | None, k: fx.Node | None) -> fx.Node | None:
-    """The product of the parameter that a norm has, if any, and another; None where they are not constant."""
+    """The product of the parameter that a norm has, if any, and a constant; None where it has one that is computed."""
     if w is None or k is None:
         return k
     left, right = at.value(w), at.value(k)
-    if left is None or right is None or left.dtype != right.dtype:
+    assert right is not None, "what `parameter` returns is a constant"
+    if left is None:
         return None
     return at.constant((left.double() * right.double()).to(left.dtype), f"{k.target}.scaled")
 
