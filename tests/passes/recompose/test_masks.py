@@ -119,7 +119,7 @@ def test_a_row_that_is_hidden_as_a_whole_stays(form):
     assert ("attention", masks.EMPTY_ROW) in found.declined
 
 
-@pytest.mark.parametrize(("fill", "scale"), [(-1e4, 1), (-100.0, 1), (0.0, 1), (-1e9, 1e-6)])
+@pytest.mark.parametrize(("fill", "scale"), [(-1e4, 1), (-100.0, 1), (0.0, 1), (-1e9, 1e-6), (INF, 1)])
 def test_scores_that_are_replaced_by_a_number_of_use_stay(fill, scale):
     """With scores of 1e5 they are the largest of their row."""
     found = check(STANDARD, masked(lambda s: s.masked_fill(~CAUSAL, fill) * scale), (Q, KEY, V))

@@ -114,7 +114,7 @@ class Known:
 
     def is_causal(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether row i sees the columns up to i, all of them alike, and nothing else is said."""
-        if rows != columns or rows < 2:
+        if rows != columns:
             return False
         hidden = self.hidden | (self.added <= max(HIDDEN, torch.finfo(dtype).min))
         causal = torch.ones(rows, columns, dtype=torch.bool).triu(1)
@@ -158,7 +158,7 @@ def choose(
         zeroed: the boolean where the weights are set to 0 after softmax: its rows may be empty, as in the op.
     """
     constants = known(at, masks, grid, dtype)
-    if constants is None or any(mask.factor == 0 or mask.fill == math.inf for mask in masks):
+    if constants is None:
         return None
     hides = [mask for mask in masks if mask.fill is not None]
     adds = [mask for mask in masks if mask.fill is None]

@@ -63,7 +63,7 @@ def read_weights(at: Site, node: Any, dtype: torch.dtype) -> Weights | None:
     """Reads back from what is multiplied with the values; dtype is that of the values."""
     inside: list[fx.Node] = []
     zeroed: Any = None
-    while isinstance(node, fx.Node) and not is_of(node, aten.softmax.int, aten._softmax.default):
+    while not is_of(node, aten.softmax.int, aten._softmax.default):
         inside.append(node)
         if (node.target in CASTS and is_float(at, node.args[0])) or _splits_leading_axes(at, node):
             node = node.args[0]
@@ -71,11 +71,9 @@ def read_weights(at: Site, node: Any, dtype: torch.dtype) -> Weights | None:
             zeroed, node = node.args[1], node.args[0]
         else:
             return None
-    if not isinstance(node, fx.Node):
-        return None
     x, axis = node.args[:2]
     rank = len(at.type(node).shape)
-    if rank < 2 or axis not in (-1, rank - 1) or node.meta["val"].dtype not in (dtype, torch.float32):
+    if axis not in (-1, rank - 1) or node.meta["val"].dtype not in (dtype, torch.float32):
         return None
     found = _scores(at, x, 1.0, DEPTH)
     return None if found is None else Weights(found, zeroed, (*inside, node, *found.inside))
@@ -90,7 +88,7 @@ def _splits_leading_axes(at: Site, node: Any) -> bool:
 
 
 def _scores(at: Site, node: Any, scale: float, depth: int) -> Scores | None:
-    if not isinstance(node, fx.Node) or not is_float(at, node) or not depth:
+    if not is_float(at, node) or not depth:
         return None
     for inner, by_head in _by_head(at, node):
         found = _scores(at, inner, scale, depth - 1)
