@@ -211,10 +211,7 @@ def _ramp(at: Site, node: Any, c: float = 1.0) -> Any:
 )
 def hardsigmoid_formula(at, *_):
     """relu6(x + 3) / 6 -> hardsigmoid(x); also clamp(x / 6 + 0.5, 0, 1)"""
-    x = _ramp(at, at.root)
-    if x is None:
-        return None
-    return _as_op(at, aten.hardsigmoid.default, x)
+    return _as_op(at, aten.hardsigmoid.default, _ramp(at, at.root))
 
 
 @rule(*PRODUCTS, numerics=Numerics.ROUNDING)
