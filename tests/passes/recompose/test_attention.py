@@ -134,6 +134,12 @@ def test_nothing_to_attend_to_stays(shapes):
     check_declines(attention.attention, plain, tuple(torch.zeros(shape) for shape in shapes))
 
 
+def test_a_fill_without_a_number_stays():
+    nothing = torch.zeros(0)
+    model = masked(lambda s: torch.where(s > 0, s, nothing))
+    check_declines(attention.attention, model, tuple(torch.zeros(B, 0, D) for _ in range(3)))
+
+
 def test_rows_that_are_not_dense_are_copied():
     """The kernel wants the last axis dense; the copy is small beside the scores."""
 
@@ -188,6 +194,16 @@ def test_a_scale_for_each_column_stays():
 
 # ---- near misses ---------------------------------------------------------------------------------------------------
 
+KEYS, TWO = values(7, D, seed=3), torch.tensor([2.0])
+
+
+def _far(x):
+    """A chain of sums would be searched both ways at each of its steps, so that there is an end to it."""
+    for _ in range(20):
+        x = x * 1.01
+    return x
+
+
 NEAR = {
     "another axis": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "no softmax": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
@@ -199,6 +215,14 @@ NEAR = {
     "softmax in float64": lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64).float() @ v,
     "sum with alpha": lambda q, k, v: torch.add(q @ k.mT, q @ k.mT, alpha=2).softmax(-1) @ v,
     "more values than weights": lambda q, k, v: (q[0, 0] @ k[0, 0].mT).softmax(-1) @ v,
+    "over the scores": lambda q, k, v: (TWO / (q @ k.mT)).softmax(-1) @ v,
+    "scores times scores": lambda q, k, v: ((q @ k.mT) * (k @ q.mT)).softmax(-1) @ v,
+    "scores in whole numbers": lambda q, k, v: (q @ k.mT).long().float().softmax(-1) @ v,
+    "keys with a bias": lambda q, k, v: F.linear(q[0, 0], KEYS, torch.arange(7.0)).softmax(-1) @ KEYS,
+    "one query for each batch": lambda q, k, v: (q[0, 0, 0] @ k[0].mT).softmax(-1) @ v[0, 0],
+    "a number for each row": lambda q, k, v: (q[0] @ k[0, 0, 0]).softmax(-1) @ v[0, 0],
+    "a number for each row, linear": lambda q, k, v: F.linear(q[0], KEYS[0]).softmax(-1) @ v[0, 0],
+    "far from the softmax": lambda q, k, v: _far(q @ k.mT).softmax(-1) @ v,
 }
 
 
@@ -239,6 +263,11 @@ def test_queries_of_another_dtype_stay():
 )
 def test_weights_or_scores_that_are_returned_too_stay(model):
     check_declines(attention.attention, model, (Q, KEY, V), USED_ELSEWHERE)
+
+
+def test_a_query_that_is_a_product_of_values_is_the_query():
+    found = check_fires(attention.attention, lambda q, k, v: ((q * v) @ k.mT).softmax(-1) @ v, (Q, KEY, V))
+    assert found.ops.count("mul.Tensor") == 1
 
 
 def test_a_scaled_query_that_is_used_again_is_the_query():

@@ -26,7 +26,7 @@ X, W, B = values(2, 7, K), values(K, N, seed=1), values(N, seed=2)
 T = W.t()
 FULL, COLUMN, ONE, EXTRA = values(2, 7, N), values(7, 1), values(1), values(3, 1, 1, N)
 WIDE, SEVEN, COUNTS = values(N, 7 * K), values(N, 7), torch.arange(K * N).view(K, N)
-FIRST = W[:, 0].clone()
+FIRST, COUNTED, FIVE = W[:, 0].clone(), COUNTS.view(N, K), values(1, 1, 1, 1, N)
 
 
 class Layer(nn.Module):
@@ -123,6 +123,10 @@ def test_products_with_anything_else_stay(model, x):
     assert "matmul_linear" not in found.done
 
 
+def test_a_transposed_matrix_of_whole_numbers_stays():
+    check_declines(linear.matmul_linear, lambda x: x @ COUNTED.t(), torch.arange(6).view(2, K))
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -149,6 +153,8 @@ def test_other_sums_of_products_stay(form):
         lambda x: torch.add(F.linear(x, T), B, alpha=2),
         lambda x: F.linear(x, FIRST) + COLUMN[:, 0],
         lambda x: F.linear(x, T) + EXTRA,
+        lambda x: F.linear(x, T) + FIVE,
+        lambda x: F.linear(x[:, :K], FIRST) + FIRST,
         lambda x: F.linear(x, T) + B.double(),
     ],
 )
@@ -243,6 +249,8 @@ def test_a_product_over_one_axis_is_a_matmul(text, a, b):
         ("ij->ji", (Q[0, 0],)),
         ("ij,jk,kl->il", (Q[0, 0], values(4, 2), values(2, 3))),
         ("ij,jk", (Q[0, 0], values(4, 2))),
+        ("j,j", (Q[0, 0, 0], values(4))),
+        ("j,ji", (Q[0, 0, 0], values(4, 2))),
         ("...ij,jk->...ik", (Q, values(4, 2))),
         ("ii,ij->ij", (values(3, 3), values(3, 2))),
         ("ij,ij->ij", (Q[0, 0], Q[0, 1])),
@@ -250,6 +258,8 @@ def test_a_product_over_one_axis_is_a_matmul(text, a, b):
         ("ij,ij->", (Q[0, 0], Q[0, 1])),
         ("ij,kl->ik", (Q[0, 0], R[0, 0])),
         ("aij,jk->ik", (Q[0], values(4, 2))),
+        ("ij,k->ik", (Q[0, 0], values(2))),
+        ("iij,jk->ik", (values(3, 3, 4), values(4, 2))),
         ("ij,jkl->ikl", (Q[0, 0], values(4, 2, 3))),
         ("abij,bjk->abik", (Q, values(5, 4, 2))),
         ("abij,bjk->abik", (values(3, 3, 2, 4), values(3, 4, 2))),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.passes.helpers import check
+from tests.passes.helpers import check, check_declines
 from tests.passes.recompose.examples import (
     BIAS,
     CAUSAL,
@@ -40,6 +40,7 @@ EXACT_CAUSAL = {
     "where, number": lambda s: torch.where(CAUSAL, s, -INF),
     "where, number first": lambda s: torch.where(~CAUSAL, -INF, s),
     "where, full": lambda s: torch.where(TRI > 0, s, torch.full_like(s, -INF)),
+    "where, whole numbers": lambda s: torch.where(TRI > 0, s, torch.full((L, L), -(10**10))),
     "where, full constant": lambda s: torch.where(TRI > 0, s, torch.full((L, L), -INF)),
     "added -inf": lambda s: s + torch.full((L, L), -INF).triu(1),
     "added lowest": lambda s: s + (1 - TRI) * LOWEST,
@@ -134,6 +135,7 @@ def test_scores_that_are_replaced_by_a_number_of_use_stay(fill, scale):
         lambda s: s.masked_fill(~CAUSAL, INF),
         lambda s: s.masked_fill(~CAUSAL, -INF) * -1.0,
         lambda s: torch.where(CAUSAL, s, BIAS),
+        lambda s: torch.where(CAUSAL, s, torch.full((L, L), -INF).tril(3)),
     ],
 )
 def test_masks_that_do_something_else_stay(change):
@@ -312,3 +314,20 @@ def test_a_bias_that_comes_with_the_product(beta):
     said = op_of(check(STANDARD, model, tuple(values(B * H, L, D, seed=i) for i in range(3))))
     assert said["scale"] is None
     assert said["is_causal"] == (beta == 0)
+
+
+@pytest.mark.parametrize("number", [0.0, 1.5])
+def test_a_number_that_comes_with_the_product(number):
+    def model(q, k, v):
+        return torch.bmm(torch.baddbmm(torch.full((1, 1, 1), number), q, k.transpose(1, 2)).softmax(-1), v)
+
+    said = op_of(check(STANDARD, model, (Q[0], KEY[0], V[0])))
+    assert (said["attn_mask"] is None) == (number == 0)
+
+
+@pytest.mark.parametrize("factors", [{"beta": True}, {"beta": 1 + 0j}, {"alpha": True}, {"alpha": 1 + 0j}], ids=str)
+def test_a_bias_times_what_is_no_number_of_a_formula_stays(factors):
+    def model(q, k, v):
+        return torch.bmm(torch.baddbmm(BIAS, q, k.transpose(1, 2), **factors).softmax(-1), v)
+
+    check_declines(attention.attention, model, (Q[0], KEY[0], V[0]))

@@ -207,6 +207,12 @@ def test_a_scale_that_is_not_over_the_channels_stays():
     assert found.ops[-1] == "mul.Tensor"
 
 
+def test_a_scale_with_more_axes_than_the_permuted_norm_stays():
+    scale = values(1, 1, N, 1, 1)
+    found = check(NORMS, lambda x: over(1)(x) * scale, values(2, N, 4, 5))
+    assert found.ops[-1] == "mul.Tensor"
+
+
 # ---- casts ------------------------------------------------------------------------------------------------
 
 
@@ -269,10 +275,13 @@ def test_other_casts_around_a_norm_stay(x, to):
     assert not found.declined
 
 
-@pytest.mark.parametrize("through", [torch.float64, torch.bfloat16], ids=str)
-def test_a_norm_of_halves_in_another_type_than_float32_stays(through):
+@pytest.mark.parametrize(
+    ("x", "between"), [(X.half(), torch.bfloat16), (X.half(), torch.float64), (X.bfloat16(), torch.float64)]
+)
+def test_a_norm_between_other_casts_stays(x, between):
+    """bfloat16 drops digits that the norm of float16 would have."""
     passes = (DeadCode(), RulePass("norms", (norms.norm_in_half,)))
-    found = check(passes, lambda x: aten.layer_norm.default(x.to(through), [N]).half() + 0, X.half())
+    found = check(passes, lambda x: aten.layer_norm.default(x.to(between), [N]).to(x.dtype), x)
     assert "norm_in_half" not in found.done
 
 
@@ -310,17 +319,22 @@ NEAR = {
     "no root": lambda x: (x - mean(x)) / (x.var(-1, False, True) + 1e-5),
     "not centred": lambda x: x / torch.sqrt(x.var(-1, False, True) + 1e-5),
     "centred elsewhere": lambda x: (x - mean(x.flip(0))) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+    "another value centred": lambda x: (x.flip(0) - mean(x)) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+    "less than the mean": lambda x: (x - mean(x) * 2) / torch.sqrt(x.var(-1, False, True) + 1e-5),
+    "centred over a mean of squares": lambda x: (x - mean(x)) / torch.sqrt((x**2).mean(**ARGS) + 1e-5),
     "mean with alpha": lambda x: torch.sub(x, mean(x), alpha=2) / torch.sqrt(x.var(-1, False, True) + 1e-5),
     "mean of cubes": lambda x: x * torch.rsqrt((x.abs() ** 3).mean(**ARGS) + 1e-6),
     "root of another value": lambda x: x * torch.rsqrt((x.flip(0) ** 2).mean(**ARGS) + 1e-6),
-    "scaled mean of squares": lambda x: x * torch.rsqrt(2 * (x**2).mean(**ARGS) + 1e-6),
     "eps in float64": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + DOUBLE),
     "eps with more axes": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + HIGHER),
     "sum over another number": lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / 8 + 1e-6),
+    "scaled mean of squares": lambda x: x * torch.rsqrt(2 * (x**2).mean(**ARGS) + 1e-6),
     "norm": lambda x: x / torch.clamp(x.norm(dim=-1, keepdim=True), min=1e-12),
+    "squares of another value": lambda x: (x - mean(x)) / ((x.flip(0) ** 2).mean(**ARGS) - mean(x) ** 2 + 99).sqrt(),
+    "squares of other axes": lambda x: (x - mean(x)) / ((x**2).mean(1, keepdim=True) - mean(x) ** 2 + 99).sqrt(),
+    "squares that are no mean": lambda x: (x - mean(x)) / (x**2 - mean(x) ** 2 + 999).sqrt(),
+    "no square of a mean": lambda x: (x - mean(x)) / ((x**2).mean(**ARGS) - x + 99).sqrt(),
     "difference of other means": lambda x: (x - mean(x)) / ((x**2).mean(**ARGS) - mean(x.abs()) ** 2 + 9).sqrt(),
-    "mean of other squares": lambda x: (x - mean(x)) / ((x.flip(0) ** 2).mean(**ARGS) - mean(x) ** 2 + 99).sqrt(),
-    "squares less a mean": lambda x: (x - mean(x)) / (x**2 - mean(x) ** 2 + 99).sqrt(),
     "mean less a square": lambda x: (x - mean(x)) / ((x**2).mean(**ARGS) - x**2 + 99).sqrt(),
     "means over two axes": lambda x: (
         (x - x.mean(1, keepdim=True)) / ((x**2).mean(**ARGS) - x.mean(1, keepdim=True) ** 2 + 99).sqrt()
@@ -394,6 +408,60 @@ def test_a_second_shift_stays():
     check_declines(norms.norm_shift, lambda x, b=VECTOR: aten.layer_norm.default(x, [N], None, b) + b, X)
 
 
+def test_whole_numbers_that_are_multiplied_first_stay():
+    """A product of bytes has no number above 255."""
+    bytes_ = torch.full((N,), 100, dtype=torch.uint8)
+
+    def model(x, a, b):
+        return x * (a * b) * torch.rsqrt(x.pow(2).mean(**ARGS) + 1e-6)
+
+    check_declines(norms.rms_norm_formula, model, (X, bytes_, bytes_))
+
+
+def test_a_second_scale_is_part_of_the_first():
+    scale = values(N, seed=1)
+    check_fires(norms.norm_scale, lambda x: aten.layer_norm.default(x, [N], scale) * VECTOR, X, ops=["layer_norm"])
+
+
+def test_a_second_scale_beside_a_computed_one_stays():
+    check_declines(norms.norm_scale, lambda x, k: aten.layer_norm.default(x, [N], k) * VECTOR, (X, values(N)))
+    check_declines(norms.norm_scale, lambda x, k: aten.layer_norm.default(x, [N], VECTOR) * k, (X, values(N)))
+
+
+def test_a_second_scale_may_be_of_another_dtype():
+    """A norm of halves may have a scale in float32, and keeps it."""
+
+    scale = values(N, seed=1).bfloat16()
+
+    def model(x):
+        return aten.layer_norm.default(x, [N], VECTOR) * scale
+
+    found = check_fires(norms.norm_scale, model, X.bfloat16(), ops=["layer_norm"])
+    assert [found.after.weights[name].dtype for name in found.after.used_weights()] == [torch.float32]
+
+
+@pytest.mark.parametrize("rule", [norms.norm_scale, norms.norm_shift], ids=["scale", "shift"])
+def test_a_constant_that_adds_axes_is_no_parameter(rule):
+    k = values(1, 1, 1, 1, N)
+
+    def model(x):
+        y = aten.layer_norm.default(x, [N])
+        return y * k if rule is norms.norm_scale else y + k
+
+    check_declines(rule, model, X)
+
+
+@pytest.mark.parametrize("name", ["layer", "rms"])
+def test_an_eps_that_adds_axes_stays(name):
+    eps = torch.full((1, 1, 1, 1), 1e-5)
+
+    def model(x):
+        x = x if name == "rms" else x - mean(x)
+        return x * torch.rsqrt(x.square().mean(**ARGS) + eps)
+
+    check_declines(norms.rms_norm_formula if name == "rms" else norms.layer_norm_formula, model, X)
+
+
 def test_a_computed_scale_and_shift_stay():
     check_declines(norms.norm_scale, lambda x, k: aten.layer_norm.default(x, [N]) * k, (X, values(N)))
     check_declines(norms.norm_shift, lambda x, k: aten.layer_norm.default(x, [N]) + k, (X, values(N)))
@@ -406,6 +474,16 @@ def test_a_norm_that_is_used_elsewhere_keeps_its_parameters(rule):
         return (y * k if rule is norms.norm_scale else y + k), y
 
     check_declines(rule, model, X, USED_ELSEWHERE)
+
+
+@pytest.mark.parametrize("form", [LAYER["power"], RMS["power"]], ids=["layer", "rms"])
+def test_a_norm_of_complex_numbers_stays(form):
+    """Few backends have a kernel for it."""
+    assert not check_declines(rule_of(form), form, torch.complex(X, X)).declined
+
+
+def test_a_value_over_its_deviation_is_no_near_miss_of_a_norm():
+    assert not check_declines(norms.layer_norm_formula, lambda x: x / (x.std(**ARGS) + 1e-6), X).declined
 
 
 @pytest.mark.parametrize("form", [LAYER["power"], RMS["power"]], ids=["layer", "rms"])

@@ -117,6 +117,6 @@ def parameter(
     sizes, own = list(shape), list(tensor.shape)
     if own == sizes and tensor is at.value(value):
         return value
-    if len(own) < len(sizes) or own != [1] * (len(own) - len(sizes)) + sizes:
+    if own != [1] * (len(own) - len(sizes)) + sizes:
         return None
     return at.constant(tensor.reshape(sizes), f"{value.target}.parameter")

@@ -29,8 +29,7 @@ def _transposed(at: Site, w: Any) -> fx.Node | None:
 def matmul_linear(at, x, w):
     """matmul(x, w) -> linear(x, w.t()), w a constant matrix"""
     weight = _transposed(at, w)
-    made = None if weight is None else at.call(aten.linear.default, x, weight)
-    return made if at.same_type(made) else None
+    return None if weight is None else at.call(aten.linear.default, x, weight)
 
 
 @rule(lambda b, x, w: aten.addmm.default(b, x, w), numerics=Numerics.ROUNDING)
@@ -38,8 +37,7 @@ def addmm_linear(at, b, x, w):
     """addmm(b, x, w) -> linear(x, w.t(), b), w and b constants"""
     weight = _transposed(at, w)
     bias = None if weight is None else parameter(at, b, at.type(weight).shape[:1], x)
-    made = None if bias is None else at.call(aten.linear.default, x, weight, bias)
-    return made if at.same_type(made) else None
+    return None if bias is None else at.call(aten.linear.default, x, weight, bias)
 
 
 @rule(
@@ -67,7 +65,7 @@ _RESHAPES = (aten.reshape.default, aten.view.default)
 def reshape_linear(at, x, s, w, b, t):
     """reshape(linear(reshape(x, [-1, k]), w, b), [..., n]) -> linear(x, w, b)"""
     matrix = at.type(w).shape
-    if len(matrix) != 2 or at.type(x).shape[-1:] != matrix[1:]:
+    if at.type(x).shape[-1:] != matrix[1:]:
         return None
     made = at.call(aten.linear.default, x, w, b)
     return made if at.same_type(made) else None
@@ -86,13 +84,13 @@ def linear_of_copy(at, y, w, b):
 @rule(lambda text, values: aten.einsum.default(text, values), numerics=Numerics.ROUNDING)
 def einsum_matmul(at, text, values):
     """einsum("bqhd,bkhd->bhqk", q, k) -> matmul of permutes, where one axis is summed and none is merged"""
-    inputs, arrow, out = text.replace(" ", "").partition("->")
+    inputs, _, out = text.replace(" ", "").partition("->")
     parts = inputs.split(",")
-    if len(parts) != 2 or not arrow or "." in text:
+    if len(parts) != 2:
         return None
     a, b = parts
     if any(len(set(part)) != len(part) for part in (a, b, out)):
-        return None
+        return None  # also the dots of an ellipsis
     batch = "".join(c for c in out if c in a and c in b)
     rows, columns = ("".join(c for c in out if c in mine and c not in other) for mine, other in ((a, b), (b, a)))
     summed = {*a, *b} - {*out}
@@ -105,8 +103,7 @@ def einsum_matmul(at, text, values):
     made = attend(at, left, right)
     if not isinstance(made, fx.Node):
         made = at.call(aten.matmul.default, left, right)
-    made = in_layout_of_root(at, _ordered(at, made, batch + rows + columns, out))
-    return made if at.same_type(made) else None
+    return in_layout_of_root(at, _ordered(at, made, batch + rows + columns, out))
 
 
 def _ordered(at: Site, value: fx.Node, have: str, want: str) -> fx.Node:

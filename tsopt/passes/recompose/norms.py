@@ -78,9 +78,9 @@ def _over_root(at: Site) -> tuple[float, object, list[fx.Node]] | None:
 
     Also over y itself, where that is a deviation plus eps.
     """
-    found = product(at, at.root) if is_float(at, at.root) else None
-    if found is None:
+    if not is_float(at, at.root):
         return None
+    found = product(at, at.root)
     tops = list(found.tops)
     if len(found.bottoms) == 1:
         below = found.bottoms[0]
@@ -139,10 +139,10 @@ def rms_norm_formula(at, *_):
     number, y, factors = found
     for mean, a, eps in affine(at, y):
         found_mean = averaged(at, mean)
-        if found_mean is None:
+        if a != 1 or found_mean is None:
             continue
         x = squared(found_mean[0])
-        if a != 1 or not isinstance(x, fx.Node) or _centred(at, x):
+        if not isinstance(x, fx.Node) or _centred(at, x):
             continue
         top = next((node for node in factors if node is x or uncast(at, x) is node), None)
         if top is None:
@@ -223,14 +223,13 @@ def norm_scale(at, *_):
 
 
 def _times(at: Site, w: fx.Node | None, k: fx.Node | None) -> fx.Node | None:
-    """The product of the parameter that a norm has, if any, and a constant; None where it has one that is computed."""
-    if w is None or k is None:
+    """The product of the parameter that a norm has, if any, and another; None where they are not constant."""
+    if w is None:
         return k
     left, right = at.value(w), at.value(k)
-    assert right is not None, "what `parameter` returns is a constant"
-    if left is None:
+    if left is None or right is None:
         return None
-    return at.constant((left.double() * right.double()).to(left.dtype), f"{k.target}.scaled")
+    return at.constant((left.double() * right.double()).to(left.dtype), f"{w.target}.scaled")
 
 
 @rule(lambda x, b: aten.add.Tensor(x, b), numerics=Numerics.ROUNDING)

@@ -72,8 +72,7 @@ def read_weights(at: Site, node: Any, dtype: torch.dtype) -> Weights | None:
         else:
             return None
     x, axis = node.args[:2]
-    rank = len(at.type(node).shape)
-    if axis not in (-1, rank - 1) or node.meta["val"].dtype not in (dtype, torch.float32):
+    if axis not in (-1, len(at.type(node).shape) - 1) or node.meta["val"].dtype not in (dtype, torch.float32):
         return None
     found = _scores(at, x, 1.0, DEPTH)
     return None if found is None else Weights(found, zeroed, (*inside, node, *found.inside))
@@ -149,10 +148,9 @@ def _factor(at: Site, node: Any) -> tuple[Any, float] | None:
         return None
     left, right = node.args
     first, second = literal(at, left), literal(at, right)
-    if second is not None and first is None:
-        number = second if node.target in TIMES else 1 / second if second else math.nan
-        return left, number
-    return (right, first) if first is not None and second is None and node.target in TIMES else None
+    if second is not None:
+        return left, second if node.target in TIMES else 1 / second if second else math.nan
+    return (right, first) if first is not None and node.target in TIMES else None
 
 
 def _filled(
@@ -171,7 +169,7 @@ def _uniform(at: Site, value: Any) -> float | None:
     if is_of(value, aten.full_like.default, aten.full.default):
         return literal(at, value.args[1])
     constant = at.value(value)
-    if constant is None or not constant.numel() or not constant.is_floating_point():
+    if constant is None or not constant.numel():
         return None
     first = constant.flatten()[0]
     return float(first) if bool((constant == first).all()) else None
@@ -182,23 +180,24 @@ def _product(at: Site, node: Any, scale: float) -> Scores | None:
         return _added_product(at, node, scale)
     if is_of(node, aten.linear.default):  # keys that are a constant matrix
         arguments = bind(node)
-        if arguments["bias"] is not None or len(at.type(arguments["weight"]).shape) != 2:
+        if arguments["bias"] is not None:
             return None
         query, key = _operand(at, arguments["input"]), Operand(arguments["weight"], 1.0)
     elif is_of(node, *MATMULS):
         query, key = _operand(at, node.args[0]), _operand(at, node.args[1])
-        key = replace(key, axes=_swapped(at, key))
     else:
         return None
     if min(len(at.type(x).shape) for x in (query.x, key.x)) < 2:
         return None
+    if is_of(node, *MATMULS):
+        key = replace(key, axes=_swapped(at, key))
     return Scores(query, key, node, scale * query.number * key.number, (), (node,))
 
 
 def _added_product(at: Site, node: fx.Node, scale: float) -> Scores | None:
     arguments = bind(node)
     added, beta, alpha = arguments["self"], literal(at, arguments["beta"]), literal(at, arguments["alpha"])
-    if beta is None or alpha is None or (beta and literal(at, added) is not None):
+    if beta is None or alpha is None:
         return None
     query, key = _operand(at, arguments["batch1"]), _operand(at, arguments["batch2"])
     masks = (Mask(added, at.type(node).shape, beta * scale),) if beta else ()
