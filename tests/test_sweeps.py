@@ -131,6 +131,7 @@ def test_the_model_is_left_where_it_is():
         ({"devices": ()}, "devices is empty"),
         ({"devices": ("tpu9",)}, "'tpu9' cannot be used"),
         ({"devices": ("cuda:99",)}, "'cuda:99' cannot be used"),
+        ({"devices": ("meta",)}, "'meta' cannot be used"),
         ({"backends": ("nonsense",), "threads": (1, 2)}, "no backend is called"),
     ],
     ids=str,

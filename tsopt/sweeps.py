@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
+from tsopt.compiler.devices import put
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import TsoptError, UsageError
@@ -219,18 +220,7 @@ def _check(
         )
     for device in devices:
         if device is not None:
-            _check_device(device)
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch that was built without CUDA asserts that it has it
-        raise UsageError(
-            f"the device {device!r} cannot be used",
-            why=str(error).splitlines()[0][:200],
-            fix="tsopt doctor shows the GPU",
-        ) from error
+            put(torch.empty(1), device)
 
 
 def _cells(row: dict[str, Any], first: bool) -> tuple[str, ...]:

@@ -100,14 +100,16 @@ def test_factories_are_stored(tmp_path, make):
     assert stored(program, tmp_path).text == program.text
 
 
-def test_a_program_for_a_device_that_is_not_here_says_so(tmp_path):
+@pytest.mark.parametrize("device", ["cuda:7", "meta", "moon"])
+def test_a_program_for_a_device_that_is_not_here_says_so(tmp_path, device):
     write_program(capture(nn.Linear(2, 2).eval(), torch.ones(1, 2)), tmp_path)
     data = json.loads((tmp_path / GRAPH).read_text())
-    next(node for node in data["nodes"] if node["op"] == "get_attr")["device"] = "cuda:7"
+    next(node for node in data["nodes"] if node["op"] == "get_attr")["device"] = device
     (tmp_path / GRAPH).write_text(json.dumps(data))
-    with pytest.raises(ArtifactError, match="the program is for cuda:7, which cannot be used here") as caught:
+    with pytest.raises(ArtifactError, match=f"the program is for {device}, which cannot be used here") as caught:
         read_program(tmp_path)
-    assert caught.value.fix == "tsopt doctor shows the GPU"
+    assert caught.value.why
+    assert caught.value.fix
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

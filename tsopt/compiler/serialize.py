@@ -21,12 +21,13 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler import ops
+from tsopt.compiler.devices import put
 from tsopt.compiler.infer import infer
 from tsopt.compiler.program import Numerics, Program, type_of
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.compiler.verify import verify_program
-from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.errors import ArtifactError, BackendError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
 MAX_NODES, MAX_TEXT = 1_000_000, 1 << 28
@@ -221,15 +222,11 @@ class _Reader:
 
 
 def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
-    if device == str(tensor.device):
-        return tensor
     try:
-        return tensor.to(device)
-    except (RuntimeError, AssertionError) as error:  # a torch that was built without CUDA asserts that it has it
+        return put(tensor, device)
+    except UsageError as error:
         raise ArtifactError(
-            f"the program is for {device}, which cannot be used here",
-            why=str(error).splitlines()[0][:200],
-            fix="tsopt doctor shows the GPU",
+            f"the program is for {device[:40]}, which cannot be used here", why=error.why, fix=error.fix
         ) from error
 
 

@@ -1,0 +1,25 @@
+"""Tensors on the device that somebody names, or why they cannot be there."""
+
+from __future__ import annotations
+
+import torch
+
+from tsopt.errors import UsageError
+
+
+def put(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """The tensor on a device, itself where it is there already.
+
+    Raises:
+        UsageError: there is no such device here, it is full, or it keeps no values.
+    """
+    try:
+        if torch.device(device).type == "meta" and not tensor.is_meta:
+            raise UsageError("the device 'meta' cannot be used", why="it keeps no values", fix="cpu or cuda")
+        return tensor.to(device)
+    except (RuntimeError, AssertionError) as error:  # a torch that was built without CUDA asserts that it has it
+        raise UsageError(
+            f"the device {device!r} cannot be used",
+            why=str(error).splitlines()[0][:200],
+            fix="tsopt doctor shows the GPU",
+        ) from error
