@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
-from tsopt.runtime.backend import CODE, Executable, compile
+from tsopt.runtime.backend import CODE, Executable, compile, race_options
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
@@ -251,10 +251,9 @@ def _open_program(directory: Path, backend: str, threads: int | None, signature:
     from tsopt.compiler.serialize import read_program
 
     program = read_program(directory, _read_state(directory, signature))
-    options = {"threads": threads} if backend != "cudagraph" else {}
     if backend != "eager":
         try:
-            return compile(program, backend, **options)
+            return compile(program, backend, **race_options(backend, threads))
         except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
             log.info("%s: %s", directory, error.what)
     return compile(program, "eager", threads=threads)
