@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.test_cache import ENTRY, KEY
+from tests.runtime.helpers import ENTRY, KEY
 from tsopt.runtime import cache
+
+
+@pytest.fixture
+def open_to_others():
+    """A cache with one race, in a directory that anybody may write into."""
+    cache.keep(KEY, ENTRY)
+    cache.directory().chmod(0o777)
 
 
 def test_show_says_where_and_how_many(tsopt):
@@ -16,9 +23,8 @@ def test_show_says_where_and_how_many(tsopt):
     assert found["bytes"] > 100
 
 
+@pytest.mark.usefixtures("open_to_others")
 def test_show_says_why_it_is_not_used(tsopt):
-    cache.keep(KEY, ENTRY)
-    cache.directory().chmod(0o777)
     ran = tsopt("cache", "show")
     assert ran.code == 0
     assert "not used: others may write into" in ran.out
@@ -32,9 +38,8 @@ def test_clear_forgets_all(tsopt):
     assert tsopt("cache", "clear", "--json").json == {"removed": 0}
 
 
+@pytest.mark.usefixtures("open_to_others")
 def test_clear_leaves_a_directory_alone_that_is_not_the_users_own(tsopt):
-    cache.keep(KEY, ENTRY)
-    cache.directory().chmod(0o777)
     ran = tsopt("cache", "clear")
     assert ran.code == 2
     assert "the cache is left as it is" in ran.err

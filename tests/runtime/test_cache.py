@@ -12,33 +12,9 @@ import pytest
 import torch
 
 import tsopt
+from tests.runtime.helpers import ENTRY, KEY
 from tsopt.runtime import cache
-from tsopt.runtime.accuracy import Verdict
-from tsopt.runtime.cache import Entry
-from tsopt.runtime.report import Row
-from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
-KEY = "ab" * 32
-ENTRY = Entry(
-    (
-        Row("eager", timing=Timing((2.0, 2.1), 3)),
-        Row(
-            "ONNX Runtime",
-            timing=Timing((1.0, 1.1)),
-            speedup=Speedup(1.9, 1.8, 2.0),
-            accuracy=Verdict(True, "bits", 0.0, ("example",), ("large",)),
-            compile_seconds=2.5,
-            cold=ColdStart(7.5, 2),
-            notes=("a note",),
-        ),
-        Row("TorchScript", "wrong", "it is"),
-    ),
-    "ONNX Runtime",
-    "1.90x as fast",
-    "onnxruntime",
-    10.0,
-    1_700_000_000.0,
-)
 BACKENDS = ("eager", "onnxruntime")
 
 

@@ -13,23 +13,7 @@ import pytest
 import torch
 
 import tsopt
-from tests.runtime.helpers import Witness
-from tsopt.runtime import artifact
-
-
-def sign(directory: Path, change=None) -> None:
-    """Makes a bundle's hashes right again: what a hostile author would do as well."""
-    place = directory / "manifest.json"
-    manifest = json.loads(place.read_text())
-    for name in list(manifest["members"]):
-        file = directory / name
-        if file.is_file():
-            raw = file.read_bytes()
-            manifest["members"][name] = {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
-    if change is not None:
-        change(manifest)
-    manifest["sha256"] = artifact._digest(manifest)
-    place.write_text(json.dumps(manifest))
+from tests.runtime.helpers import Witness, sign
 
 
 def refused(directory: Path, text: str, **options) -> tsopt.ArtifactError:
