@@ -1,15 +1,12 @@
-"""Models become programs, or are refused by name; and they are left as they were."""
+"""Models become programs, or are refused by name."""
 
 from __future__ import annotations
 
 import functools
-import random
-import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -345,98 +342,7 @@ def test_nodes_know_module_and_source_line():
     assert "# body, tests/compiler/helpers.py:" in program.text
 
 
-# ---- the user's things stay -------------------------------------------------------------------------------
-
-
-class Messy(nn.Module):
-    """Leaves marks everywhere that a forward can."""
-
-    def __init__(self, fails: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("count", torch.zeros(()))
-        self.fails, self.calls, self.cache, self.log = fails, 0, {"old": 1}, ["old"]
-        self.nested = {"inner": ["old"]}
-
-    def forward(self, x):
-        self.calls += 1
-        self.last = x
-        self.cache["x"] = x
-        self.log.append("called")
-        self.nested["inner"].append("called")
-        self.count.add_(1)
-        torch.manual_seed(3)
-        random.seed(3)
-        np.random.seed(3)
-        if self.fails:
-            raise ValueError("as asked")
-        return self.linear(x) + torch.zeros(3)
-
-
-def state_of_the_world():
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        str(np.random.get_state()),
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        list(warnings.filters),
-    )
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
-def test_everything_is_left_as_it_was(fails):
-    model = Messy(fails).eval()
-    flags = [module.training for module in model.modules()]
-    keys = sorted(model.__dict__)
-    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    before, given = state_of_the_world(), X.clone()
-    if fails:
-        with pytest.raises(CaptureError, match="as asked"):
-            capture(model, given)
-    else:
-        capture(model, given)
-    assert state_of_the_world() == before
-    assert sorted(model.__dict__) == keys
-    assert (model.calls, model.cache, model.log) == (0, {"old": 1}, ["old"])
-    assert [module.training for module in model.modules()] == flags
-    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
-    assert torch.equal(given, X)
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
-def test_containers_inside_containers_are_left_as_they_were(fails):
-    model = Messy(fails).eval()
-    try:
-        capture(model, X)
-    except CaptureError:
-        assert fails
-    assert model.nested == {"inner": ["old"]}
-
-
-def test_parameters_that_a_failing_model_writes_are_left_as_they_were():
-    """The model is run once more, for real, to tell its own error from torch.export's."""
-
-    def model(self, x):
-        with torch.no_grad():
-            self.w.add_(1)
-        raise ValueError("after the write")
-
-    net = Net(model, w=nn.Parameter(torch.zeros(3)))
-    with pytest.raises(CaptureError, match="after the write"):
-        capture(net, X)
-    assert torch.equal(net.w, torch.zeros(3))
-
-
-def test_gradients_and_grad_mode_are_left_as_they_were():
-    model = nn.Linear(3, 2).eval()
-    model.weight.grad = torch.ones(2, 3)
-    with torch.no_grad():
-        capture(model, X)
-        assert not torch.is_grad_enabled()
-    assert torch.equal(model.weight.grad, torch.ones(2, 3))
+# ---- other kinds ------------------------------------------------------------------------------------------
 
 
 def test_hooks_are_captured_and_kept():
@@ -457,7 +363,7 @@ def test_capture_works_under_inference_mode_and_no_grad_inside():
 
 
 def test_max_norm_of_an_embedding_writes_its_weight_or_is_refused():
-    """D30: the table is renormalized in each call; a program that forgets it would be wrong in silence."""
+    """The table is renormalized in each call; a program that forgets it would be wrong in silence."""
     model = nn.Embedding(4, 3, max_norm=0.5).eval()
     before = model.weight.detach().clone()
     try:
@@ -468,9 +374,6 @@ def test_max_norm_of_an_embedding_writes_its_weight_or_is_refused():
         assert_computes(program, model, [torch.tensor([0, 1])], exact=True)
         assert program.signature.writes
     assert torch.equal(model.weight, before)
-
-
-# ---- other kinds ------------------------------------------------------------------------------------------
 
 
 def test_an_exported_program_is_taken():
