@@ -550,6 +550,7 @@ def test_neighbours_alone_become_one_slice_where_the_layout_is_the_same():
         lambda x: torch.cat([x[:, :1], x[:, 1:]]) if x.shape[1] == 2 else x.neg(),
         lambda x: torch.cat(x.split(2)[::-1]),
         lambda x: torch.cat([x.select(0, 0), x.select(0, 1)]),
+        lambda x: torch.cat([x.max(0, keepdim=True)[0], x[1:]]),
     ],
 )
 def test_other_neighbours_stay(model):

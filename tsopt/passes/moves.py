@@ -174,7 +174,7 @@ def part_of(at: Site, node: fx.Node) -> Part | None:
 def _part_of_split(at: Site, node: fx.Node) -> Part | None:
     split: Any = node.args[0]
     index: Any = node.args[1]
-    if not isinstance(split, fx.Node) or split.target not in (*_SPLITS, aten.unbind.int):
+    if split.target not in (*_SPLITS, aten.unbind.int):
         return None
     bound = bind(split)
     axis = bound["dim"] % len(at.type(bound["self"]).shape)

@@ -174,6 +174,11 @@ def test_a_gate_without_a_cube_is_no_near_miss(model):
     assert check_declines(activations.gelu_tanh, model, X).declined == set()
 
 
+def test_another_gate_with_a_cube_is_no_near_miss():
+    model = lambda x: 0.5 * x * (1 + torch.erf(K * (x + 0.044715 * x**3)))  # noqa: E731
+    assert check_declines(activations.gelu_tanh, model, X).declined == set()
+
+
 def test_a_sigmoid_of_the_other_sign_stays():
     check_declines(activations.sigmoid_formula, lambda x: torch.reciprocal(1 + torch.exp(x)), X)
 

@@ -163,11 +163,14 @@ def test_values_from_the_left():
     assert said["scale"] is None
 
 
-def test_values_from_the_left_of_another_product_stay():
-    def model(q, k, v):
-        return v @ torch.softmax(q @ k.mT, -1)
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 0, 3, 2)], ids=str)
+def test_values_from_the_left_of_another_product_stay(axes):
+    """Where batch and heads are as many, nothing but the order of the axes tells."""
 
-    check_declines(attention.attention_transposed, model, (Q, KEY, values(B, H, D, L)))
+    def model(q, k, v):
+        return v @ torch.softmax(q @ k.mT, -1).permute(axes)
+
+    check_declines(attention.attention_transposed, model, (values(2, 2, L, D), values(2, 2, L, D), values(2, 2, D, L)))
 
 
 def test_keys_that_are_a_constant_matrix():
@@ -214,7 +217,6 @@ NEAR = {
     "rows merged": lambda q, k, v: (q @ k.mT).reshape(B, H * L, L).softmax(-1).reshape(B, H, L, L) @ v,
     "softmax in float64": lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float64).float() @ v,
     "sum with alpha": lambda q, k, v: torch.add(q @ k.mT, q @ k.mT, alpha=2).softmax(-1) @ v,
-    "more values than weights": lambda q, k, v: (q[0, 0] @ k[0, 0].mT).softmax(-1) @ v,
     "over the scores": lambda q, k, v: (TWO / (q @ k.mT)).softmax(-1) @ v,
     "scores times scores": lambda q, k, v: ((q @ k.mT) * (k @ q.mT)).softmax(-1) @ v,
     "scores in whole numbers": lambda q, k, v: (q @ k.mT).long().float().softmax(-1) @ v,
@@ -246,11 +248,32 @@ def test_values_of_another_width_stay():
     check_declines(attention.attention, plain, (Q, KEY, values(B, H, L, 6)), attention.OTHER_WIDTH)
 
 
-def test_queries_of_another_dtype_stay():
-    def model(q, k, v):
-        return plain(q, k, v.float()) if v.dtype == q.dtype else torch.softmax(q @ k.mT, -1).to(v.dtype) @ v
-
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda q, k, v: (q @ k.mT).softmax(-1).to(v.dtype) @ v,
+        lambda q, k, v: (q.to(v.dtype).float() @ k.mT).softmax(-1).to(v.dtype) @ v,
+        lambda q, k, v: (q @ k.to(v.dtype).float().mT).softmax(-1).to(v.dtype) @ v,
+        lambda q, k, v: (q @ k.mT).softmax(-1).long() @ v.long(),
+    ],
+    ids=["both", "keys", "queries", "whole numbers"],
+)
+def test_queries_or_keys_of_another_dtype_stay(model):
     check_declines(attention.attention, model, (Q, KEY, V.bfloat16()), attention.MIXED_DTYPES)
+
+
+@pytest.mark.parametrize("shape", [(L, D), (1, L, D), (B, 1, L, D)], ids=str)
+def test_values_with_more_batches_than_the_weights_stay(shape):
+    q, k = values(*shape), values(*shape)
+    check_declines(attention.attention, plain, (q, k, values(B, H, L, D)), attention.MORE_VALUES)
+
+
+def test_a_vector_of_values_stays():
+    """As long as the queries are wide."""
+    inputs = (values(D, D), values(D, D), values(D))
+    check_declines(attention.attention, plain, inputs)
+    found = check_declines(attention.attention_transposed, lambda q, k, v: v @ (q @ k.mT).softmax(-1).mT, inputs)
+    assert found.declined == set()
 
 
 @pytest.mark.parametrize(

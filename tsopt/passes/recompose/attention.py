@@ -29,6 +29,7 @@ from tsopt.passes.recompose.layouts import (
 from tsopt.passes.recompose.masks import Grid, Known, choose
 from tsopt.passes.recompose.scores import Operand, read_weights
 
+MORE_VALUES = "the values have batches that the queries do not have"
 OTHER_WIDTH = "the values are of another width than the queries"
 LIKE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)  # of scores they ask the shape alone
 MASK_SHAPE = "the mask does not fit batch and heads"
@@ -54,19 +55,21 @@ def _on_four_axes(at: Site, x: fx.Node, whole: Sequence[int], lead: Sequence[int
     return x
 
 
-def attend(at: Site, p: Any, v: fx.Node, inside: Sequence[fx.Node] = ()) -> fx.Node | Skip | None:
+def attend(at: Site, p: fx.Node, v: fx.Node, inside: Sequence[fx.Node] = ()) -> fx.Node | Skip | None:
     """The op for softmax(...) @ v, in the shape of that product.
 
     Args:
         p: the softmax, or what was made of it.
         inside: values between p and the root, which are gone as well.
     """
-    if not is_float(at, v) or not isinstance(p, fx.Node) or min(len(at.type(n).shape) for n in (p, v)) < 2:
+    if len(at.type(v).shape) < 2:
         return None
     dtype, outer = v.meta["val"].dtype, at.type(p).shape
     found = read_weights(at, p, dtype)
-    if found is None or torch.broadcast_shapes(outer[:-2], at.type(v).shape[:-2]) != outer[:-2]:
+    if found is None:
         return None
+    if torch.broadcast_shapes(outer[:-2], at.type(v).shape[:-2]) != outer[:-2]:
+        return at.skip(MORE_VALUES)
     scores = found.scores
     query, key = _value(at, scores.query, dtype), _value(at, scores.key, dtype)
     if scores.by_head is not None:
@@ -111,24 +114,17 @@ def attend(at: Site, p: Any, v: fx.Node, inside: Sequence[fx.Node] = ()) -> fx.N
 def attention(at, p, v):
     """softmax(q @ k^T * c + mask) @ v -> scaled_dot_product_attention(q, k, v, mask, scale=c)"""
     made = attend(at, p, v)
-    return _as_root(at, made) if isinstance(made, fx.Node) else made
+    return in_layout_of_root(at, made) if isinstance(made, fx.Node) else made
 
 
 @rule(lambda v, p: aten.matmul.default(v, p), lambda v, p: aten.bmm.default(v, p), numerics=Numerics.ROUNDING)
 def attention_transposed(at, v, p):
     """v^T @ softmax(q @ k^T * c + mask)^T -> scaled_dot_product_attention(q, k, v, mask, scale=c)^T"""
-    move = moved(at, p)
-    if move is None or move[1][-2:] != [len(move[1]) - 1, len(move[1]) - 2] or not is_float(at, v):
-        return None
-    if not is_of(move[0], aten.softmax.int, *CASTS, *RESHAPES) or len(at.type(v).shape) < 2:
+    move, rank = moved(at, p), len(at.type(p).shape)
+    if move is None or move[1] != [*range(rank - 2), rank - 1, rank - 2] or len(at.type(v).shape) < 2:
         return None
     made = attend(at, move[0], with_last_axes_swapped(at, v), inside=(p,))
-    return _as_root(at, with_last_axes_swapped(at, made)) if isinstance(made, fx.Node) else made
-
-
-def _as_root(at: Site, made: fx.Node) -> fx.Node | None:
-    made = in_layout_of_root(at, made)
-    return made if at.same_type(made) else None
+    return in_layout_of_root(at, with_last_axes_swapped(at, made)) if isinstance(made, fx.Node) else made
 
 
 # ---- calls of the op --------------------------------------------------------------------------------------
