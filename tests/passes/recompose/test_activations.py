@@ -174,8 +174,15 @@ def test_a_gate_without_a_cube_is_no_near_miss(model):
     assert check_declines(activations.gelu_tanh, model, X).declined == set()
 
 
-def test_another_gate_with_a_cube_is_no_near_miss():
-    model = lambda x: 0.5 * x * (1 + torch.erf(K * (x + 0.044715 * x**3)))  # noqa: E731
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: 0.5 * x * (1 + torch.erf(K * (x + 0.044715 * x**3))),
+        lambda x: 0.5 * x * (1 + torch.tanh(K * (x + 0.044715 * x**3 + x * x**3))),
+    ],
+    ids=["erf", "more than a cube"],
+)
+def test_another_gate_with_a_cube_is_no_near_miss(model):
     assert check_declines(activations.gelu_tanh, model, X).declined == set()
 
 
@@ -196,6 +203,13 @@ def test_a_sigmoid_of_the_other_sign_stays():
 )
 def test_other_slopes_are_another_function(model):
     check_declines(activations.gelu_erf, model, X, activations.OTHER_CONSTANTS)
+
+
+SIX, COMPLEX = torch.tensor(6.0), torch.tensor(1 + 1j)
+
+
+def _cubic(x):
+    return x + 0.044715 * x**3
 
 
 NEAR = {
@@ -220,6 +234,21 @@ NEAR = {
     "ramp without an end": lambda x: x * F.relu(x + 3) / 6,
     "just a limit": lambda x: torch.clamp(x, 0, 1),
     "ramp of another value": lambda x: x * F.relu6(x.flip(0) + 2) / 6,
+    "ramp of a power": lambda x: torch.clamp(torch.pow(x, 6) + 0.5, 0, 1),
+    "ramp that is shifted twice": lambda x: F.relu6(torch.add(x, 3, alpha=2)) / 6,
+    "ramp that falls": lambda x: F.relu6(aten.rsub.Scalar(x, 3, 2)) / 6,
+    "ramp of a quotient": lambda x: torch.clamp(SIX / x + 0.5, 0, 1),
+    "ramp over nothing": lambda x: torch.clamp(x / 0.0 + 0.5, 0, 1),
+    "a complex number": lambda x: x.to(torch.complex64) * torch.sigmoid(x) * COMPLEX,
+    "a complex number in the gate": lambda x: torch.reciprocal(SIX * 1j) * x,
+    "a sum with a factor": lambda x: 0.5 * x * (1 + torch.tanh(K * torch.add(x, 0.044715 * x**3, alpha=2))),
+    "a difference with a factor": lambda x: 0.5 * x * (1 + torch.tanh(aten.rsub.Scalar(K * _cubic(x), 0.0, -2))),
+    "a quotient of polynomials": lambda x: 0.5 * x * (1 + torch.tanh(K * _cubic(x) / (1 + x))),
+    "a polynomial over nothing": lambda x: 0.5 * x * (1 + torch.tanh(K * _cubic(x) / 0.0)),
+    "a fourth power": lambda x: 0.5 * x * (1 + torch.tanh(K * (x + 0.044715 * x**4))),
+    "a sign of another value": lambda x: 0.5 * x * (1 + torch.tanh(K * (0.044715 * x**3 + -x.abs()))),
+    "a power of a large power": lambda x: 0.5 * x * (1 + torch.tanh(K * (x + 0.044715 * (x**2) ** 3))),
+    "a cube and a truth": lambda x: 0.5 * x * (1 + torch.tanh(K * torch.add(_cubic(x), True))),
     # Where these leave the range of floating point, the op does not.
     "log of softmax": lambda x: torch.log(torch.softmax(x, -1)),
     "softplus": lambda x: torch.log(1 + torch.exp(x)),

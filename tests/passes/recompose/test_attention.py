@@ -434,6 +434,7 @@ def test_a_copy_before_a_copy_goes(model, ops):
     "model",
     [
         lambda x: clone(x.transpose(1, 2)).transpose(1, 2) * 2,
+        lambda x: clone(x.transpose(1, 2)).reshape(B, L, H, 2, D // 2) * 2,
         lambda x: ((y := clone(x.transpose(1, 2)).transpose(1, 2)).reshape(B, -1) * 2, y + 1),
         lambda x: ((y := clone(x.transpose(1, 2))).transpose(1, 2).reshape(B, -1) * 2, y + 1),
     ],

@@ -56,6 +56,12 @@ def test_bounds_hold_for_every_input(model, wanted):
     assert found == wanted
 
 
+def test_complex_numbers_have_no_bounds():
+    program = capture(lambda x: x + torch.tensor([1j, 2.0]), torch.ones(2))
+    (constant,) = (node for node in program.graph.nodes if node.op == "get_attr")
+    assert bounds(Site(program, constant), constant) is None
+
+
 def test_bounds_of_a_long_chain_are_given_up():
     """Python's stack has an end, which a chain of a thousand sums would reach."""
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from tsopt.compiler.ops import aten, bind, is_call
@@ -39,7 +38,7 @@ def literal(at: Site, value: object) -> float | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     tensor = at.value(value)
-    if tensor is None or tensor.numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor is None or tensor.numel() != 1 or tensor.is_complex():
         return None
     return float(tensor)
 
@@ -131,22 +130,22 @@ def _affine_step(at: Site, node: Any) -> tuple[Any, float, float] | None:
         return node.args[0], -1.0, 0.0
     if node.target not in (*PLUS, *MINUS, *TIMES, *OVER, aten.rsub.Scalar) or node.kwargs or len(node.args) != 2:
         return None
-    left, right = node.args
-    first, second = literal(at, left), literal(at, right)
-    if (first is None) == (second is None):
-        return None
-    inner, number = (left, second) if first is None else (right, first)
+    inner, other = node.args
+    number = literal(at, other)
+    is_first = number is None
+    if number is None:
+        inner, number = other, literal(at, inner)
     if number is None:
         return None
     if node.target in PLUS:
         return inner, 1.0, number
     if node.target in TIMES:
         return inner, number, 0.0
-    if node.target is aten.rsub.Scalar or (node.target in MINUS and first is not None):
+    if node.target is aten.rsub.Scalar or (node.target in MINUS and is_first):
         return inner, -1.0, number
     if node.target in MINUS:
         return inner, 1.0, -number
-    return (inner, 1.0 / number, 0.0) if second else None
+    return None if is_first or not number else (inner, 1.0 / number, 0.0)
 
 
 Polynomial = dict[int, float]
@@ -168,14 +167,15 @@ def polynomial(at: Site, node: Any, x: fx.Node, degree: int = 3) -> Polynomial |
         number = literal(at, value)
         if number is not None:
             return {0: number}
-        if not isinstance(value, fx.Node) or not is_call(value) or value.kwargs or len(value.args) > 2:
+        if not isinstance(value, fx.Node) or value.kwargs or len(value.args) > 2:
             return None
         if value.target in POWERS:
             return _raised(read(value.args[0], depth), value.args[1], degree)
         if value.target is aten.square.default:
             return _raised(read(value.args[0], depth), 2, degree)
         if value.target is aten.neg.default:
-            return _multiplied(read(value.args[0], depth), {0: -1.0}, degree)
+            base = read(value.args[0], depth)
+            return None if base is None else _multiplied(base, {0: -1.0}, degree)
         if value.target not in (*PLUS, *MINUS, *TIMES, *OVER, aten.rsub.Scalar):
             return None
         left, right = (read(argument, depth) for argument in value.args)
@@ -195,14 +195,14 @@ def polynomial(at: Site, node: Any, x: fx.Node, degree: int = 3) -> Polynomial |
 
 
 def _raised(base: Polynomial | None, power: object, degree: int) -> Polynomial | None:
-    if power not in (2, 3):
+    if base is None or power not in (2, 3):
         return None
     square = _multiplied(base, base, degree)
-    return square if power == 2 else _multiplied(square, base, degree)
+    return square if square is None or power == 2 else _multiplied(square, base, degree)
 
 
-def _multiplied(left: Polynomial | None, right: Polynomial | None, degree: int) -> Polynomial | None:
-    if left is None or right is None or max(left) + max(right) > degree:
+def _multiplied(left: Polynomial, right: Polynomial, degree: int) -> Polynomial | None:
+    if max(left) + max(right) > degree:
         return None
     found: Polynomial = {}
     for (i, a), (j, b) in ((p, q) for p in left.items() for q in right.items()):
@@ -221,7 +221,7 @@ def reduced(at: Site, node: Any, *targets: Any, result: int = 0) -> tuple[fx.Nod
     call: Any = node.args[0] if is_of(node, *RESHAPES) else node
     if is_of(call, operator.getitem):
         call = call.args[0] if call.args[1] == result else None
-    if not isinstance(node, fx.Node) or not is_of(call, *targets):
+    if not is_of(call, *targets):
         return None
     arguments = bind(call)
     x: fx.Node = arguments["self"]
