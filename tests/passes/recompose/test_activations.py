@@ -397,6 +397,9 @@ def test_softmax_of_small_shapes(shape):
         _softmax(-1, lambda x, axis: x.amax(axis, keepdim=True), lambda e, axis: e.sum(0, keepdim=True)),
         _softmax(-1, lambda x, axis: x.amax(axis, keepdim=True), lambda e, axis: e.sum(axis, keepdim=True) + 1e-9),
         _softmax(-1, lambda x, axis: x.max(axis, keepdim=True).indices),
+        _softmax(
+            -1, lambda x, axis: x.amax(axis, True), lambda e, axis: e.sum(axis, keepdim=True, dtype=torch.float16)
+        ),
     ],
 )
 def test_other_quotients_of_exponentials_stay(model):

@@ -100,6 +100,15 @@ def test_an_rms_norm_is_one_op(form):
     check(STANDARD, RMS[form], X, ["rms_norm"])
 
 
+@pytest.mark.parametrize("axes", [None, [], (0, 1, 2)], ids=str)
+def test_a_norm_over_all_axes(axes):
+    def model(x):
+        centred = x - aten.mean.dim(x, axes, True)
+        return centred / torch.sqrt(aten.mean.dim(centred**2, axes, True) + 1e-5)
+
+    check(STANDARD, model, X, ["layer_norm"])
+
+
 @pytest.mark.parametrize("order", ["scale", "shift", "scale, shift", "shift last", "before the root"])
 def test_scale_and_shift_are_parameters_of_the_layer_norm(order):
     check(STANDARD, Affine(LAYER["power"], order), X, ["layer_norm"])
@@ -327,6 +336,9 @@ NEAR = {
     "root of another value": lambda x: x * torch.rsqrt((x.flip(0) ** 2).mean(**ARGS) + 1e-6),
     "eps in float64": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + DOUBLE),
     "eps with more axes": lambda x: (x - mean(x)) / torch.sqrt(x.var(-1, False, True) + HIGHER),
+    "mean of fourth powers": lambda x: x * torch.rsqrt((x**4).mean(**ARGS) + 1e-6),
+    "mean of products": lambda x: x * torch.rsqrt((x * (x + 9)).mean(**ARGS) + 99),
+    "sum of squares and a number": lambda x: x * torch.rsqrt(((x**2).sum(**ARGS) + 5) / N + 1e-6),
     "sum over another number": lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / 8 + 1e-6),
     "scaled mean of squares": lambda x: x * torch.rsqrt(2 * (x**2).mean(**ARGS) + 1e-6),
     "norm": lambda x: x / torch.clamp(x.norm(dim=-1, keepdim=True), min=1e-12),
@@ -348,6 +360,12 @@ NEAR = {
 def test_near_misses_stay(name):
     found = check((CommonSubexpressions(), *NORMS), NEAR[name], X)
     assert not found.done & {rule.name for rule in norms.RULES}
+
+
+def test_the_sum_of_nothing_is_no_mean():
+    """A division by how many there are would end the pass."""
+    model = lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / N + 1e-6)  # noqa: E731
+    check_declines(norms.rms_norm_formula, model, torch.ones(2, 0))
 
 
 def test_another_constant_than_a_vector_of_features_stays_beside_the_norm():

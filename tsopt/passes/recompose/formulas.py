@@ -228,9 +228,10 @@ def reduced(at: Site, node: Any, *targets: Any, result: int = 0) -> tuple[fx.Nod
     if arguments.get("dtype") not in (None, x.meta["val"].dtype):
         return None
     shape, axes = at.type(x).shape, arguments["dim"]
-    if axes is None or axes == [] or not shape:
+    if not shape:
         return None
-    wanted = {axis % max(len(shape), 1) for axis in (axes if isinstance(axes, (list, tuple)) else [axes])}
+    axes = axes if isinstance(axes, (list, tuple)) else range(len(shape)) if axes is None else [axes]
+    wanted = {axis % len(shape) for axis in axes or range(len(shape))}
     kept = tuple(1 if i in wanted else size for i, size in enumerate(shape))
     return (x, tuple(sorted(wanted))) if at.type(node).shape == kept else None
 
