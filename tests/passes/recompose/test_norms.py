@@ -381,6 +381,16 @@ def test_a_scale_and_shift_with_leading_ones_are_the_same_memory():
     assert memory == {model.g.data_ptr(), model.b.data_ptr()}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32], ids=str)
+def test_a_scale_or_shift_of_another_dtype_stays(dtype):
+    vector = (9 * VECTOR).to(dtype)
+    for model in (lambda x: LAYER["var"](x) * vector, lambda x: LAYER["var"](x) + vector):
+        found = check(NORMS, model, X)
+        assert found.ops[0] == "layer_norm"
+        assert len(found.ops) == 2
+        assert "refuses" not in str(found.declined)
+
+
 def test_a_scale_after_a_shift_stays():
     check_declines(norms.norm_scale, lambda x, b=VECTOR: aten.layer_norm.default(x, [N], None, b) * b, X)
 
