@@ -20,7 +20,7 @@ from tsopt.compiler.protect import InEvalMode
 from tsopt.compiler.rewrite import Rule
 from tsopt.errors import AccuracyError, UsageError
 from tsopt.passes import STANDARD
-from tsopt.runtime.backend import Executable, get_backend
+from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
@@ -40,6 +40,7 @@ def optimize(
     *,
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
+    precision: str = FULL,
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
     threads: int | None = None,
@@ -63,6 +64,9 @@ def optimize(
         backends: who races; eager itself always does. None: the engines that are installed and compile in seconds.
             `all`: every engine, also Inductor, which takes minutes; one that is not installed is a row in the table,
             where one that was asked for by name is an error.
+        precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
+            all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
+            they are away as a whole, 3 % for `bf16` and 1 % for the others.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -85,7 +89,7 @@ def optimize(
     """
     example = as_example(example_input)
     _check_options(on_new_signature, backends, threads, seconds, budget)
-    racing = backends_for(example, backends)
+    racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
     with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
         tell("capture")
@@ -120,7 +124,7 @@ def optimize(
         (captured.node_count, optimized.node_count),
         capture_seconds,
         environment(),
-        optimized.numerics.name,
+        Numerics.LOSSY.name if precision_of(outcome.backend) != FULL else optimized.numerics.name,
         peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
         pass_seconds=pass_seconds,
         together=outcome.together,

@@ -323,6 +323,7 @@ def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
         (("--devices", "tpu9"), "'tpu9' cannot be used"),
         (("--backends", "nonsense"), "no backend is called 'nonsense'"),
         (("--backends", "onnxruntime?colour=red"), "no option 'colour'"),
+        (("--precision", "int3"), "precision='int3'"),
         (("-o", "out.xlsx"), "no known kind"),
         (("-o", "m.py/out.csv"), "cannot be written"),
     ],

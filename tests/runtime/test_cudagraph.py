@@ -97,6 +97,32 @@ def test_each_call_computes_what_the_model_computes_and_keeps_earlier_answers():
 
 
 @pytest.mark.usefixtures("imitation")
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tensor_float_is_on_while_it_records_and_only_then(monkeypatch, precision):
+    seen = []
+    real = cudagraph._Recorded
+
+    def look(*args):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return real(*args)
+
+    monkeypatch.setattr(cudagraph, "_Recorded", look)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    made = CudaGraphBackend(precision=precision).compile(tsopt.capture(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
+    assert seen == [(True, True) if precision == "tf32" else before]
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert made.precision == precision
+
+
+@pytest.mark.usefixtures("imitation")
+def test_half_precision_is_recorded():
+    model = nn.Linear(3, 2).eval()
+    x = torch.randn(2, 3)
+    made = CudaGraphBackend(precision="bf16").compile(tsopt.capture(model, x))
+    assert tsopt.verify(model, made, x, precision="bf16").test == "limit"
+
+
+@pytest.mark.usefixtures("imitation")
 def test_what_the_caller_does_with_its_tensors_is_no_matter():
     found = recorded(lambda x: (x * 2, x + 1), torch.ones(3))
     x = torch.ones(3)

@@ -206,7 +206,7 @@ def test_torch_keeps_the_layers_that_it_runs_faster(monkeypatch):
 )
 def test_a_program_without_such_layers_is_refused(model, x):
     refused = OneDnnBackend().unsupported(tsopt.capture(model, x))
-    assert [item.why for item in refused] == ["no convolution or linear layer with constant float32 weights"]
+    assert [item.why for item in refused] == ["no convolution or linear layer with constant floating-point weights"]
 
 
 def test_what_reads_memory_by_strides_is_refused_by_name():

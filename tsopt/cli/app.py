@@ -75,6 +75,10 @@ Backends = Annotated[
         "--backends", metavar="A,B", help="Who races, such as onnxruntime?threads=1,onednn; all for every engine."
     ),
 ]
+Precision = Annotated[
+    str,
+    typer.Option("--precision", metavar="P", help="fp32; bf16, fp16, tf32 or auto let lower precisions race as well."),
+]
 Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
 Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
 AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
@@ -109,6 +113,7 @@ class Timing:
     """Who is raced, and for how long."""
 
     backends: Backends = None
+    precision: Precision = "fp32"
     seconds: Seconds = 10.0
     budget: Budget = None
     isolate: Isolate = True
@@ -164,6 +169,7 @@ def _race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
     asked = words(timing.backends, "--backends")
     chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}
     return chosen | {
+        "precision": timing.precision,
         "level": subject.level,
         "seed": subject.seed,
         "eval_mode": subject.eval,

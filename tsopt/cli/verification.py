@@ -33,6 +33,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
         AccuracyError: it gives something else here.
     """
     executable, seconds = _load(bundle, trust)
+    from tsopt.runtime.accuracy import LIMITS
     from tsopt.runtime.compare import compare
 
     signature = executable.signature
@@ -40,7 +41,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
     inputs, expected = _record(bundle, signature)
     worst = 0.0
     for item, value, reference in zip(returned, _answer(executable, inputs, bundle), expected, strict=True):
-        found = compare(value, reference)
+        found = compare(value, reference, limit=LIMITS.get(executable.precision))
         worst = max(worst, found.max_difference)
         if not found.ok:
             raise AccuracyError(
@@ -72,7 +73,8 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     example = as_example(loaded.example_input)
     program = capture(loaded.model, example, eval_mode=eval_mode, allow_nan=True)
     model = as_eval(loaded.model, eval_mode)
-    return Checked(str(verify(model, executable, example, program=program, seed=seed + 1)), seconds)
+    found = verify(model, executable, example, program=program, precision=executable.precision, seed=seed + 1)
+    return Checked(str(found), seconds)
 
 
 def _load(bundle: Path, trust: bool) -> tuple[Executable, float]:

@@ -16,11 +16,16 @@ from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import Structure, flatten
 from tsopt.errors import AccuracyError, BackendError
+from tsopt.runtime.backend import FULL
 from tsopt.runtime.compare import TOLERANCES, Comparison, bit_equal, compare
 from tsopt.runtime.inputs import SPECIAL, InputSet, input_sets
 from tsopt.runtime.reference64 import Reference64, decided_within_rounding
 
-ORDER = ("bits", "element", "float64", "decision")
+ORDER = ("bits", "element", "float64", "decision", "limit")
+# Of the relative difference to eager (root of the sum of squares), where a lower precision was asked for. Inputs that
+# are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
+WIDER = {"large": 10.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Verdict:
     """All outputs on all input sets.
 
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
-    test: the weakest test that was needed: bits < element < float64 < decision.
+    test: the weakest test that was needed: bits < element < float64 < decision < limit.
     inputs: the input sets compared; `skipped` those that eager itself refuses or answers with no finite value.
     """
 
@@ -47,6 +52,7 @@ class Verdict:
             "element": "equal within rounding",
             "float64": "as close to float64 as eager",
             "decision": "equal but for ties within rounding",
+            "limit": "as near to eager as its precision allows",
         }[self.test]
         return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
 
@@ -116,8 +122,11 @@ class Oracle:
     def _frozen(self, model: Any, state: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         return _Seeded(protected(model, written=state), self.seed)
 
-    def judge(self, candidate: Callable[..., Any], *, exact: bool = False) -> Verdict:
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
         """The verdict on a candidate.
+
+        Args:
+            precision: what it computes products in.
 
         Raises:
             Exception: whatever the candidate raises.
@@ -129,17 +138,18 @@ class Oracle:
             kind = expected.inputs.kind
             if kind == SPECIAL and not exact:
                 continue
+            limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
             with self._frozen(None, self._state):
                 call = expected.inputs.clone()
                 leaves, structure = flatten(candidate(*call.args, **call.kwargs), share=True)
-                spoilt = self._spoilt(expected, self._after(call), exact)
+                spoilt = self._spoilt(expected, self._after(call), exact, limit)
             done.append(kind)
             first = first or [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
             failure = _structure_fault(structure, expected.structure, leaves, expected.leaves) or spoilt
             if failure:
                 return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), f"{failure} ({kind} input)")
             for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
-                found = self._compare(value, reference, position, expected, exact)
+                found = self._compare(value, reference, position, expected, exact, limit)
                 if kind != "large":
                     worst = max(worst, found.max_difference)
                 if not found.ok:
@@ -152,20 +162,28 @@ class Oracle:
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
         return Verdict(True, test, worst, tuple(done), tuple(self.skipped))
 
-    def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool) -> str:
+    def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
         """What a candidate wrote otherwise than eager, to its inputs or to the model's state."""
         inputs = len(expected.written) - len(self._state)
         for position, (value, reference) in enumerate(zip(after, expected.written, strict=True)):
-            found = compare(value, reference, exact=exact)
+            found = compare(value, reference, exact=exact, limit=limit)
             if not found.ok:
                 what = "an input" if position < inputs else "the model's state"
                 return f"{what} is not left as eager leaves it: {found.reason}"
         return ""
 
     def _compare(
-        self, value: torch.Tensor, reference: torch.Tensor, position: int, expected: Expected, exact: bool
+        self,
+        value: torch.Tensor,
+        reference: torch.Tensor,
+        position: int,
+        expected: Expected,
+        exact: bool,
+        limit: float | None,
     ) -> Comparison:
-        found = compare(value, reference, exact=exact, reference64=lambda: self._wide_output(expected, position))
+        found = compare(
+            value, reference, exact=exact, limit=limit, reference64=lambda: self._wide_output(expected, position)
+        )
         if found.ok or found.test == "type" or exact or reference.dtype in TOLERANCES or self.program is None:
             return found
         wide = self._wide_values(expected)
@@ -219,6 +237,7 @@ def verify(
     *,
     program: Program | None = None,
     exact: bool = False,
+    precision: str = FULL,
     seed: int = 1,
 ) -> Verdict:
     """Compares a candidate with the model on inputs like the example.
@@ -226,6 +245,7 @@ def verify(
     Args:
         program: the captured program, for the float64 reference; captured here when None.
         exact: the values must be equal to the bit.
+        precision: what the candidate computes products in; below `fp32` its outputs may be further away.
 
     Raises:
         AccuracyError: it computes something else.
@@ -238,7 +258,7 @@ def verify(
         program = capture(model, example, allow_nan=True)
     oracle = Oracle(model, example, program, seed=seed)
     try:
-        verdict = oracle.judge(candidate, exact=exact)
+        verdict = oracle.judge(candidate, exact=exact, precision=precision)
     except Exception as error:  # the candidate's own failure
         raise BackendError(
             "the candidate fails where the model does not", why=f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
-from tsopt.runtime.backend import CODE, Executable, compile, race_options
+from tsopt.runtime.backend import CODE, FULL, Executable, compile, race_options
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
@@ -188,6 +188,7 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> No
         "options": executable.options,
         "code": executable.code,
         "numerics": report.numerics,
+        "precision": executable.precision,
         "environment": report.environment.to_json(),
         "signature": executable.signature.to_json(),
         "claims": {"winner": report.winner, "speedup": report.speedup, "verified": str(winner.accuracy or "")},
@@ -225,7 +226,9 @@ def load(path: str | Path, *, trust: bool = False) -> Executable:
     try:
         signature = Signature.from_json(manifest["signature"])
         backend, options = str(manifest["backend"]), dict(manifest["options"])
-        return _open(directory, backend, options, signature, trust)
+        executable = _open(directory, backend, options, signature, trust)
+        executable.precision = str(manifest.get("precision", FULL))
+        return executable
     except TsoptError:
         raise
     except Exception as error:  # the files decide what goes wrong; all of it means the same

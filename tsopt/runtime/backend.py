@@ -32,6 +32,10 @@ BACKENDS: dict[str, str] = {
 # Backends whose files are code, and which kind: reading them asks for trust.
 CODE = {"torchscript": "TorchScript", "inductor": "machine code"}
 
+FULL = "fp32"  # every value in the dtype that the model gives it
+HALVES = ("bf16", "fp16")
+PRECISIONS = (FULL, "tf32", *HALVES)  # what products of float32 matrices may be computed in
+
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
@@ -81,6 +85,7 @@ class Executable:
             `options` rebuild its session.
         code: whether reading those files back executes code (then a bundle asks for trust).
         notes: what a caller should know of how the backend differs from eager.
+        precision: what products are computed in, one of PRECISIONS.
     """
 
     def __init__(
@@ -94,8 +99,10 @@ class Executable:
         options: Mapping[str, Any] | None = None,
         code: bool = False,
         notes: Sequence[str] = (),
+        precision: str = FULL,
     ) -> None:
         self.backend = backend
+        self.precision = precision
         self.signature = signature
         self.save = save
         self.options = dict(options or {})
@@ -234,6 +241,17 @@ def _write(target: Any, value: Any) -> None:
         target.copy_(value)
 
 
+def check_precision(backend: str, precision: str, known: Sequence[str] = (FULL, *HALVES)) -> None:
+    """Raises UsageError for a precision that a backend does not have."""
+    if precision not in known:
+        raise UsageError(f"{backend} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+
+
+def precision_of(spec: str) -> str:
+    """What a backend with its options computes products in."""
+    return str(split_spec(spec)[1].get("precision", FULL))
+
+
 def to_install(*packages: str) -> str | None:
     """What to type for the packages that are not there; None when all are."""
     wanted = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -270,12 +288,7 @@ def get_backend(name: str, **options: Any) -> Backend:
     """
     name, own = split_spec(name)
     options |= own
-    place = name if ":" in name else BACKENDS.get(name)
-    if place is None:
-        raise UsageError(
-            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
-        )
-    cls = _class_of(name, place)
+    cls = _class_of(name, _place_of(name))
     known = _options_of(cls)
     for option in options:
         if option not in known:
@@ -289,6 +302,15 @@ def get_backend(name: str, **options: Any) -> Backend:
     return backend
 
 
+def _place_of(name: str) -> str:
+    place = name if ":" in name else BACKENDS.get(name)
+    if place is None:
+        raise UsageError(
+            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
+        )
+    return place
+
+
 def _class_of(name: str, place: str) -> Any:
     module, _, cls_name = place.partition(":")
     try:
@@ -299,6 +321,17 @@ def _class_of(name: str, place: str) -> Any:
 
 def _options_of(cls: Any) -> list[str]:
     return [item.name for item in fields(cls) if item.init and item.name != "name"]
+
+
+def can_compute_in(name: str, precision: str) -> bool:
+    """Whether a backend, which need not be installed, has a precision. Raises UsageError for no backend's name."""
+    cls = _class_of(name, _place_of(name))
+    if "precision" not in _options_of(cls):
+        return False
+    try:
+        return cls(precision=precision) is not None
+    except UsageError:
+        return False
 
 
 def race_options(name: str, threads: int | None) -> dict[str, Any]:

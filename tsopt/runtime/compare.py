@@ -21,12 +21,13 @@ TOLERANCES: dict[torch.dtype, tuple[float, float, float]] = {
     torch.complex128: (1e-7, 1e-7, 1e-7),
     torch.complex64: (1e-4, 1e-5, 1e-4),
 }
+FLIPPED = 0.01  # of values that are no floating-point numbers, such as classes
 FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One tensor against its reference. `test` is the one that decided: bits, element, float64, decision."""
+    """One tensor against its reference. `test` is the one that decided: bits, element, float64, decision, limit."""
 
     ok: bool
     test: str
@@ -39,12 +40,15 @@ def compare(
     reference: torch.Tensor,
     *,
     exact: bool = False,
+    limit: float | None = None,
     reference64: Callable[[], torch.Tensor | None] | None = None,
 ) -> Comparison:
     """Compares two tensors.
 
     Args:
         exact: the values must be equal to the bit (the sign of zero, the places of NaN; not NaN's payload).
+        limit: of the relative difference |result - reference| / |reference|, each the root of the sum of squares, for
+            what was computed in a lower precision on purpose; of other values 1 % may differ.
         reference64: gives the float64 value, when the element test has failed.
     """
     kind = _kind(result, reference)
@@ -58,6 +62,8 @@ def compare(
         return Comparison(False, "bits", difference, f"not bit-equal, max difference {difference:.3g}")
     if reference.dtype not in TOLERANCES:
         count = int((result != reference).sum())
+        if limit is not None and count <= FLIPPED * reference.numel():
+            return Comparison(True, "limit", difference)
         return Comparison(
             False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ"
         )
@@ -66,6 +72,8 @@ def compare(
     places = _special_places(result, reference)
     if places:
         return Comparison(False, "element", difference, places)
+    if limit is not None:
+        return _limit_test(_finite(result), _finite(reference), limit, difference)
     rtol, atol, tol = TOLERANCES[reference.dtype]
     # A copy in float64: differences of float16 values and squares of large float32 values overflow.
     res, ref = _finite(result), _finite(reference)
@@ -86,6 +94,14 @@ def compare(
     if truth.is_complex():
         truth = torch.view_as_real(_plain(truth))
     return _float64_test(res, ref, truth, atol * scale, tol * scale, difference, failed, reference.dtype)
+
+
+def _limit_test(res: torch.Tensor, ref: torch.Tensor, limit: float, difference: float) -> Comparison:
+    size, away = float(ref.norm()), float((res - ref).norm())
+    if away <= limit * size:
+        return Comparison(True, "limit", difference)
+    reason = f"{away / size:.2%} away from eager, beyond {limit:.2%}" if size else f"{away:.3g} where eager has zeros"
+    return Comparison(False, "limit", difference, reason)
 
 
 def _float64_test(

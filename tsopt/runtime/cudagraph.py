@@ -7,7 +7,8 @@ caller at a time. What it saves is the time between kernels, which is most of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,27 @@ from tsopt.compiler import ops
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import Executable, Unsupported
+from tsopt.runtime.backend import FULL, HALVES, Executable, Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.inputs import blank
+from tsopt.runtime.precision import in_precision
 
 WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
 
 
 @dataclass(frozen=True, slots=True)
 class CudaGraphBackend:
-    """torch's own kernels for the GPU, recorded; in the precision that torch is set to when it is compiled."""
+    """torch's own kernels for the GPU, recorded.
 
+    precision: of products: `fp32` as the model has them, and as torch is set for TensorFloat-32 when it is compiled;
+        `tf32`, `bf16`, `fp16`.
+    """
+
+    precision: str = FULL
     name: str = "cudagraph"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision, (FULL, "tf32", *HALVES))
 
     def missing(self) -> str | None:
         return None if cuda.is_available() else "a GPU, and a torch that is built for it"
@@ -54,8 +64,10 @@ class CudaGraphBackend:
         return found
 
     def compile(self, program: Program) -> Executable:
+        program = in_precision(program, self.precision)
         try:
-            recorded = _Recorded(program.module().forward, blank(program.signature))
+            with _tensor_float() if self.precision == "tf32" else nullcontext():
+                recorded = _Recorded(program.module().forward, blank(program.signature))
         except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
             raise BackendError("the model cannot be recorded as a CUDA graph", why=str(error)[:200]) from error
 
@@ -68,7 +80,22 @@ class CudaGraphBackend:
             torch_runner(recorded, program.signature, None),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
+            precision=self.precision,
         )
+
+
+@contextmanager
+def _tensor_float() -> Iterator[None]:
+    """Kernels that are chosen inside may round the factors of float32 products to 10 bits of mantissa."""
+    flags: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [flag.allow_tf32 for flag in flags]
+    try:
+        for flag in flags:
+            flag.allow_tf32 = True
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
 
 
 class _Recorded:

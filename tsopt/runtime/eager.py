@@ -12,15 +12,24 @@ import torch
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.signature import Signature
-from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
+from tsopt.runtime.precision import in_precision
 
 
 @dataclass(frozen=True, slots=True)
 class EagerBackend:
-    """threads: intra-op threads during a call; None leaves torch's own setting."""
+    """torch's own kernels.
+
+    threads: intra-op threads during a call; None leaves torch's own setting.
+    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
+    """
 
     threads: int | None = None
+    precision: str = FULL
     name: str = "eager"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         return None
@@ -29,6 +38,7 @@ class EagerBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
+        program = in_precision(program, self.precision)
         forward = program.module().forward
 
         def save(directory: Path) -> None:
@@ -41,6 +51,7 @@ class EagerBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
+            precision=self.precision,
         )
 
 

@@ -32,7 +32,8 @@ class Environment:
 
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.cpu}, {self.cores} cores, {self.threads} threads, {' '.join(self.flags)}; {versions}"
+        gpu = f"{self.gpu}; " if self.gpu else ""
+        return f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, {' '.join(self.flags)}; {versions}"
 
 
 def environment() -> Environment:
@@ -40,6 +41,8 @@ def environment() -> Environment:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if gpu and torch.backends.cuda.matmul.allow_tf32:
+        gpu += " (TF32 on)"  # eager itself rounds the factors of products then
     cpu, flags = _cpu()
     return Environment(
         cpu,

@@ -15,9 +15,10 @@ import torch
 
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.inputs import blank
+from tsopt.runtime.precision import in_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,11 +35,16 @@ class InductorBackend:
 
     threads: intra-op threads, which are compiled in; None takes torch's number at compile time.
     max_autotune: let the compiler time several kernels for each product; takes minutes.
+    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
     """
 
     threads: int | None = None
     max_autotune: bool = False
+    precision: str = FULL
     name: str = "inductor"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         compiler = os.environ.get("CXX") or "g++"
@@ -50,6 +56,7 @@ class InductorBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
+        program = in_precision(program, self.precision)
         options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
         try:
             with _directory() as place, quiet(stdout=True), torch.no_grad(), _one_process():

@@ -20,12 +20,14 @@ from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Program, tensor_type
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import NoGain
-from tsopt.runtime.backend import Executable, Unsupported
+from tsopt.runtime.backend import FULL, Executable, Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.precision import in_precision
 
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
 LOSES_NAN = "a NaN that reaches a ReLU inside a layer comes out as 0, where PyTorch hands it on"
-CLOSE = 1e-3  # of the largest value: a kernel further away than that is broken, not rounding
+# Of the largest value: a kernel further away than that is broken, not rounding.
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 Attribute = tuple[str, list[float], str]
 NOTHING: Attribute = ("none", [], "")
@@ -61,10 +63,18 @@ ACTIVATIONS: dict[Any, Callable[[dict[str, Any]], Attribute | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class OneDnnBackend:
-    """threads: intra-op threads during a call; None leaves torch's own setting."""
+    """Packed and fused layers.
+
+    threads: intra-op threads during a call; None leaves torch's own setting.
+    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
+    """
 
     threads: int | None = None
+    precision: str = FULL
     name: str = "onednn"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         if not torch.backends.mkldnn.is_available():
@@ -77,11 +87,12 @@ class OneDnnBackend:
         if by_strides is not None:
             return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} reads memory by its strides")]
         if not any(_is_layer(program, node) for node in program.calls()):
-            return [Unsupported("", "no convolution or linear layer with constant float32 weights")]
+            return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
         return []
 
     def compile(self, program: Program) -> Executable:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
+        program = in_precision(program, self.precision)
         lowered = lower(program)
         if not lowered.packed:
             raise NoGain("torch's own kernels are as fast for every layer", fix="nothing to do: eager runs them")
@@ -96,6 +107,7 @@ class OneDnnBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
+            precision=self.precision,
             notes=[f"{lowered.packed} of {lowered.layers} layers by oneDNN, the others by torch", *lowered.notes],
         )
 
@@ -131,7 +143,7 @@ def _is_layer(program: Program, node: fx.Node) -> bool:
         return False
     call = ops.bind(node)
     weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
-    if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or not weight.numel():
+    if weight is None or weight.dtype not in CLOSE or weight.device.type != "cpu" or not weight.numel():
         return False
     if node.target is aten.linear.default and weight.dim() != 2:
         return False
@@ -260,9 +272,9 @@ def _kernel(
 def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: torch.Tensor) -> bool:
     """Times the layer both ways on random values; a kernel that answers something else is out."""
     draw = torch.Generator().manual_seed(0)
-    x = _sample(tensor_type(call["input"]).shape, draw)
-    other = None if site.other is None else _sample(tensor_type(site.other).shape, draw)
-    bias = None if call["bias"] is None else torch.randn(tensor_type(call["bias"]).shape, generator=draw)
+    x = _sample(tensor_type(call["input"]).shape, weight.dtype, draw)
+    other = None if site.other is None else _sample(tensor_type(site.other).shape, weight.dtype, draw)
+    bias = None if call["bias"] is None else _sample(tensor_type(call["bias"]).shape, weight.dtype, draw)
     target, args = _kernel(site, call, x, other, packed, bias)
     chain = site.chain
 
@@ -281,7 +293,7 @@ def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: t
     with torch.no_grad():
         wanted = plain()
         difference = (fused() - wanted).abs().max()
-        if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
+        if not difference <= CLOSE[weight.dtype] * max(1.0, float(wanted.abs().max())):
             return False
         best = [float("inf"), float("inf")]
         for _ in range(ROUNDS):
@@ -293,8 +305,8 @@ def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: t
     return best[1] < best[0]
 
 
-def _sample(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
-    value = torch.randn(shape, generator=draw)
+def _sample(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+    value = torch.randn(shape, generator=draw).to(dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     # As the value comes out of the layer before: that is where the conversion is saved.
     return value.contiguous(memory_format=formats[value.dim()]) if value.dim() in formats else value

@@ -14,28 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, UsageError
-from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
+from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision, to_install
 from tsopt.runtime.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
 
 HINTS = ("latency", "throughput")
+PRECISION_HINTS = {FULL: "f32", "bf16": "bf16", "fp16": "f16"}
 
 
 @dataclass(frozen=True, slots=True)
 class OpenVinoBackend:
-    """OpenVINO on the CPU, in float32: by default it would compute in bfloat16 where the processor can.
+    """OpenVINO on the CPU.
 
     threads: inference threads; None takes torch's number at compile time, so that both race with the same.
     hint: `latency` or `throughput`.
+    precision: `fp32`, where OpenVINO by itself would compute in bfloat16 if the processor can; `bf16`, `fp16`.
     """
 
     threads: int | None = None
     hint: str = "latency"
+    precision: str = FULL
     name: str = "openvino"
 
     def __post_init__(self) -> None:
+        check_precision(self.name, self.precision, tuple(PRECISION_HINTS))
         if self.hint not in HINTS:
             raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
 
@@ -52,7 +56,7 @@ class OpenVinoBackend:
 
         model = to_onnx(program)
         threads = self.threads or torch.get_num_threads()
-        options = {"threads": threads, "hint": self.hint}
+        options = {"threads": threads, "hint": self.hint, "precision": self.precision}
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -61,7 +65,15 @@ class OpenVinoBackend:
             save(Path(directory))
             runner = load_runner(Path(directory), program.signature, options)
         state = [program.state[item.name] for item in program.signature.state_inputs]
-        return Executable(self.name, program.signature, runner, state=state, save=save, options=options)
+        return Executable(
+            self.name,
+            program.signature,
+            runner,
+            state=state,
+            save=save,
+            options=options,
+            precision=self.precision,
+        )
 
 
 def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) -> Runner:
@@ -73,7 +85,10 @@ def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) 
     """
     import openvino
 
-    config: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": str(options["hint"]).upper()}
+    config: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FULL)],
+        "PERFORMANCE_HINT": str(options["hint"]).upper(),
+    }
     if options.get("threads"):
         config["INFERENCE_NUM_THREADS"] = options["threads"]
     try:

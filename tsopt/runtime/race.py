@@ -15,15 +15,29 @@ from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
-from tsopt.errors import BackendError, NoGain, TsoptError
+from tsopt.errors import BackendError, NoGain, TsoptError, UsageError
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import BACKENDS, CODE, Executable, Reopens, compile, get_backend, race_options, split_spec
+from tsopt.runtime.backend import (
+    BACKENDS,
+    CODE,
+    FULL,
+    PRECISIONS,
+    Executable,
+    Reopens,
+    can_compute_in,
+    compile,
+    get_backend,
+    precision_of,
+    race_options,
+    split_spec,
+)
 from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
 from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
 
 EAGER = "eager"
+AUTO = "auto"  # every precision
 PASSES = "eager + passes"
 TITLES = {
     "eager": PASSES,
@@ -193,7 +207,7 @@ def _prepare(
             # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
             with protected(None, written=program.state.values()), torch.no_grad():
                 cold = cold_start(candidate, inputs, device_wait(inputs[0]))
-            verdict = oracle.judge(candidate, exact=is_exact(program, backend))
+            verdict = oracle.judge(candidate, exact=is_exact(program, backend), precision=precision_of(backend))
             if not verdict.ok and is_exact(program, backend):
                 verdict = oracle.judge(candidate)
                 candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
@@ -214,17 +228,37 @@ def _prepare(
     return rows, candidates
 
 
-def backends_for(example: Example, wanted: Sequence[str] | Literal["all"] | None) -> tuple[str, ...]:
+def backends_for(
+    example: Example, wanted: Sequence[str] | Literal["all"] | None, precision: str = FULL
+) -> tuple[str, ...]:
     """Who races.
 
     Args:
         wanted: names; `all` for every engine; None for what compiles in seconds, and the extras that are installed.
+        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
+
+    Raises:
+        UsageError: there is no such precision, or nobody who races has it.
     """
     more = ON_GPU if is_on_gpu(example) else ()
     if wanted is None:
         extras = (name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None)
-        return (*STANDARD_BACKENDS, *more, *extras)
-    return (*ALL_BACKENDS, *more) if wanted == "all" else tuple(wanted)
+        racing: tuple[str, ...] = (*STANDARD_BACKENDS, *more, *extras)
+    else:
+        racing = (*ALL_BACKENDS, *more) if wanted == "all" else tuple(wanted)
+    return (*racing, *_in_precision(racing, precision))
+
+
+def _in_precision(racing: Sequence[str], precision: str) -> tuple[str, ...]:
+    """The backends that have lower precisions, once more in each that is asked for."""
+    if precision not in (*PRECISIONS, AUTO):
+        raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
+    asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FULL else ()
+    found = [(name, item) for item in asked for name in racing if "?" not in name and can_compute_in(name, item)]
+    if asked and not found:
+        able = sorted({name for name in BACKENDS for item in asked if can_compute_in(name, item)})
+        raise UsageError(f"nobody who races computes in {precision}", fix=f"those who do: {', '.join(able)}")
+    return tuple(f"{name}?precision={item}" for name, item in found)
 
 
 def title_of(backend: str) -> str:
@@ -315,10 +349,11 @@ def _choose(
         # Fresh inputs: what the race measured must not be all that is right.
         oracle = oracle or Oracle(model, example, captured, seed=seed + 1)
         try:
+            candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict, executable = oracle.judge(candidates[row.name]), _here(candidates[row.name], optimized, threads)
-            if executable is not candidates[row.name] and verdict.ok:
-                verdict = oracle.judge(executable)
+            verdict, executable = oracle.judge(candidate, precision=precision), _here(candidate, optimized, threads)
+            if executable is not candidate and verdict.ok:
+                verdict = oracle.judge(executable, precision=precision)
             failure = "" if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"

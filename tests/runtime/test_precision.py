@@ -1,0 +1,305 @@
+"""Programs in a lower precision: what is computed in it and what is not, how far the outputs may be away, who races."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import tsopt
+from tests.compiler.helpers import Net
+from tsopt.compiler.program import Numerics
+from tsopt.compiler.verify import verify_program
+from tsopt.runtime.accuracy import Oracle
+from tsopt.runtime.backend import get_backend
+from tsopt.runtime.compare import compare
+from tsopt.runtime.precision import in_precision
+from tsopt.runtime.race import STANDARD_BACKENDS, backends_for, title_of
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8)).eval()
+
+
+def lowered(model, *inputs, precision="bf16"):
+    """The program in the low precision, sound; and how far its answer is away from the model's."""
+    program = tsopt.capture(Net(model) if not isinstance(model, nn.Module) else model, tsopt.example(*inputs))
+    made = in_precision(tsopt.transform(program), precision)
+    verify_program(made)
+    return made
+
+
+def dtypes(program):
+    """Op -> dtypes of its results, in order."""
+    found: dict[str, list[str]] = {}
+    for node in program.calls():
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and isinstance(node.target, torch._ops.OpOverload):
+            found.setdefault(str(node.target).split(".")[1], []).append(str(value.dtype).removeprefix("torch."))
+    return found
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_products_and_what_lies_between_them_are_low(precision):
+    program = lowered(mlp(), X, precision=precision)
+    low = str(LOW[precision]).removeprefix("torch.")
+    assert dtypes(program) == {
+        "to": [low, "float32"],
+        "linear": [low, low],
+        "gelu": [low],
+        "layer_norm": [low],
+    }
+    assert {str(program.weights[name].dtype).removeprefix("torch.") for name in program.used_weights()} == {low}
+    assert program.numerics == Numerics.LOSSY
+
+
+def test_inputs_and_outputs_keep_their_dtypes():
+    model = mlp()
+    program = lowered(model, X)
+    (answer,) = program.module()(X)
+    assert answer.dtype == torch.float32
+    assert 0 < (answer - model(X)).norm() < 0.03 * model(X).norm()
+
+
+def test_the_program_that_was_given_is_left():
+    program = tsopt.capture(mlp(), X)
+    text, names = program.text, set(program.weights)
+    in_precision(program, "bf16")
+    assert (program.text, set(program.weights)) == (text, names)
+    assert in_precision(program, "fp32") is program
+
+
+def test_what_loses_too_much_stays_in_float32():
+    found = dtypes(lowered(lambda self, x: ((x @ W).exp().sum(-1, keepdim=True).log() @ W[:1]).relu(), X))
+    assert found["matmul"] == ["bfloat16"] * 2 if "matmul" in found else found["linear"] == ["bfloat16"] * 2
+    assert found["exp"] == found["sum"] == found["log"] == ["float32"]
+    assert found["relu"] == ["bfloat16"]
+
+
+def test_positions_and_their_angles_stay_in_float32():
+    """In bfloat16 257 is 256."""
+
+    def model(self, x):
+        angle = (torch.arange(300, dtype=torch.float32) + x[0, 0]).cos()
+        return (x @ W).sum() + angle
+
+    assert dtypes(lowered(model, X))["cos"] == ["float32"]
+
+
+def test_a_residual_sum_is_low_and_its_other_operand_is_cast_once():
+    def model(self, x):
+        y = F.embedding(torch.tensor([0, 1, 2]), W) + x
+        return y + y @ W, y
+
+    found = dtypes(lowered(model, X))
+    assert found["add"] == ["float32", "bfloat16"]
+    assert found["to"] == ["bfloat16", "float32"]
+
+
+def test_results_of_several_are_typed_anew():
+    def model(self, x):
+        a, b = (x @ W).chunk(2, -1)
+        values, places = (a * b).max(-1)
+        return values, places
+
+    program = lowered(model, X)
+    assert dtypes(program)["mul"] == ["bfloat16"]
+    assert [str(node.meta["val"].dtype) for node in program.outputs] == ["torch.float32", "torch.int64"]
+
+
+def test_a_number_that_the_low_precision_has_not_stays_beside_float32():
+    mask = torch.eye(8, dtype=torch.bool)
+    program = lowered(lambda self, x: (W @ x.t() @ x @ W).masked_fill(mask, -3e38), X, precision="fp16")
+    assert dtypes(program)["masked_fill"] == ["float32"]
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_masks_of_the_lowest_number_stay_finite(precision):
+    """-inf in a whole row would be NaN after softmax."""
+    mask = torch.full((3, 3), torch.finfo(torch.float32).min)
+    program = lowered(lambda self, x: (x @ W @ x.t() + mask).softmax(-1), X, precision=precision)
+    assert program.module()(X)[0].isfinite().all()
+
+
+def test_whole_numbers_and_float64_stay():
+    def model(self, x, i):
+        return (x @ W).double() @ torch.eye(8, dtype=torch.float64), i * 2
+
+    program = lowered(model, X, torch.arange(3))
+    kinds = dtypes(program)
+    assert "float64" in [*kinds.get("linear", []), *kinds.get("matmul", [])]
+    assert kinds["mul"] == ["int64"]
+
+
+def test_state_is_written_in_its_own_dtype():
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("last", torch.zeros(3, 8))
+
+        def forward(self, x):
+            self.last.copy_(x @ W)
+            return self.last + 1
+
+    model = Memory().eval()
+    made = tsopt.compile(tsopt.transform(tsopt.capture(model, X)), "eager?precision=bf16")
+    made(X)
+    assert made.state[0].dtype == torch.float32
+    assert torch.allclose(made.state[0], X @ W, atol=0.1)
+
+
+@pytest.mark.parametrize("model", [lambda self, x: x.sin() * 2, lambda self, x: (x.double() @ W.double()).float()])
+def test_a_model_without_such_products_gains_nothing(model):
+    with pytest.raises(tsopt.errors.NoGain, match="no product of float32 matrices"):
+        lowered(model, X)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onednn", "openvino"])
+def test_backends_compute_in_it(backend):
+    pytest.importorskip("openvino") if backend == "openvino" else None
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval()
+    x = torch.randn(16, 64)
+    program = tsopt.transform(tsopt.capture(model, x))
+    try:
+        made = tsopt.compile(program, f"{backend}?precision=bf16")
+    except tsopt.errors.NoGain:
+        pytest.skip("torch's own kernels are as fast here")
+    verdict = tsopt.verify(model, made, x, precision="bf16")
+    assert (made.precision, verdict.test) == ("bf16", "limit")
+    with pytest.raises(tsopt.AccuracyError):
+        tsopt.verify(model, made, x)
+
+
+@pytest.mark.parametrize("name", ["eager", "onednn", "openvino", "inductor", "cudagraph"])
+def test_a_precision_that_a_backend_has_not(name):
+    with pytest.raises(tsopt.UsageError, match=f"{name} has no precision 'int3'") as caught:
+        get_backend(name, precision="int3")
+    assert "bf16" in caught.value.fix
+
+
+# ---- how far is too far -----------------------------------------------------------------------------------
+
+
+def test_a_limit_is_of_the_whole_tensor():
+    reference = torch.ones(100)
+    assert compare(reference * 1.02, reference, limit=0.03).test == "limit"
+    found = compare(reference * 1.05, reference, limit=0.03)
+    assert (found.ok, found.reason) == (False, "5.00% away from eager, beyond 3.00%")
+    assert not compare(reference, torch.zeros(100), limit=0.03).ok
+    assert "zeros" in compare(reference, torch.zeros(100), limit=0.03).reason
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_limit_takes_no_new_infinity_or_nan(value):
+    reference = torch.ones(1000)
+    result = reference.clone()
+    result[7] = value
+    assert not compare(result, reference, limit=0.5).ok
+
+
+def test_of_classes_one_in_a_hundred_may_differ():
+    reference = torch.zeros(200, dtype=torch.int64)
+    for count, ok in ((2, True), (3, False)):
+        result = reference.clone()
+        result[:count] = 1
+        assert compare(result, reference, limit=0.01).ok is ok
+
+
+def test_large_inputs_have_a_wider_limit_but_may_not_overflow():
+    model = lambda x: x * 2  # noqa: E731
+    oracle = Oracle(model, tsopt.example(X), None)
+    limit_at = {"example": 0.03, "large": 0.3}
+    for kind, limit in limit_at.items():
+        for factor, ok in ((0.9, True), (1.1, False)):
+
+            def off(x, kind=kind, away=1 + limit * factor):
+                is_large = bool(x.abs().max() > 50)
+                return x * 2 * (away if is_large == (kind == "large") else 1.0)
+
+            assert oracle.judge(off, precision="bf16").ok is ok, (kind, factor)
+    overflows = lambda x: torch.where(x.abs() > 50, float("inf"), x * 2)  # noqa: E731
+    assert "infinities" in oracle.judge(overflows, precision="fp16").reason
+
+
+# ---- who races --------------------------------------------------------------------------------------------
+
+
+def test_lower_precisions_race_when_they_are_asked_for():
+    example = tsopt.example(X)
+    assert not any("precision" in name for name in backends_for(example, None))
+    found = backends_for(example, STANDARD_BACKENDS, "bf16")
+    assert found == (*STANDARD_BACKENDS, "eager?precision=bf16", "onednn?precision=bf16")
+    assert set(backends_for(example, ("eager",), "auto")) == {"eager", "eager?precision=bf16", "eager?precision=fp16"}
+    assert "cudagraph?precision=tf32" in backends_for(example, ("cudagraph",), "auto")
+    assert title_of(found[-1]) == "torch + oneDNN, precision bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"precision": "int3"}, "precision='int3'"),
+        ({"precision": "tf32"}, "nobody who races computes in tf32"),
+        ({"precision": "bf16", "backends": ("torchscript",)}, "nobody who races computes in bf16"),
+        ({"precision": "bf16", "backends": ("nonsense",)}, "no backend is called"),
+    ],
+    ids=str,
+)
+def test_a_precision_that_nobody_has_is_refused(options, text):
+    with pytest.raises(tsopt.UsageError, match=text):
+        tsopt.optimize(mlp(), X, **options)
+
+
+@pytest.fixture
+def low_wins(monkeypatch):
+    """A race that only one precision can win, whatever the clock says."""
+    from tsopt.runtime import race
+    from tsopt.runtime.timing import Timing
+
+    def measure(calls, inputs, **_):
+        return {name: Timing((1.0, 1.01) if "bf16" in name else (9.0, 9.01), 5) for name in calls}
+
+    monkeypatch.setattr(race, "measure", measure)
+
+
+@pytest.mark.usefixtures("low_wins")
+def test_what_wins_in_a_lower_precision_says_so_and_is_stored(tmp_path):
+    model = mlp()
+    fast = tsopt.optimize(model, X, backends=("eager",), precision="bf16", isolate=False, cache=False)
+    assert (fast.report.winner, fast.report.numerics) == ("eager + passes, precision bf16", "LOSSY")
+    assert "as near to eager as its precision allows" in fast.report.text
+    assert not torch.equal(fast(X), model(X))
+    place = fast.save(tmp_path / "m.tsopt")
+    loaded = tsopt.load(place)
+    assert loaded.precision == "bf16"
+    assert torch.equal(loaded(X), fast(X))
+    assert {tensor.dtype for tensor in load_file(place / "weights.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("low_wins")
+def test_a_bundle_is_verified_by_the_limit_of_its_precision(tmp_path):
+    from tsopt.cli.verification import against_model, against_record
+
+    model = mlp()
+    fast = tsopt.optimize(model, X, backends=("eager",), precision="bf16", isolate=False, cache=False)
+    place = fast.save(tmp_path / "m.tsopt")
+    assert "whole" in against_record(place, trust=False).verdict
+    loaded = SimpleNamespace(model=model, example_input=X)
+    assert "as its precision allows" in against_model(place, False, loaded, seed=0).verdict
+
+
+@pytest.mark.usefixtures("low_wins")
+def test_a_call_of_another_form_gets_the_same_precision():
+    fast = tsopt.optimize(mlp(), X, backends=("eager",), precision="bf16", isolate=False, cache=False)
+    answer = fast(X[:2])
+    assert not torch.equal(answer, mlp()(X[:2]))
+    assert (answer - mlp()(X[:2])).norm() < 0.03 * answer.norm()

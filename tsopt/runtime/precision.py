@@ -1,0 +1,160 @@
+"""The Program in a lower precision: matrix products and what lies between them; inputs and outputs stay as they are.
+
+The division of the ops follows that of torch.autocast: products of matrices are computed in the low precision, what
+loses too much there (exp, pow, sums, ...) in float32. Between two products it differs: what can go on in the low
+precision does, as in a model that was converted whole, because every cast is a pass over memory. What never meets a
+product, such as positions and their angles, stays in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler import ops
+from tsopt.compiler.infer import infer, infer_weight
+from tsopt.compiler.ops import aten
+from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.rewrite import fresh_name, new_call
+from tsopt.compiler.verify import verify_program
+from tsopt.errors import NoGain
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+PRODUCTS = frozenset(
+    {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "bilinear"}
+    | {"conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
+    | {"scaled_dot_product_attention"}
+)
+# Pointwise ops that lose digits, or the range, of what they are given.
+SENSITIVE = frozenset(
+    {"exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "square", "reciprocal", "rsqrt", "sqrt", "erfinv"}
+    | {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "lgamma"}
+    | {"digamma", "logit", "floor", "ceil", "round", "trunc", "fmod", "remainder", "frac", "cumsum"}
+)
+# Beside pointwise ops: their kernels add up in float32, or they move values.
+FOLLOWING = frozenset(
+    {"softmax", "_softmax", "layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm", "mean"}
+    | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
+    | {"max_pool1d", "max_pool2d", "max_pool3d", "amax", "cat", "stack", "pad", "constant_pad_nd", "roll", "flip"}
+    | {"index_select", "gather", "index", "repeat", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "glu"}
+    | {"upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "tril", "triu", "clone", "contiguous"}
+    | {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "to", "_to_copy"}
+    | {"reshape", "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze"}
+    | {"squeeze", "flatten", "unflatten", "unfold", "movedim", "narrow", "alias", "diagonal"}
+)
+
+
+def in_precision(program: Program, precision: str) -> Program:
+    """The program with its products in `bf16` or `fp16`; itself for `fp32`.
+
+    Weights that are used in the low precision are stored in it.
+
+    Raises:
+        NoGain: there is no product of float32 values.
+    """
+    if precision not in DTYPES:
+        return program
+    made = _Lowering(program.copy(), DTYPES[precision])
+    made.run()
+    if not made.products:
+        raise NoGain(f"no product of float32 matrices that {precision} would make faster")
+    made.program.numerics = Numerics.LOSSY
+    verify_program(made.program)
+    return made.program
+
+
+class _Lowering:
+    """One walk over a program, in its order."""
+
+    def __init__(self, program: Program, low: torch.dtype) -> None:
+        self.program, self.low = program, low
+        self.products = 0
+        self._was = {node: _dtype(node) for node in program.graph.nodes}
+        self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+
+    def run(self) -> None:
+        nodes = list(self.program.graph.nodes)
+        for node in nodes:
+            if ops.is_call(node):
+                self._lower(node)
+        output = self.program.output_node
+        dtypes = [getattr(torch, item.type.dtype) for item in self.program.signature.outputs]
+        values = zip(self.program.outputs, dtypes, strict=True)
+        output.args = (tuple(self._cast(value, dtype, output) for value, dtype in values),)
+        for node in nodes:
+            if node.op == "get_attr" and not node.users:
+                self.program.graph.erase_node(node)
+
+    def _lower(self, node: fx.Node) -> None:
+        """Chooses the precision of a call by its op and by its operands, and types it anew."""
+        floats = {value for value in node.all_input_nodes if self._was[value] == torch.float32}
+        name = ops.name_of(node).split(".")[1] if ops.is_overload(node.target) else ""
+        is_product = name in PRODUCTS and bool(floats)
+        goes_on = any(_dtype(value) == self.low for value in floats) and _follows(node, name)
+        if (is_product or goes_on) and self._retyped(node, floats, self.low):
+            self.products += is_product
+        elif floats or name == "":
+            self._retyped(node, floats, torch.float32)
+
+    def _retyped(self, node: fx.Node, floats: set[fx.Node], dtype: torch.dtype) -> bool:
+        """The call on operands of a dtype; False where it takes none such, and is left as it was."""
+        if not _fits((node.args, dict(node.kwargs)), dtype):
+            return False
+        cast = {value: self._cast(value, dtype, node) for value in floats}
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: cast.get(value, value))
+        try:
+            node.meta["val"] = infer(self.program, node.target, args, kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            return False
+        node.args, node.kwargs = args, kwargs
+        return True
+
+    def _cast(self, value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+        """A value in a dtype, cast once: a weight now, anything else in the call."""
+        if _dtype(value) == dtype:
+            return value
+        key = (value, dtype)
+        if key not in self._casts:
+            self._casts[key] = (
+                self._weight(value, dtype) if value.op == "get_attr" else self._call(value, dtype, before)
+            )
+        return self._casts[key]
+
+    def _weight(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        program = self.program
+        name = fresh_name(f"{value.target}.{str(dtype).removeprefix('torch.')}", program.weights)
+        weight, ends = program.weights[str(value.target)].detach(), torch.finfo(dtype)
+        # What is finite stays so: a row of a mask that is -inf all along would be NaN after softmax.
+        program.weights[name] = weight.clamp(ends.min, ends.max).where(weight.isfinite(), weight).to(dtype)
+        with program.graph.inserting_after(value):
+            made = program.graph.create_node("get_attr", name)
+        made.meta = {"val": infer_weight(program, program.weights[name])}
+        return made
+
+    def _call(self, value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+        # NOTE: before its first user: further ones come later, and placeholders stay together.
+        return new_call(self.program, before, value, aten.to.dtype, (value, dtype), {})
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _fits(value: object, dtype: torch.dtype) -> bool:
+    """Whether a dtype has the numbers that are written in a call, such as the -3e38 of a mask."""
+    if isinstance(value, (list, tuple)):
+        return all(_fits(item, dtype) for item in value)
+    if isinstance(value, dict):
+        return all(_fits(item, dtype) for item in value.values())
+    return not isinstance(value, float) or not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+
+
+def _follows(node: fx.Node, name: str) -> bool:
+    """Whether an op may be computed in the precision of its operands."""
+    target: Any = node.target
+    return name in FOLLOWING or (name not in SENSITIVE and torch.Tag.pointwise in getattr(target, "tags", ()))
