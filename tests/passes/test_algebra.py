@@ -602,6 +602,7 @@ def test_division_of_what_is_no_float_stays(x):
 
 def test_division_by_a_tensor_stays():
     check_declines(algebra.div_power_of_two, lambda x, y: x / y, (specials(N), torch.full((N,), 2.0)))
+    check_declines(algebra.div_power_of_two, lambda x: x * aten.div.Tensor(3, 2), specials(N))
 
 
 @pytest.mark.parametrize(

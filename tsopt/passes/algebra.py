@@ -250,7 +250,7 @@ def holds(wide: torch.dtype, narrow: str) -> bool:
 @rule(lambda x, c: aten.div.Tensor(x, c))
 def div_power_of_two(at, x, c):
     """x / 2**k -> x * 2**-k"""
-    if not isinstance(c, (int, float)) or isinstance(c, bool):
+    if not isinstance(x, fx.Node) or not isinstance(c, (int, float)) or isinstance(c, bool):
         return None
     if not getattr(torch, at.type(x).dtype).is_floating_point:
         return at.skip(KEEPS_FLOAT)
