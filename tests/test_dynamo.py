@@ -8,6 +8,7 @@ from torch import nn
 
 import tsopt
 from tsopt import dynamo
+from tsopt.runtime import parts
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
 
@@ -23,13 +24,13 @@ def _fresh():
 def made(monkeypatch):
     """The graphs that are made, in order."""
     graphs = []
-    real = dynamo.Graph.__init__
+    real = parts.Graph.__init__
 
     def init(self, *args):
         real(self, *args)
         graphs.append(self)
 
-    monkeypatch.setattr(dynamo.Graph, "__init__", init)
+    monkeypatch.setattr(parts.Graph, "__init__", init)
     return graphs
 
 

@@ -1,4 +1,7 @@
-"""Who may import whom: cli -> sweeps -> api -> passes, runtime -> compiler -> errors. Where heavy libraries live."""
+"""Who may import whom: cli -> sweeps, dynamo, hybrid -> api -> passes, runtime -> compiler -> errors.
+
+And where heavy libraries live.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ MAY = {
     "api": {"api", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},
     "dynamo": {"dynamo", "api", "runtime", "compiler", "root"},
+    "hybrid": {"hybrid", "api", "runtime", "compiler", "root"},
     "cli": {"cli", "sweeps", "api", "passes", "runtime", "compiler", "root"},
 }
 ONLY_IN = {

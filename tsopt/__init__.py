@@ -27,17 +27,20 @@ if TYPE_CHECKING:
         CaptureError,
         InvalidProgram,
         NoGain,
+        NotOneGraph,
         PassError,
         RuleError,
         SignatureError,
         TsoptError,
         UsageError,
     )
+    from tsopt.hybrid import hybridize
     from tsopt.passes import STANDARD
     from tsopt.runtime.accuracy import verify
     from tsopt.runtime.artifact import load
     from tsopt.runtime.backend import Executable, compile
     from tsopt.runtime.dispatch import Optimized
+    from tsopt.runtime.parts import InParts
     from tsopt.runtime.race import benchmark
     from tsopt.runtime.report import Report
     from tsopt.sweeps import Sweep, sweep
@@ -59,11 +62,13 @@ _PLACES = {
     "CaptureError": "tsopt.errors",
     "InvalidProgram": "tsopt.errors",
     "NoGain": "tsopt.errors",
+    "NotOneGraph": "tsopt.errors",
     "PassError": "tsopt.errors",
     "RuleError": "tsopt.errors",
     "SignatureError": "tsopt.errors",
     "TsoptError": "tsopt.errors",
     "UsageError": "tsopt.errors",
+    "hybridize": "tsopt.hybrid",
     "optimize": "tsopt.api",
     "transform": "tsopt.api",
     "STANDARD": "tsopt.passes",
@@ -72,6 +77,7 @@ _PLACES = {
     "Executable": "tsopt.runtime.backend",
     "compile": "tsopt.runtime.backend",
     "Optimized": "tsopt.runtime.dispatch",
+    "InParts": "tsopt.runtime.parts",
     "benchmark": "tsopt.runtime.race",
     "Report": "tsopt.runtime.report",
     "Sweep": "tsopt.sweeps",
@@ -100,8 +106,10 @@ __all__ = [
     "CaptureError",
     "Example",
     "Executable",
+    "InParts",
     "InvalidProgram",
     "NoGain",
+    "NotOneGraph",
     "Numerics",
     "Optimized",
     "PassError",
@@ -120,6 +128,7 @@ __all__ = [
     "capture",
     "compile",
     "example",
+    "hybridize",
     "load",
     "optimize",
     "rule",

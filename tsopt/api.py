@@ -18,7 +18,7 @@ from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode
 from tsopt.compiler.rewrite import Rule
-from tsopt.errors import AccuracyError, UsageError
+from tsopt.errors import AccuracyError, NotOneGraph, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
@@ -26,10 +26,12 @@ from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.isolation import Workshop, is_on_cpu
+from tsopt.runtime.parts import PART, InParts, optimize_in_parts
 from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
+FRONTENDS = ("auto", "export", "parts")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
@@ -41,6 +43,7 @@ def optimize(
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
     precision: str = FULL,
+    frontend: str = "auto",
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
     threads: int | None = None,
@@ -53,7 +56,7 @@ def optimize(
     budget: float | None = None,
     cache: bool = True,
     progress: Callable[[str], None] | None = None,
-) -> Optimized:
+) -> Optimized | InParts:
     """Makes the fastest verified form of a model that this machine can run.
 
     Args:
@@ -67,6 +70,9 @@ def optimize(
         precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
             all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
             they are away as a whole, 3 % for `bf16` and 1 % for the others.
+        frontend: how the model is captured. `export`: as a single graph, by torch.export. `parts`: by dynamo, in graphs
+            with the Python between them; the result runs and cannot be saved. `auto`: in parts where a single graph
+            does not hold the model; the report says why.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -83,14 +89,68 @@ def optimize(
         progress: told the name of each step.
 
     Raises:
-        CaptureError: the model cannot be captured.
+        CaptureError: the model cannot be captured, in parts neither.
         AccuracyError: the model fails on its example, or nothing about it can be verified.
         UsageError: an option is not what it must be.
     """
     example = as_example(example_input)
-    _check_options(on_new_signature, backends, threads, seconds, budget)
+    _check_options(on_new_signature, backends, threads, seconds, budget, frontend)
     racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
+    reason: NotOneGraph | None = None
+    if frontend != "parts":
+        try:
+            return _as_one_graph(
+                model,
+                example,
+                level=level,
+                backends=racing,
+                passes=tuple(passes),
+                without=tuple(without),
+                threads=threads,
+                seconds=seconds,
+                seed=seed,
+                eval_mode=eval_mode,
+                allow_nan=allow_nan,
+                on_new_signature=on_new_signature,
+                isolate=isolate,
+                budget=budget,
+                cache=cache,
+                tell=tell,
+            )
+        except NotOneGraph as error:
+            if frontend == "export":
+                raise
+            reason = error
+
+    def part(graph: Callable[..., Any], inputs: Example) -> Any:
+        options: dict[str, Any] = {"level": level, "passes": passes, "without": without, "precision": precision}
+        options |= {"threads": threads, "seed": seed, "isolate": isolate, "cache": cache, "allow_nan": allow_nan}
+        return optimize(graph, inputs, backends=backends, frontend="export", **PART | options)
+
+    called = as_eval(model, eval_mode)
+    return optimize_in_parts(called, example, part, because=reason, seconds=seconds, seed=seed, progress=tell)
+
+
+def _as_one_graph(
+    model: Callable[..., Any],
+    example: Example,
+    *,
+    level: int,
+    backends: Sequence[str],
+    passes: Iterable[Pass | Repeat],
+    without: Iterable[str],
+    threads: int | None,
+    seconds: float,
+    seed: int,
+    eval_mode: bool,
+    allow_nan: bool,
+    on_new_signature: str,
+    isolate: bool,
+    budget: float | None,
+    cache: bool,
+    tell: Callable[[str], None],
+) -> Optimized:
     with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
         tell("capture")
         start = time.perf_counter()
@@ -107,7 +167,7 @@ def optimize(
             captured,
             optimized,
             example,
-            backends=racing,
+            backends=backends,
             threads=threads,
             seconds=seconds,
             seed=seed,
@@ -282,10 +342,17 @@ def check_name(name: str, known: Sequence[str]) -> None:
 
 
 def _check_options(
-    policy: str, backends: Sequence[str] | None, threads: int | None, seconds: float, budget: float | None
+    policy: str,
+    backends: Sequence[str] | None,
+    threads: int | None,
+    seconds: float,
+    budget: float | None,
+    frontend: str,
 ) -> None:
     if policy not in POLICIES:
         raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
+    if frontend not in FRONTENDS:
+        raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
     if isinstance(backends, str) and backends != "all":
         raise UsageError("backends is a string", fix=f"pass a tuple: backends=({backends!r},)")
     if threads is not None and threads < 1:

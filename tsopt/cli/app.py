@@ -213,7 +213,9 @@ def export(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
 
-        fast = optimize(loaded.model, loaded.example_input, threads=threads, cache=cache, progress=tell, **options)
+        # A file holds a single graph or nothing.
+        options |= {"threads": threads, "cache": cache, "frontend": "export", "progress": tell}
+        fast = optimize(loaded.model, loaded.example_input, **options)
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)

@@ -86,7 +86,8 @@ class Output:
             if row.reason:
                 self.say(f"  {row.name}: {row.reason}")
         self.say()
-        self.table(PASS_COLUMNS, pass_cells(report.passes))
+        if report.passes:
+            self.table(PASS_COLUMNS, pass_cells(report.passes))
         # The text form has the same tables; what follows them is the same for both.
         tail = report.text.splitlines()
         first = next(i for i, line in enumerate(tail) if line.startswith("op nodes"))

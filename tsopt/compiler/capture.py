@@ -17,15 +17,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tsopt.compiler import ops
 from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.explain import explain, size_of_values
 from tsopt.compiler.origin import origin_in, origin_of_meta
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
-from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training, explain
+from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.types import TensorType
-from tsopt.errors import CaptureError
+from tsopt.errors import NotOneGraph
 
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
@@ -48,7 +49,8 @@ def capture(
         allow_nan: take weights that hold NaN.
 
     Raises:
-        CaptureError: the model cannot be captured; the message says where and what to write instead.
+        CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
+            of them, where the model itself runs.
     """
     example = as_example(example_input)
     if isinstance(model, ExportedProgram):
@@ -185,7 +187,14 @@ class _Lowering:
         self.mapping[node] = made
 
     def weight(self, node: fx.Node, target: str) -> None:
-        tensor = self.tensor(target).detach()
+        tensor = self.tensor(target)
+        if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
+            raise NotOneGraph(
+                f"the model holds a {type(tensor).__name__}, which is no tensor",
+                why="what it does in a call cannot be part of a program",
+                fix="use torch.manual_seed instead of a torch.Generator of one's own",
+            )
+        tensor = tensor.detach()
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
         if tensor.numel() and key in self._by_storage:  # tied weights are one
             self.mapping[node] = self._by_storage[key]
@@ -198,15 +207,11 @@ class _Lowering:
 
     def call(self, node: fx.Node) -> None:
         if not _plain(node.target):
-            raise CaptureError(
-                f"{getattr(node.target, '__name__', node.target)} is control flow, which a Program cannot hold",
-                where=origin_of_meta(node.meta) or None,
-                fix="compute both branches and select with torch.where, or optimize the parts of the model one by one",
-            )
+            raise _no_op(node)
         made = self.graph.node_copy(node, self.mapping.__getitem__)
         made.meta = {"val": node.meta.get("val"), **origin_in(node.meta)}
         if ops.writes_in_secret(made):
-            raise CaptureError(
+            raise NotOneGraph(
                 f"{ops.name_of(node)} updates its running statistics in the call",
                 where=origin_of(made) or None,
                 why="the program could not say that it does: the op's schema denies it",
@@ -214,19 +219,14 @@ class _Lowering:
             )
         for tensor in ops.tensors_of(node.meta.get("val")):
             if tensor.layout != torch.strided:
-                raise CaptureError(
+                raise NotOneGraph(
                     f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
                     where=origin_of(made) or None,
                     why="a program computes with dense tensors",
-                    fix="keep it dense, or optimize the parts of the model before and after it",
+                    fix="keep it dense",
                 )
             if any(not isinstance(size, int) for size in tensor.shape):
-                raise CaptureError(
-                    f"the shape of {ops.name_of(node)} depends on values, not on shapes",
-                    where=origin_of(made) or None,
-                    why="the program would need a size that is known only at run time",
-                    fix="use a mask of fixed size (torch.where) instead of selecting by value",
-                )
+                raise size_of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
 
     def finish(self, outputs: list[fx.Node]) -> fx.Graph:
@@ -236,6 +236,25 @@ class _Lowering:
                 self.graph.erase_node(node)
                 del self.weights[str(node.target)]
         return self.graph
+
+
+def _no_op(node: fx.Node) -> NotOneGraph:
+    """The refusal of a call that is neither an op nor a choice among its results."""
+    name = getattr(node.target, "__name__", str(node.target))
+    where = origin_of_meta(node.meta) or None
+    if getattr(node.target, "namespace", "") == "higher_order":
+        return NotOneGraph(
+            f"{name.removesuffix('_impl')} is control flow, which a Program cannot hold",
+            where=where,
+            why="a program is one list of calls",
+            fix="compute both branches and select with torch.where; a loop of fixed length in Python",
+        )
+    return NotOneGraph(
+        f"a Python number that is computed from values of a tensor is used ({name})",
+        where=where,
+        why="a program computes with tensors",
+        fix="keep it a tensor: x * scale with scale = t.max() instead of t.max().item()",
+    )
 
 
 def _static_type(node: fx.Node) -> TensorType:

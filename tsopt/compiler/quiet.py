@@ -18,15 +18,21 @@ def quiet(*, stdout: bool = False) -> Iterator[None]:
     Args:
         stdout: silence stdout as well, where the code that runs is not the user's.
     """
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    with silent(*LOGGERS), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()) if stdout else contextlib.nullcontext():
+            yield
+
+
+@contextlib.contextmanager
+def silent(*names: str) -> Iterator[None]:
+    """Silences loggers."""
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stdout(io.StringIO()) if stdout else contextlib.nullcontext():
-                yield
+        yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

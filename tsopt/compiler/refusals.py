@@ -5,20 +5,16 @@ Every message says what, where, why and what to do. Never runs a capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from tsopt.compiler import ops
 from tsopt.compiler.example import Example
-from tsopt.compiler.origin import user_frame
 from tsopt.compiler.program import Program, origin_of
-from tsopt.compiler.protect import protected
-from tsopt.compiler.structure import Structure, flatten, unflatten
-from tsopt.errors import CaptureError
+from tsopt.compiler.structure import Structure, flatten
+from tsopt.errors import CaptureError, NotOneGraph
 
 
 def check_model(model: object, *, allow_nan: bool) -> None:
@@ -102,7 +98,7 @@ def check_result(result: Structure) -> None:
         node = nodes.pop()
         nodes += node.children
         if node.kind == "const" and isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CaptureError(
+            raise NotOneGraph(
                 "the model returns a Python number that depends on the input",
                 why="a program returns tensors; the number would be frozen",
                 fix="return the tensor instead of tensor.item()",
@@ -136,62 +132,3 @@ _HARMLESS = frozenset(name.removeprefix("aten::") for name in ops.RANDOM_ONLY_IF
 
 def _call_text(node: fx.Node) -> str:
     return f"{node.target}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"
-
-
-def explain(error: Exception, model: Callable[..., Any], example: Example) -> CaptureError:
-    """The user's view of a failed export: his own error if the model fails by itself, else the construct."""
-    if isinstance(error, CaptureError):
-        return error
-    own = _eager_failure(model, example)
-    if own is not None:
-        return CaptureError(
-            "the model itself fails on the example input",
-            where=user_frame(own) or user_frame(error),
-            why=f"{type(own).__name__}: {_first_lines(own)}",
-            fix="make model(*example) run in plain PyTorch first",
-        )
-    text = str(error)
-    where = user_frame(error)
-    kind = type(error).__name__
-    if kind.startswith("DynamicOutputShape"):
-        return CaptureError(
-            f"the shape of {_first_lines(error)} depends on values, not on shapes",
-            where=where,
-            why="the program would need a size that is known only at run time",
-            fix="use a mask of fixed size (torch.where) instead of selecting by value",
-        )
-    if "data-dependent" in text or kind.startswith(("GuardOnDataDependent", "DataDependentOutput")):
-        return CaptureError(
-            "a Python decision depends on the values of a tensor",
-            where=where,
-            why="an if, a loop, .item() or int() on a tensor is decided while the model runs; a program is one graph",
-            fix="select with torch.where(condition, a, b), or decide on shapes and arguments instead",
-        )
-    return CaptureError(
-        "torch.export cannot capture the model",
-        where=where,
-        why=f"{type(error).__name__}: {_first_lines(error)}",
-        fix="replace the construct at that line by tensor operations",
-    )
-
-
-def _eager_failure(model: Callable[..., Any], example: Example) -> Exception | None:
-    args, kwargs = unflatten_clones(example)
-    try:
-        with protected(model, written=list(model.parameters()) if isinstance(model, nn.Module) else ()):
-            model(*args, **kwargs)
-    except Exception as error:
-        return error
-    return None
-
-
-def unflatten_clones(example: Example) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call's arguments with every tensor cloned: what the model writes stays here."""
-    leaves, structure = flatten((example.args, example.kwargs))
-    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-    return args, kwargs
-
-
-def _first_lines(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
-    return text if len(text) <= limit else text[:limit] + " ..."

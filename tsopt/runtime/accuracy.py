@@ -73,18 +73,26 @@ class Oracle:
     Args:
         model: the user's model; called under protection, in `seeds` of its own.
         program: the captured program before any pass: the float64 reference.
+        state: what the model may write beside its inputs; the program says it where there is one.
     """
 
-    def __init__(self, model: Callable[..., Any], example: Example, program: Program | None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        example: Example,
+        program: Program | None,
+        *,
+        seed: int = 0,
+        state: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.program = program
         self.seed = seed
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}
-        state = list(program.state.values()) if program is not None else []
-        self._state = state
+        self._state = list(program.state.values()) if program is not None else list(state)
         for inputs in input_sets(example, seed):
-            self._ask(model, inputs, state)
+            self._ask(model, inputs, self._state)
         if all(expected.inputs.kind == SPECIAL for expected in self.expected):
             raise AccuracyError(
                 "the model gives no finite value on any input, so nothing can be verified",

@@ -1,6 +1,6 @@
-"""`torch.compile(model, backend="tsopt")`: each graph that dynamo finds is optimized at its first call.
+"""A model in parts: dynamo finds graphs, the Python between them stays, each graph is optimized at its first call.
 
-For models that cannot be captured as a whole: the Python between the graphs stays as it is.
+For models that are no single graph. The result runs, and cannot be saved: the Python in it is the user's.
 """
 
 from __future__ import annotations
@@ -8,32 +8,145 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from tsopt.api import optimize
-from tsopt.compiler.example import example
-from tsopt.errors import TsoptError
+from tsopt.compiler.example import Example, example
+from tsopt.compiler.protect import InEvalMode, modules_of, protected
+from tsopt.compiler.quiet import silent
+from tsopt.compiler.types import TensorType
+from tsopt.errors import ArtifactError, BackendError, CaptureError, TsoptError
+from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.environment import environment
+from tsopt.runtime.inputs import input_sets
+from tsopt.runtime.race import EAGER, Progress, device_wait, with_timing
+from tsopt.runtime.report import Report, Row
+from tsopt.runtime.timing import cold_start, measure
 
 log = logging.getLogger("tsopt")
-SECONDS = 2.0  # of timing for each graph; a model may have many
+PARTS = "in parts"
+# Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
+# capture for each would cost more than it gains.
+PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
+Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
-def backend(
-    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Any]:
-    """A backend of torch.compile, registered as `tsopt`.
+class InParts:
+    """A drop-in for a model that is no single graph: its parts are optimized, the Python between them stays.
+
+    Attributes:
+        report: what was raced, what the parts are, and why there is no single graph.
+        backend: `parts`; `eager` when the model itself is the fastest.
+    """
+
+    def __init__(self, model: Callable[..., Any], run: Callable[..., Any], report: Report) -> None:
+        self.model, self.report = model, report
+        self.backend = "eager" if report.winner == EAGER else "parts"
+        self._run = model if report.winner == EAGER else run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self._run(*args, **kwargs)
+
+    def save(self, path: str | Path) -> Path:
+        """Raises ArtifactError: there is no file for the Python between the parts."""
+        raise ArtifactError(
+            "a model in parts cannot be saved", where=str(path), why=self.report.frontend, fix="make it a single graph"
+        )
+
+    def verified(self, backend: str, **options: Any) -> Any:
+        """Raises BackendError: there is no program for a backend to take."""
+        raise BackendError(f"a model in parts is no program for {backend}", why=self.report.frontend)
+
+    def __repr__(self) -> str:
+        return f"<tsopt.InParts {self.report.model} on {self.backend}, {self.report.why}>"
+
+
+def optimize_in_parts(
+    model: Callable[..., Any],
+    example_input: Example,
+    optimize: Optimize,
+    *,
+    because: CaptureError | None,
+    seconds: float,
+    seed: int,
+    progress: Progress,
+) -> InParts:
+    """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
 
     Args:
-        graph: what dynamo has traced.
-        example_inputs: not used: they are fake, and the race needs values.
-        options: of `tsopt.optimize`, as in `torch.compile(model, backend="tsopt", options={"level": 1})`.
+        because: why it is no single graph, where that has been tried.
+
+    Raises:
+        CaptureError: `because`, or that dynamo fails on the model as well.
+        AccuracyError: the model fails on its example, or nothing about it can be verified.
     """
-    # Other sizes in a graph that dynamo has made for all sizes: a capture for each would cost more than it gains.
-    return Graph(graph, {"seconds": SECONDS, "on_new_signature": "eager"} | dict(options or {}))
+    graphs: list[Graph] = []
+    known: dict[Any, Graph] = {}
+
+    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        progress(f"part {len(graphs) + 1}")
+        graphs.append(Graph(graph, optimize, known))
+        return graphs[-1]
+
+    run: Any
+    if isinstance(model, InEvalMode):
+        run = InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
+    else:
+        run = torch.compile(model, backend=backend, dynamic=False)
+    state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
+    inputs = [item.clone() for item in input_sets(example_input, seed)[:3]]
+    with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
+        progress(EAGER)
+        oracle = Oracle(model, example_input, None, seed=seed, state=state)
+        try:
+            with torch.no_grad(), protected(model):
+                cold = cold_start(run, inputs, device_wait(example_input))
+            verdict = oracle.judge(run)
+        except Exception as error:  # dynamo's own, or the model's under it
+            raise because or CaptureError(
+                "dynamo cannot run the model", why=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            ) from error
+        rows = [Row(EAGER), Row(PARTS, accuracy=verdict, cold=cold)]
+        if not verdict.ok:
+            rows[1] = Row(PARTS, "wrong", verdict.reason, accuracy=verdict, cold=cold)
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                timings = measure({EAGER: model, PARTS: run}, inputs, seconds=seconds, wait=device_wait(example_input))
+            rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
+    return InParts(model, run, _report(model, rows, graphs, because))
+
+
+def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
+    gain = rows[1].speedup
+    wins = rows[1].status == "ok" and gain is not None and gain.low > 1.0
+    distinct = list({id(item.fast or item): item for item in graphs}.values())
+    parts = tuple(
+        f"part {number}: "
+        + (f"{item.fast.report.nodes[1]} op nodes, {item.fast.report.winner} wins" if item.fast else item.refused)
+        for number, item in enumerate(distinct, 1)
+    )
+    count = sum(item.fast is not None for item in distinct)
+    rows[1] = replace(rows[1], notes=parts)
+    nodes = [item.fast.report.nodes for item in distinct if item.fast]
+    why = "no single graph" if because is None else "; ".join(filter(None, (because.what, because.where)))
+    return Report(
+        getattr(model, "__name__", type(model).__name__),
+        tuple(rows),
+        PARTS if wins else EAGER,
+        f"{gain} as fast as eager" if wins else "its parts are not faster beyond noise",
+        (),
+        (sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
+        0.0,
+        environment(),
+        "ROUNDING",
+        frontend=f"{count} of {len(distinct)} parts optimized, the Python between them stays: {why}",
+    )
 
 
 class Graph:
@@ -44,11 +157,15 @@ class Graph:
 
     Attributes:
         fast: the optimized graph; None before the first call, and where it could not be optimized.
+        refused: why it could not be.
     """
 
-    def __init__(self, graph: fx.GraphModule, options: Mapping[str, Any]) -> None:
-        self.graph, self.options = graph, options
+    def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
+        self.graph, self.optimize = graph, optimize
+        self.known = {} if known is None else known  # by what decides about them
         self.fast: Optimized | None = None
+        self.refused = ""
+        self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
         self._weights: dict[int, tuple[torch.Tensor, int]] = {}
         self._tried = False
         self._lock = threading.Lock()
@@ -63,22 +180,38 @@ class Graph:
                     self._tried = True
         if self.fast is None or not self._same_weights(args):
             return self.graph(*args)
-        return self.fast(*[value for i, value in enumerate(args) if i not in self._weights])
+        return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
 
     def _optimize(self, args: Sequence[Any]) -> None:
         weights = {i: value for i, value in enumerate(args) if _is_static(value)}
         values = [value for i, value in enumerate(args) if i not in weights]
         training = any(module.training for module in self.graph.modules() if module is not self.graph)
         if training or not any(isinstance(value, torch.Tensor) for value in values):
+            self.refused = "it is in training mode" if training else "nothing to compute"
+            return
+        key = self._key(values, weights)
+        twin = self.known.get(key)
+        if twin is not None and twin._same_weights(args):
+            self.fast, self._places, self._weights = twin.fast, twin._places, twin._weights
             return
         try:
-            found: Any = torch._dynamo.disable(optimize)  # type: ignore[no-untyped-call]
+            found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                self.fast = found(_Bound(self.graph, weights), example(*values), **self.options)
+                self.fast = fast = found(_Bound(self.graph, weights), example(*values))
         except TsoptError as error:
             log.info("a graph of torch.compile stays as it is: %s", error)
+            self.refused = error.what
             return
-        self._weights = {i: (value, value._version) for i, value in weights.items()}
+        written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
+        self._places = frozenset(weights)
+        self._weights = {i: (value, value._version) for i, value in weights.items() if id(value) not in written}
+        self.known[key] = self
+
+    def _key(self, values: Sequence[Any], weights: Mapping[int, torch.Tensor]) -> Any:
+        """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
+        types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
+        own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
+        return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
 
     def _same_weights(self, args: Sequence[Any]) -> bool:
         return all(args[i] is value and value._version == version for i, (value, version) in self._weights.items())

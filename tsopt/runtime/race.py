@@ -306,7 +306,7 @@ def _timed(
             calls, inputs, seconds=seconds, wait=device_wait(example), progress=lambda text: tell(f"time: {text}")
         )
     base = timings[EAGER]
-    timed = [_with_timing(row, timings.get(row.name), base) for row in rows]
+    timed = [with_timing(row, timings.get(row.name), base) for row in rows]
     lost = {name: candidate.lost for name, candidate in candidates.items() if isinstance(candidate, Isolated)}
     return [row if (end := lost.get(row.name)) is None else replace(row, status=end.kind) for row in timed]
 
@@ -321,7 +321,8 @@ def is_on_gpu(example: Example) -> bool:
     return any(leaf.is_cuda for leaf in leaves)
 
 
-def _with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
+def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
+    """A row with what was measured, and its speed-up over the baseline."""
     if timing is None:
         return row
     if timing.error:
@@ -427,4 +428,4 @@ def benchmark(
         timings = measure(
             {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress
         )
-    return Benchmark(tuple(_with_timing(Row(name), timings[name], timings[EAGER]) for name in timings))
+    return Benchmark(tuple(with_timing(Row(name), timings[name], timings[EAGER]) for name in timings))

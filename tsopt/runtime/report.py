@@ -90,6 +90,7 @@ class Report:
         together: why candidates ran in this process, where each was meant to have one of its own.
         cached: when the rows were measured, where that was not now, and what was checked since.
         signatures: what became of calls of another form: (form, outcome).
+        frontend: how the model was captured, where that was not as a single graph.
     """
 
     model: str
@@ -107,6 +108,7 @@ class Report:
     pass_seconds: float = 0.0
     together: str = ""
     cached: str = ""
+    frontend: str = ""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -130,7 +132,8 @@ class Report:
         lines += text_table(COLUMNS, [row.cells() for row in self.rows])
         reasons = [f"  {row.name}: {row.reason}" for row in self.rows if row.reason]
         lines += ["", *reasons] if reasons else []
-        lines += ["", *text_table(PASS_COLUMNS, pass_cells(self.passes)), ""]
+        lines += ["", *text_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
+        lines.append("")
         lines.append(
             f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
             f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {self.pass_seconds:.2f} s"
@@ -140,6 +143,7 @@ class Report:
             lines.append(f"verified: {accuracy}")
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
         lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
+        lines += [f"captured in parts: {self.frontend}"] if self.frontend else []
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
@@ -171,6 +175,7 @@ class Report:
             "numerics": self.numerics,
             "together": self.together,
             "cached": self.cached,
+            "frontend": self.frontend,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],

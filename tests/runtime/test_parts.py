@@ -1,0 +1,183 @@
+"""Models that are no single graph: parts of them are optimized, the rest stays as it is, and the report says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.runtime import parts
+from tsopt.runtime.parts import PARTS, InParts
+from tsopt.runtime.timing import Timing
+
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager", "onednn")}
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def parts_win(monkeypatch):
+    def measure(calls, inputs, **_):
+        return {name: Timing((1.0, 1.01) if name == PARTS else (9.0, 9.01), 5) for name in calls}
+
+    monkeypatch.setattr(parts, "measure", measure)
+
+
+class Branches(nn.Module):
+    """Goes on by the values of what it has computed, and remembers its calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.yes, self.no = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x, *, scale: float = 1.0):
+        self.calls += 1
+        self.count.add_(1)
+        hidden = self.first(x * scale)
+        if hidden.sum() > 40:
+            return {"y": self.yes(hidden), "count": self.count * 2}
+        return {"y": self.no(hidden), "count": self.count * 2}
+
+
+def optimized(model=None, example=X, **options):
+    return tsopt.optimize(model or Branches().eval(), example, **QUICK | options)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_both_branches_are_right():
+    model = Branches().eval()
+    fast = optimized(model)
+    assert (type(fast), fast.backend, fast.report.winner) == (InParts, "parts", PARTS)
+    seen = set()
+    for factor in (0.1, 1.0, 30.0):
+        model.count.zero_()
+        answer = fast(X * factor)
+        model.count.zero_()
+        wanted = model(X * factor)
+        assert answer.keys() == wanted.keys()
+        torch.testing.assert_close(answer["y"], wanted["y"].detach())
+        torch.testing.assert_close(answer["count"], wanted["count"])
+        seen.add(bool(model.first(X * factor).sum() > 40))
+    assert seen == {True, False}
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_the_report_says_why_and_what_the_parts_are():
+    fast = optimized()
+    assert "parts optimized, the Python between them stays" in fast.report.frontend
+    assert "a Python decision depends on the values of a tensor: an if" in fast.report.text
+    assert "test_parts.py:" in fast.report.frontend
+    assert "part 1: " in fast.report.text
+    assert fast.report.to_json()["frontend"] == fast.report.frontend
+    assert "InParts" in repr(fast)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Branches().eval()
+    optimized(model)
+    assert (model.calls, float(model.count)) == (0, 0.0)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_it_cannot_be_saved_and_says_why(tmp_path):
+    fast = optimized()
+    with pytest.raises(tsopt.ArtifactError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
+        fast.save(tmp_path / "m.tsopt")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(tsopt.BackendError, match="no program for onnxruntime"):
+        fast.verified("onnxruntime")
+
+
+def test_eager_runs_where_parts_are_not_faster(monkeypatch):
+    monkeypatch.setattr(parts, "measure", lambda calls, inputs, **_: {name: Timing((1.0, 1.01), 5) for name in calls})
+    model = Branches().eval()
+    fast = optimized(model)
+    assert (fast.backend, fast.report.winner) == ("eager", "eager")
+    fast(X)
+    assert model.calls == 1
+
+
+def test_parts_that_answer_something_else_lose(monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: lambda *a, **k: {n: v + 1 for n, v in real(model)(*a, **k).items()}
+    )
+    fast = optimized()
+    assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
+
+
+def test_by_name_also_a_model_that_is_a_graph():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    fast = optimized(model, frontend="parts")
+    assert "1 of 1 parts optimized" in fast.report.frontend
+    torch.testing.assert_close(fast(X), model(X).detach())
+
+
+def test_a_single_graph_or_nothing():
+    with pytest.raises(tsopt.CaptureError, match="a Python decision"):
+        optimized(frontend="export")
+
+
+def test_an_unknown_frontend_is_refused():
+    with pytest.raises(tsopt.UsageError, match="frontend='magic'") as caught:
+        optimized(frontend="magic")
+    assert "parts" in caught.value.fix
+
+
+def test_what_fails_by_itself_is_not_tried_in_parts():
+    with pytest.raises(tsopt.CaptureError, match="the model itself fails"):
+        optimized(nn.Linear(5, 2).eval())
+
+
+def test_where_dynamo_fails_as_well_the_first_reason_is_told(monkeypatch):
+    def fails(model, **options):
+        def run(*args, **kwargs):
+            raise RuntimeError("internal")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(tsopt.CaptureError, match="a Python decision"):
+        optimized()
+    with pytest.raises(tsopt.CaptureError, match=r"(?s)dynamo cannot run the model.*RuntimeError: internal"):
+        optimized(frontend="parts")
+
+
+def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
+    """Dynamo traces the model anew when its counter changes."""
+    from tsopt import api
+
+    real, made = api._as_one_graph, []
+    monkeypatch.setattr(api, "_as_one_graph", lambda *a, **k: made.append(1) or real(*a, **k))
+    optimized()
+    assert len(made) <= 4  # the whole, before the branch, and either side of it
+
+
+def test_a_function_in_parts():
+    def halves(x):
+        while x.norm() > 1:
+            x = x * 0.5
+        return x
+
+    fast = optimized(halves)
+    torch.testing.assert_close(fast(X * 7), halves(X * 7))
+
+
+def test_eval_mode_is_kept_in_parts():
+    model = Branches().train()
+    model.first.append(nn.Dropout(0.5))
+    fast = optimized(model, eval_mode=True)
+    assert model.training
+    wanted = Branches().eval()(X)["y"].detach()
+    torch.testing.assert_close(fast(X)["y"], wanted)

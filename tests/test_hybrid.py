@@ -1,0 +1,247 @@
+"""`hybridize`: the model's own interface, compiled calls where they are the same, eager where they are not."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt import hybrid
+from tsopt.hybrid import compiled_of
+
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """With a method, a property, a constant and a buffer of its own."""
+
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+        self.register_buffer("shift", torch.ones(3))
+        self.names = ["a", "b", "c"]
+
+    @property
+    def width(self):
+        return self.layers[0].out_features
+
+    def classes(self, x):
+        return [self.names[i] for i in self(x).argmax(-1)]
+
+    def forward(self, x):
+        return self.layers(x) * self.scale + self.shift
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `optimize` was called with."""
+    seen = []
+    real = hybrid.optimize
+
+    def optimize(model, example, **options):
+        seen.append(model)
+        return real(model, example, **options)
+
+    monkeypatch.setattr(hybrid, "optimize", optimize)
+    return seen
+
+
+@pytest.fixture
+def net():
+    return tsopt.hybridize(Net().eval(), **QUICK)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b)
+
+
+def test_it_is_compiled_at_the_first_call_and_once(net, calls):
+    assert calls == []
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), Net().eval()(X))
+    assert len(calls) == 1
+    assert compiled_of(net).fast.report.rows
+
+
+def test_the_interface_is_that_of_the_model(net):
+    plain = Net().eval()
+    assert isinstance(net, Net)
+    assert type(net).__name__ == "Net"
+    assert (net.width, net.scale, net.names) == (16, 2.0, ["a", "b", "c"])
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert repr(net) == repr(plain)
+    with torch.no_grad():
+        assert net.classes(X) == plain.classes(X)
+
+
+def test_it_shares_everything_with_the_model():
+    model = Net().eval()
+    net = tsopt.hybridize(model, **QUICK)
+    net.extra = 1
+    assert model.extra == 1
+    assert net.train() is net
+    assert model.training
+    assert next(net.parameters()) is next(model.parameters())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: net.shift.add_(1),
+        lambda net: net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()}),
+        lambda net: setattr(net.shift, "data", net.shift + 1),
+        lambda net: nn.init.zeros_(net.layers[0].weight),
+        lambda net: net.double().float(),
+    ],
+    ids=["in place", "load_state_dict", "data", "init", "casts"],
+)
+def test_new_weights_are_used(net, change):
+    with torch.no_grad():
+        before = net(X)
+        change(net)
+        wanted = nn.Module.__call__(tsopt.hybridize(net, active=False), X)
+        close(net(X), wanted)
+        assert compiled_of(net).fast is not None
+        assert before.shape == wanted.shape
+
+
+def test_weights_that_always_change_are_left_to_eager(net, calls):
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            net.shift.add_(1)
+            close(net(X), nn.Module.__call__(tsopt.hybridize(net, active=False), X))
+    assert len(calls) <= hybrid.CHANGES + 1
+    assert [str(item.message) for item in said if "tsopt" in str(item.message)] == [
+        "tsopt: Net runs eager: its weights change between calls"
+    ]
+
+
+def test_another_device_or_dtype_of_the_model(net):
+    with torch.no_grad():
+        net(X)
+        net.double()
+        assert net(X.double()).dtype == torch.float64
+
+
+def test_training_is_eager_and_says_so_once(net, calls):
+    net.train()
+    with pytest.warns(UserWarning, match="Net runs eager: it is in training mode"):
+        loss = net(X).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net(X)
+    loss.backward()
+    assert net.layers[0].weight.grad is not None
+    assert calls == []
+    net.eval()
+    with torch.no_grad():
+        close(net(X), Net().eval()(X))
+    assert len(calls) == 1
+
+
+def test_where_gradients_are_wanted_it_is_eager(net):
+    with torch.no_grad():
+        net(X)
+    with pytest.warns(UserWarning, match="gradients are wanted"):
+        answer = net(X)
+    assert answer.requires_grad
+    frozen = tsopt.hybridize(Net().eval().requires_grad_(False), **QUICK)
+    close(frozen(X), Net().eval()(X).detach())
+    with pytest.warns(UserWarning, match="gradients are wanted"):
+        assert frozen(X.clone().requires_grad_()).requires_grad
+
+
+def test_another_form_of_call(net):
+    with torch.no_grad():
+        net(X)
+        close(net(X[:2]), Net().eval()(X[:2]))
+
+
+def test_a_counter_that_the_model_writes_is_no_change_of_weights(calls):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x + self.count
+
+    net = tsopt.hybridize(Counts().eval(), **QUICK)
+    with torch.no_grad():
+        answers = [float(net(torch.zeros(1))) for _ in range(3)]
+    assert answers == [1, 2, 3]
+    assert len(calls) == 1
+
+
+def test_active_false_gives_the_model_back(net):
+    plain = tsopt.hybridize(net, active=False)
+    assert type(plain) is Net
+    assert tsopt.hybridize(plain, active=False) is plain
+    assert compiled_of(tsopt.hybridize(net, **QUICK)).model is plain
+
+
+def test_a_function(calls):
+    @tsopt.hybridize(**QUICK)
+    def twice(x, *, shift=0.0):
+        """Doc."""
+        return x * 2 + shift
+
+    assert (twice.__name__, twice.__doc__) == ("twice", "Doc.")
+    close(twice(X), X * 2)
+    close(twice(X, shift=1.0), X * 2 + 1)
+    assert len(calls) == 1
+    assert tsopt.hybridize(twice, active=False)(X).shape == X.shape
+
+
+def test_copies_and_pickles(net):
+    with torch.no_grad():
+        wanted = net(X)
+        twin = copy.deepcopy(net)
+        assert compiled_of(twin).fast is None
+        close(twin(X), wanted)
+        loaded = pickle.loads(pickle.dumps(net))
+        assert type(loaded) is Net
+        close(loaded(X), wanted)
+
+
+def test_what_cannot_be_captured_runs_eager_and_says_why(monkeypatch):
+    def refuses(*args, **kwargs):
+        raise tsopt.CaptureError("no way", where="model.py:3")
+
+    monkeypatch.setattr(hybrid, "optimize", refuses)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"Net runs eager: no way; model.py:3"):
+        close(net(X), Net().eval()(X))
+
+
+def test_hooks_still_run(net):
+    seen = []
+    net.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        net(X)
+    assert seen
+
+
+@pytest.mark.parametrize("bad", ["model.pt", 3, {"a": 1}])
+def test_anything_else_is_refused(bad):
+    with pytest.raises(tsopt.UsageError, match="cannot be hybridized"):
+        tsopt.hybridize(bad)
+
+
+def test_wrong_options_are_told_at_the_first_call():
+    net = tsopt.hybridize(Net().eval(), frontend="magic")
+    with torch.no_grad(), pytest.raises(tsopt.UsageError, match="frontend='magic'"):
+        net(X)

@@ -1,0 +1,30 @@
+"""`torch.compile(model, backend="tsopt")`: each graph that dynamo finds is optimized at its first call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import fx
+
+from tsopt.api import optimize
+from tsopt.compiler.example import Example
+from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.parts import PART, Graph
+
+
+def backend(
+    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """A backend of torch.compile, registered as `tsopt`.
+
+    Args:
+        graph: what dynamo has traced.
+        example_inputs: not used: they are fake, and the race needs values.
+        options: of `tsopt.optimize`, as in `torch.compile(model, backend="tsopt", options={"level": 1})`.
+    """
+
+    def part(graph: Callable[..., Any], inputs: Example) -> Optimized:
+        return cast(Optimized, optimize(graph, inputs, **PART | dict(options or {}) | {"frontend": "export"}))
+
+    return Graph(graph, part)

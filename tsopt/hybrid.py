@@ -1,0 +1,192 @@
+"""`hybridize`: the model itself, compiled behind its interface at the first call; eager where that is not the same."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from tsopt.api import optimize
+from tsopt.compiler.example import Example
+from tsopt.compiler.structure import flatten
+from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.parts import InParts
+
+log = logging.getLogger("tsopt")
+CHANGES = 3  # times that weights may change between compiled calls before it is eager for good
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+@overload
+def hybridize(model: Model, *, active: bool = True, **options: Any) -> Model: ...
+
+
+@overload
+def hybridize(*, active: bool = True, **options: Any) -> Callable[[Model], Model]: ...
+
+
+def hybridize(model: Any = None, *, active: bool = True, **options: Any) -> Any:
+    """The same model or function, optimized at its first call and verified before it is used.
+
+    A module comes back as an object of its own class that shares everything with it: attributes, parameters, hooks,
+    `state_dict`, `train`, `to`. What is compiled holds for the weights as they are; when they change, it is made anew.
+    Eager runs, and a warning says so once: in training mode, where gradients are wanted (call it under
+    `torch.no_grad()`), and where the model cannot be captured.
+
+    Args:
+        model: an nn.Module or a function; None: for use as a decorator with options.
+        active: False gives back what a hybrid was made from.
+        options: of `optimize`.
+
+    Raises:
+        UsageError: it is neither a module nor a function.
+    """
+    if model is None:
+        return functools.partial(hybridize, active=active, **options)
+    original = original_of(model)
+    if not active:
+        return original
+    if isinstance(original, nn.Module):
+        return _module(original, options)
+    if not callable(original):
+        raise UsageError(f"a {type(original).__name__} cannot be hybridized", fix="pass an nn.Module or a function")
+    return _function(original, options)
+
+
+def original_of(model: Any) -> Any:
+    """What a hybrid was made from; the model itself where it is none."""
+    compiled = compiled_of(model)
+    return model if compiled is None else compiled.model
+
+
+def compiled_of(model: Any) -> Compiled | None:
+    """The state behind a hybrid; None for anything else."""
+    found = getattr(type(model) if isinstance(model, nn.Module) else model, "_tsopt_compiled", None)
+    return found if isinstance(found, Compiled) else None
+
+
+class Compiled:
+    """The compiled form of a model, for as long as its weights are what they were.
+
+    Attributes:
+        fast: what `optimize` made; None before the first call and where eager runs.
+        why_eager: why eager runs for good.
+    """
+
+    def __init__(self, model: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
+        self.fast: Optimized | InParts | None = None
+        self.why_eager = ""
+        self._weights: list[tuple[torch.Tensor, int, int]] = []
+        self._changes = 0
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        fast = self.fast
+        if fast is None or self._reason(args, kwargs) or self._changed():
+            fast = self._ready(args, kwargs)
+        return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | InParts | None:
+        reason = self.why_eager or self._reason(args, kwargs)
+        if reason:
+            self._say(reason)
+            return None
+        with self._lock:
+            if self.fast is not None and self._changed():
+                self.fast, self._changes = None, self._changes + 1
+                log.info("the weights of %s have changed: it is optimized anew", type(self.model).__name__)
+            if self._changes > CHANGES:
+                self.why_eager = "its weights change between calls"
+                self._say(self.why_eager)
+                return None
+            if self.fast is None and not self.why_eager:
+                self._optimize(Example(args, kwargs))
+            return self.fast
+
+    def _optimize(self, example: Example) -> None:
+        try:
+            fast = optimize(self.model, example, **self.options)
+        except UsageError:
+            raise
+        except TsoptError as error:
+            self.why_eager = "; ".join(filter(None, (error.what, error.where)))
+            self._say(self.why_eager)
+            return
+        written = {id(value) for value in fast.program.state.values()} if isinstance(fast, Optimized) else set()
+        held = (t for t in _tensors(self.model) if id(t) not in written)
+        self._weights = [(tensor, tensor._version, tensor.data_ptr()) for tensor in held]
+        self.fast = fast
+
+    def _changed(self) -> bool:
+        return any(tensor._version != version or tensor.data_ptr() != at for tensor, version, at in self._weights)
+
+    def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why this call is eager's."""
+        model = self.model
+        if isinstance(model, nn.Module) and model.training:
+            return "it is in training mode: model.eval() first"
+        if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
+            return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
+        return ""
+
+    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if any(tensor.requires_grad for tensor in _tensors(self.model)):
+            return True
+        return any(getattr(leaf, "requires_grad", False) for leaf in flatten((args, kwargs))[0])
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            name = getattr(self.model, "__name__", type(self.model).__name__)
+            warnings.warn(f"tsopt: {name} runs eager: {reason}", stacklevel=5)
+
+
+def _tensors(model: Any) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+
+
+class _Hybrid:
+    """What a module's class gets in front: the call. The rest is the module's own."""
+
+    _tsopt_compiled: Compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._tsopt_compiled
+        return compiled(args, kwargs, compiled.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        compiled = self._tsopt_compiled
+        return hybridize(copy.deepcopy(compiled.model, memo), **compiled.options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as what it was made from: compiled forms belong to a process."""
+        return original_of, (self._tsopt_compiled.model,)
+
+
+def _module(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    cls = type(model)
+    names = {"_tsopt_compiled": Compiled(model, options), "__module__": cls.__module__, "__doc__": cls.__doc__}
+    made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
+    made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
+    return made
+
+
+def _function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    compiled = Compiled(function, options)
+
+    @functools.wraps(function)
+    def hybrid(*args: Any, **kwargs: Any) -> Any:
+        return compiled(args, kwargs, function)
+
+    hybrid._tsopt_compiled = compiled  # type: ignore[attr-defined]
+    return hybrid
