@@ -21,6 +21,7 @@ from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.parts import InParts
 
 log = logging.getLogger("tsopt")
+SECONDS = 2.0  # of timing, where the caller does not say: somebody waits for the first call
 CHANGES = 3  # times that weights may change between compiled calls before it is eager for good
 Model = TypeVar("Model", bound=Callable[..., Any])
 
@@ -44,7 +45,7 @@ def hybridize(model: Any = None, *, active: bool = True, **options: Any) -> Any:
     Args:
         model: an nn.Module or a function; None: for use as a decorator with options.
         active: False gives back what a hybrid was made from.
-        options: of `optimize`.
+        options: of `optimize`; about 2 seconds of timing are the default here.
 
     Raises:
         UsageError: it is neither a module nor a function.
@@ -82,7 +83,7 @@ class Compiled:
     """
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.model, self.options = model, options
+        self.model, self.options = model, {"seconds": SECONDS} | options
         self.fast: Optimized | InParts | None = None
         self.why_eager = ""
         self._weights: list[tuple[torch.Tensor, int, int]] = []

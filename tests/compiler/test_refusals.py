@@ -125,12 +125,10 @@ def quantized():
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, device="meta")).eval(), "meta device"),
         (sparse, r"a weight is a torch.sparse_coo tensor"),
         (quantized, r"a weight is a quantized tensor"),
-        (lambda: torch.jit.trace(nn.Linear(3, 2).eval(), X), "the model is a TorchScript module"),
-        (lambda: torch.jit.script(nn.Linear(3, 2).eval()), "the model is a TorchScript module"),
         (lambda: "model.pt", "the model is a str"),
         (lambda: {"state": 1}, "the model is a dict"),
     ],
-    ids=["lazy", "meta", "part-meta", "sparse", "quantized", "traced", "scripted", "str", "dict"],
+    ids=["lazy", "meta", "part-meta", "sparse", "quantized", "str", "dict"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_models_that_cannot_be_are_refused_by_name(model, words):

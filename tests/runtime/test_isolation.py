@@ -273,7 +273,8 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path):
 @pytest.mark.parametrize("phase", ["compile", "time"])
 def test_an_interrupt_ends_everything(tmp_path, phase):
     (tmp_path / "script.py").write_text(
-        "import sys, torch, tsopt\n"
+        "import signal, sys, torch, tsopt\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background ignores it
         "model = torch.nn.Linear(4, 2).eval()\n"
         "def tell(text):\n"
         "    print(text, flush=True)\n"

@@ -75,7 +75,7 @@ def test_both_branches_are_right():
 @pytest.mark.usefixtures("parts_win")
 def test_the_report_says_why_and_what_the_parts_are():
     fast = optimized()
-    assert "parts optimized, the Python between them stays" in fast.report.frontend
+    assert "3 of 3 optimized, the Python between them stays" in fast.report.frontend
     assert "a Python decision depends on the values of a tensor: an if" in fast.report.text
     assert "test_parts.py:" in fast.report.frontend
     assert "part 1: " in fast.report.text
@@ -117,10 +117,51 @@ def test_parts_that_answer_something_else_lose(monkeypatch):
     assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
 
 
+def test_torchscript_with_branches_is_optimized_by_torchscript(monkeypatch):
+    monkeypatch.setattr(
+        parts,
+        "measure",
+        lambda calls, inputs, **_: {n: Timing((9.0, 9.01) if n == "eager" else (1.0, 1.01), 5) for n in calls},
+    )
+
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if bool(y.sum() > 0):
+                y = y * 2
+            return y
+
+    model = torch.jit.script(Scripted().eval())
+    fast = optimized(model)
+    assert (fast.backend, fast.report.winner) == ("torchscript", parts.SCRIPT)
+    assert "as TorchScript with its own optimizations: a decision in TorchScript" in fast.report.frontend
+    for sign in (1, -1):
+        torch.testing.assert_close(fast(X * sign), model(X * sign).detach())
+
+
+def test_one_that_is_wrong_on_fresh_inputs_loses(monkeypatch):
+    """Right on what the race measured, and on nothing else."""
+    judge = parts.Oracle.judge
+
+    def wrong_later(self, candidate, **options):
+        is_fresh = self.program is None and self.seed == 1
+        off = lambda x: {name: value + 1 for name, value in candidate(x).items()}  # noqa: E731
+        return judge(self, off if is_fresh else candidate, **options)
+
+    monkeypatch.setattr(parts.Oracle, "judge", wrong_later)
+    fast = optimized()
+    assert fast.report.row(PARTS).reason.startswith("after timing: ")
+    assert fast.backend == "eager"
+
+
 def test_by_name_also_a_model_that_is_a_graph():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
     fast = optimized(model, frontend="parts")
-    assert "1 of 1 parts optimized" in fast.report.frontend
+    assert "in parts, 1 of 1 optimized" in fast.report.frontend
     torch.testing.assert_close(fast(X), model(X).detach())
 
 

@@ -23,6 +23,7 @@ from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
+from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.types import TensorType
@@ -42,7 +43,7 @@ def capture(
     """Captures a model as a typed, functional graph.
 
     Args:
-        model: an nn.Module, an ExportedProgram or a function of tensors.
+        model: an nn.Module, an ExportedProgram, TorchScript, or a function of tensors.
         example_input: a tensor, a tuple of positional arguments, a dict of keyword arguments, or
             `tsopt.example(*args, **kwargs)`. Shapes, dtypes and devices are those of the calls to come.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
@@ -58,6 +59,8 @@ def capture(
         eval_mode = True
     check_model(model, allow_nan=allow_nan)
     check_inputs(model, example)
+    if is_scripted(model):
+        model = Scripted(model)
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     with protected(model), quiet():
         if training and eval_mode:
@@ -271,6 +274,7 @@ def _clean(target: object) -> str:
 
 def _model_name(model: object) -> str:
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+    name = str(getattr(model, "original_name", name))  # of TorchScript
     return name if name.isidentifier() else "Model"
 
 
@@ -278,7 +282,8 @@ def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
     """A name for each leaf: the parameter of forward that it belongs to, and its path below."""
     target = model.forward if isinstance(model, nn.Module) else model
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        signature = model.call_signature if isinstance(model, Scripted) else inspect.signature(target)
+        parameters = list(signature.parameters.values())
     except (TypeError, ValueError):
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

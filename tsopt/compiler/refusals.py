@@ -18,12 +18,6 @@ from tsopt.errors import CaptureError, NotOneGraph
 
 
 def check_model(model: object, *, allow_nan: bool) -> None:
-    if isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        raise CaptureError(
-            "the model is a TorchScript module",
-            why="capture reads Python modules",
-            fix="pass the nn.Module that it was scripted or traced from",
-        )
     if not callable(model):
         raise CaptureError(
             f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"

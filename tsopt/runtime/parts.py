@@ -30,6 +30,7 @@ from tsopt.runtime.timing import cold_start, measure
 
 log = logging.getLogger("tsopt")
 PARTS = "in parts"
+SCRIPT = "TorchScript, frozen"  # for TorchScript, which dynamo does not read
 # Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
 # capture for each would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
@@ -41,12 +42,12 @@ class InParts:
 
     Attributes:
         report: what was raced, what the parts are, and why there is no single graph.
-        backend: `parts`; `eager` when the model itself is the fastest.
+        backend: `parts`, `torchscript` for a model that is TorchScript; `eager` when the model itself is the fastest.
     """
 
     def __init__(self, model: Callable[..., Any], run: Callable[..., Any], report: Report) -> None:
         self.model, self.report = model, report
-        self.backend = "eager" if report.winner == EAGER else "parts"
+        self.backend = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}[report.winner]
         self._run = model if report.winner == EAGER else run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,8 @@ def optimize_in_parts(
 ) -> InParts:
     """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
 
+    A model that is TorchScript is optimized by TorchScript instead.
+
     Args:
         because: why it is no single graph, where that has been tried.
 
@@ -95,7 +98,10 @@ def optimize_in_parts(
         return graphs[-1]
 
     run: Any
-    if isinstance(model, InEvalMode):
+    title = PARTS
+    if isinstance(model, torch.jit.ScriptModule) and not model.training:
+        title, run = SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
+    elif isinstance(model, InEvalMode):
         run = InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
     else:
         run = torch.compile(model, backend=backend, dynamic=False)
@@ -112,18 +118,22 @@ def optimize_in_parts(
             raise because or CaptureError(
                 "dynamo cannot run the model", why=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             ) from error
-        rows = [Row(EAGER), Row(PARTS, accuracy=verdict, cold=cold)]
+        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold)]
         if not verdict.ok:
-            rows[1] = Row(PARTS, "wrong", verdict.reason, accuracy=verdict, cold=cold)
+            rows[1] = Row(title, "wrong", verdict.reason, accuracy=verdict, cold=cold)
         else:
-            with torch.inference_mode(False), torch.no_grad():
-                timings = measure({EAGER: model, PARTS: run}, inputs, seconds=seconds, wait=device_wait(example_input))
+            with torch.no_grad():  # as it is called: in inference mode dynamo would trace anew
+                timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=device_wait(example_input))
             rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
+            # Fresh inputs: what the race measured must not be all that is right.
+            verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
+            if not verdict.ok:
+                rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
     return InParts(model, run, _report(model, rows, graphs, because))
 
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
-    gain = rows[1].speedup
+    gain, title = rows[1].speedup, rows[1].name
     wins = rows[1].status == "ok" and gain is not None and gain.low > 1.0
     distinct = list({id(item.fast or item): item for item in graphs}.values())
     parts = tuple(
@@ -138,14 +148,18 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     return Report(
         getattr(model, "__name__", type(model).__name__),
         tuple(rows),
-        PARTS if wins else EAGER,
-        f"{gain} as fast as eager" if wins else "its parts are not faster beyond noise",
+        title if wins else EAGER,
+        f"{gain} as fast as eager" if wins else f"{title} is not faster beyond noise",
         (),
         (sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
         0.0,
         environment(),
         "ROUNDING",
-        frontend=f"{count} of {len(distinct)} parts optimized, the Python between them stays: {why}",
+        frontend=(
+            f"as TorchScript with its own optimizations: {why}"
+            if title == SCRIPT
+            else f"in parts, {count} of {len(distinct)} optimized, the Python between them stays: {why}"
+        ),
     )
 
 

@@ -143,7 +143,7 @@ class Report:
             lines.append(f"verified: {accuracy}")
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
         lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
-        lines += [f"captured in parts: {self.frontend}"] if self.frontend else []
+        lines += [f"captured {self.frontend}"] if self.frontend else []
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
