@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -131,6 +132,21 @@ def test_an_interrupt_exits_with_130(tsopt, write):
     assert ran.code == 130
     assert ran.err.startswith("interrupted")
     assert ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", ["inspect m.py", "inspect m.py --json"])
+def test_output_that_nobody_reads_is_no_mistake(write, tmp_path, arguments):
+    write()
+    command = f"{sys.executable} -m tsopt {arguments} | true; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.stdout.strip(), ran.stderr) == ("141", "")
 
 
 def test_an_error_with_json_is_json(tsopt, write):

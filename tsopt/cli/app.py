@@ -1,12 +1,13 @@
 """The commands. Each reads its options, calls the public API and shows what came back.
 
-Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file; 130 interrupted.
+Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file; 130 interrupted; 141 output not read.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tsopt._version import __version__
 from tsopt.errors import TsoptError, UsageError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+UNREAD = 141  # 128 + SIGPIPE
 
 app = typer.Typer(
     name="tsopt",
@@ -428,7 +430,11 @@ def main(arguments: list[str] | None = None) -> int:
     except TsoptError as error:
         return _refused(error, arguments)
     except SystemExit as error:  # a model may call sys.exit(0); that must not look as if all were well
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the program so
+            return _unread()
         return _refused(_ended(error), arguments)
+    except BrokenPipeError:
+        return _unread()
     except KeyboardInterrupt:
         return _interrupted()
     except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
@@ -447,6 +453,12 @@ def _ended(error: SystemExit) -> UsageError:
         where=f"{frame.filename}:{frame.lineno}: {frame.line}",
         fix="raise an exception in its place",
     )
+
+
+def _unread() -> int:
+    """Whoever read the output has closed it, as `head` does: no mistake, and nobody to tell."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python ends
+    return UNREAD
 
 
 def _interrupted() -> int:

@@ -85,8 +85,8 @@ class Output:
         for row in report.rows:
             if row.reason:
                 self.say(f"  {row.name}: {row.reason}")
-        self.say()
         if report.passes:
+            self.say()
             self.table(PASS_COLUMNS, pass_cells(report.passes))
         # The text form has the same tables; what follows them is the same for both.
         tail = report.text.splitlines()

@@ -97,17 +97,10 @@ def optimize_in_parts(
         graphs.append(Graph(graph, optimize, known))
         return graphs[-1]
 
-    run: Any
-    title = PARTS
-    if isinstance(model, torch.jit.ScriptModule) and not model.training:
-        title, run = SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
-    elif isinstance(model, InEvalMode):
-        run = InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
-    else:
-        run = torch.compile(model, backend=backend, dynamic=False)
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
     inputs = [item.clone() for item in input_sets(example_input, seed)[:3]]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
+        title, run = _compiled(model, backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
         try:
@@ -130,6 +123,15 @@ def optimize_in_parts(
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
     return InParts(model, run, _report(model, rows, graphs, because))
+
+
+def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
+    """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
+    if isinstance(model, torch.jit.ScriptModule) and not model.training:
+        return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
+    if isinstance(model, InEvalMode):
+        return PARTS, InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
+    return PARTS, torch.compile(model, backend=backend, dynamic=False)
 
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
