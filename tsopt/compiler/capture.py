@@ -29,6 +29,7 @@ from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.types import TensorType
 from tsopt.errors import NotOneGraph
 
+RECURRENT = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -157,10 +158,10 @@ def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result
     for spec, value in zip(signature.output_specs, returned, strict=True):
         if spec.kind in WRITES:
             target = inputs[str(spec.target)].name
-            outputs.append(Output(f"{target}.new", _static_type(value), writes=target))
+            outputs.append(Output(f"{target}.new", _static_type(lowering.mapping[value]), writes=target))
         else:
             position = sum(1 for item in outputs if item.writes is None)
-            outputs.append(Output(labels.get(position) or "output", _static_type(value)))
+            outputs.append(Output(labels.get(position) or "output", _static_type(lowering.mapping[value])))
     return Program(
         lowering.finish([lowering.mapping[value] for value in returned]),
         lowering.weights,
@@ -212,7 +213,7 @@ class _Lowering:
         if not _plain(node.target):
             raise _no_op(node)
         made = self.graph.node_copy(node, self.mapping.__getitem__)
-        made.meta = {"val": node.meta.get("val"), **origin_in(node.meta)}
+        made.meta = {"val": self._value(node, made), **origin_in(node.meta)}
         if ops.writes_in_secret(made):
             raise NotOneGraph(
                 f"{ops.name_of(node)} updates its running statistics in the call",
@@ -231,6 +232,18 @@ class _Lowering:
             if any(not isinstance(size, int) for size in tensor.shape):
                 raise size_of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
+
+    def _value(self, node: fx.Node, made: fx.Node) -> Any:
+        """The fake value of a call. torch 2.11 gives the states of recurrent layers an axis too many."""
+        source = node.args[0] if node.target is operator.getitem else node
+        if not isinstance(source, fx.Node) or ops.name_of(source).removeprefix("aten.") not in RECURRENT:
+            return node.meta.get("val")
+        if node.target is operator.getitem:
+            return self.mapping[source].meta["val"][node.args[1]]
+        args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
+        target: Any = made.target
+        with torch.no_grad(), node.meta["val"][0].fake_mode:
+            return target(*args, **kwargs)
 
     def finish(self, outputs: list[fx.Node]) -> fx.Graph:
         self.graph.output(tuple(outputs))

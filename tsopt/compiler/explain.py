@@ -166,6 +166,12 @@ FAMILIES: tuple[Family, ...] = (
         "x.as_subclass(torch.Tensor), or convert the weights back before optimizing",
     ),
     Family(
+        lambda t: "torch._C.Generator" in t.text,
+        "the model holds a Generator, which is no tensor",
+        "what it does in a call cannot be part of a program",
+        "use torch.manual_seed instead of a torch.Generator of one's own",
+    ),
+    Family(
         lambda t: t.kind == "RecursionError",
         "the model nests too deep to be traced",
         "Python's stack has an end",

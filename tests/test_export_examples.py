@@ -1,0 +1,55 @@
+"""torch's own examples of what torch.export takes and refuses: each is right, or refused in our words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+
+examples = pytest.importorskip("torch._export.db.examples")
+CASES = examples.all_examples()
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# What is refused, and by which words. This list may only shrink.
+REFUSED = {
+    "assume_constant_result": "depends on values, not on shapes",
+    "cond_closed_over_variable": "cond is control flow",
+    "constrain_as_size_example": "a Python number that is computed from values",
+    "constrain_as_value_example": "a Python number that is computed from values",
+    "dynamic_shape_map": "map is control flow",
+    "scalar_output": "the model returns no tensor",
+}
+
+
+def load(name):
+    case = CASES[name]
+    model = case.model.eval() if isinstance(case.model, nn.Module) else case.model
+    return model, tsopt.example(*case.example_args, **case.example_kwargs)
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) - set(REFUSED)))
+def test_it_is_right(name):
+    model, call = load(name)
+    torch.manual_seed(0)
+    program = tsopt.capture(model, call)
+    made = tsopt.compile(tsopt.transform(program), "eager")
+    assert tsopt.verify(model, made, call, program=program).ok
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) & set(REFUSED)))
+def test_it_is_refused_by_name(name):
+    model, call = load(name)
+    with pytest.raises(tsopt.CaptureError, match=REFUSED[name]) as caught:
+        tsopt.capture(model, call)
+    assert caught.value.fix
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(set(CASES) & set(REFUSED) - {"scalar_output"}))
+def test_what_is_refused_as_a_graph_runs_all_the_same(name):
+    model, call = load(name)
+    fast = tsopt.optimize(model, call, seconds=0.02, isolate=False, cache=False, backends=("eager",))
+    torch.testing.assert_close(fast(*call.args, **call.kwargs), model(*call.args, **call.kwargs))
+    torch._dynamo.reset()
