@@ -6,6 +6,8 @@ import difflib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -97,135 +99,108 @@ def optimize(
     _check_options(on_new_signature, backends, threads, seconds, budget, frontend)
     racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
+    request = _Request(
+        *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
+        *(on_new_signature, isolate, budget, cache, tell),
+    )
     reason: NotOneGraph | None = None
     if frontend != "parts":
         try:
-            return _as_one_graph(
-                model,
-                example,
-                level=level,
-                backends=racing,
-                passes=tuple(passes),
-                without=tuple(without),
-                threads=threads,
-                seconds=seconds,
-                seed=seed,
-                eval_mode=eval_mode,
-                allow_nan=allow_nan,
-                on_new_signature=on_new_signature,
-                isolate=isolate,
-                budget=budget,
-                cache=cache,
-                tell=tell,
-            )
+            return request.as_one_graph(example)
         except NotOneGraph as error:
             if frontend == "export":
                 raise
             reason = error
-
-    def part(graph: Callable[..., Any], inputs: Example) -> Any:
-        options: dict[str, Any] = {"level": level, "passes": passes, "without": without, "precision": precision}
-        options |= {"threads": threads, "seed": seed, "isolate": isolate, "cache": cache, "allow_nan": allow_nan}
-        return optimize(graph, inputs, backends=backends, frontend="export", **PART | options)
-
     called = as_eval(model, eval_mode)
-    return optimize_in_parts(called, example, part, because=reason, seconds=seconds, seed=seed, progress=tell)
+    return optimize_in_parts(called, example, request.part, because=reason, seconds=seconds, seed=seed, progress=tell)
 
 
-def _as_one_graph(
-    model: Callable[..., Any],
-    example: Example,
-    *,
-    level: int,
-    backends: Sequence[str],
-    passes: Iterable[Pass | Repeat],
-    without: Iterable[str],
-    threads: int | None,
-    seconds: float,
-    seed: int,
-    eval_mode: bool,
-    allow_nan: bool,
-    on_new_signature: str,
-    isolate: bool,
-    budget: float | None,
-    cache: bool,
-    tell: Callable[[str], None],
-) -> Optimized:
-    with Workshop() if isolate and is_on_cpu(example) else nullcontext() as workshop:
-        tell("capture")
-        start = time.perf_counter()
-        captured = capture(model, example, eval_mode=eval_mode, allow_nan=allow_nan)
-        capture_seconds = time.perf_counter() - start
-        start = time.perf_counter()
-        optimized, records = transform_with_records(
-            captured, level=level, passes=passes, without=without, progress=tell
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What `optimize` was asked for, for whatever has to be made of it: the model, a form of call, a part."""
+
+    model: Callable[..., Any]
+    level: int
+    backends: tuple[str, ...]
+    passes: tuple[Pass | Repeat, ...]
+    without: tuple[str, ...]
+    threads: int | None
+    seconds: float
+    seed: int
+    eval_mode: bool
+    allow_nan: bool
+    policy: str
+    isolate: bool
+    budget: float | None
+    cache: bool
+    tell: Callable[[str], None]
+
+    def as_one_graph(self, example: Example) -> Optimized:
+        with Workshop() if self.isolate and is_on_cpu(example) else nullcontext() as workshop:
+            self.tell("capture")
+            start = time.perf_counter()
+            captured = capture(self.model, example, eval_mode=self.eval_mode, allow_nan=self.allow_nan)
+            capture_seconds = time.perf_counter() - start
+            start = time.perf_counter()
+            optimized, records = transform_with_records(
+                captured, self.passes, level=self.level, without=self.without, progress=self.tell
+            )
+            pass_seconds = time.perf_counter() - start
+            run_race = race_or_recall if self.cache else race
+            outcome = run_race(
+                as_eval(self.model, self.eval_mode),
+                captured,
+                optimized,
+                example,
+                backends=self.backends,
+                threads=self.threads,
+                seconds=self.seconds,
+                seed=self.seed,
+                workshop=workshop,
+                budget=self.budget,
+                progress=self.tell,
+            )
+        report = Report(
+            captured.name,
+            outcome.rows,
+            outcome.winner,
+            outcome.why,
+            tuple(records),
+            (captured.node_count, optimized.node_count),
+            capture_seconds,
+            environment(),
+            Numerics.LOSSY.name if precision_of(outcome.backend) != FULL else optimized.numerics.name,
+            peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
+            pass_seconds=pass_seconds,
+            together=outcome.together,
+            cached=outcome.cached,
         )
-        pass_seconds = time.perf_counter() - start
-        run_race = race_or_recall if cache else race
-        outcome = run_race(
-            as_eval(model, eval_mode),
+        called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
+        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+
+    def form(self, backend: str, example: Example) -> Executable:
+        """The winner's backend for another form of call, verified and raced against eager for a moment."""
+        captured = capture(self.model, example, eval_mode=self.eval_mode, allow_nan=True)
+        optimized = transform(captured, self.passes, level=self.level, without=self.without)
+        outcome = race(
+            as_eval(self.model, self.eval_mode),
             captured,
             optimized,
             example,
-            backends=backends,
-            threads=threads,
-            seconds=seconds,
-            seed=seed,
-            workshop=workshop,
-            budget=budget,
-            progress=tell,
+            backends=(backend,),
+            threads=self.threads,
+            seconds=SHORT_RACE,
+            seed=self.seed,
         )
-    report = Report(
-        captured.name,
-        outcome.rows,
-        outcome.winner,
-        outcome.why,
-        tuple(records),
-        (captured.node_count, optimized.node_count),
-        capture_seconds,
-        environment(),
-        Numerics.LOSSY.name if precision_of(outcome.backend) != FULL else optimized.numerics.name,
-        peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
-        pass_seconds=pass_seconds,
-        together=outcome.together,
-        cached=outcome.cached,
-    )
+        if outcome.executable is None:
+            reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
+            raise AccuracyError(f"{backend} does not win for this form: {reason}")
+        return outcome.executable
 
-    def another(form: Example) -> Executable:
-        return _another(model, form, outcome.backend, level, passes, without, threads, seed, eval_mode)
-
-    called = as_eval(model, eval_mode)
-    return Optimized(called, optimized, outcome.executable, report, example, another, on_new_signature)
-
-
-def _another(
-    model: Callable[..., Any],
-    form: Example,
-    backend: str,
-    level: int,
-    passes: Iterable[Pass | Repeat],
-    without: Iterable[str],
-    threads: int | None,
-    seed: int,
-    eval_mode: bool,
-) -> Executable:
-    """The winner's backend for another form of call, verified and raced against eager for a moment."""
-    captured = capture(model, form, eval_mode=eval_mode, allow_nan=True)
-    optimized = transform(captured, level=level, passes=passes, without=without)
-    outcome = race(
-        as_eval(model, eval_mode),
-        captured,
-        optimized,
-        form,
-        backends=(backend,),
-        threads=threads,
-        seconds=SHORT_RACE,
-        seed=seed,
-    )
-    if outcome.executable is None:
-        reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
-        raise AccuracyError(f"{backend} does not win for this form: {reason}")
-    return outcome.executable
+    def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
+        """A graph between pieces of Python, optimized as the whole would have been."""
+        own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
+        return replace(own, tell=lambda text: None).as_one_graph(inputs)
 
 
 def transform(
