@@ -39,6 +39,14 @@ def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(api, "is_on_cpu", lambda example: False)
 
 
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that torch.compile keeps from another test, or for the next one."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _not_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -11,13 +11,7 @@ from tsopt import dynamo
 from tsopt.runtime import parts
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture

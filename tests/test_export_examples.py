@@ -47,9 +47,9 @@ def test_it_is_refused_by_name(name):
     assert "Traceback" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", sorted(set(CASES) & set(REFUSED) - {"scalar_output"}))
 def test_what_is_refused_as_a_graph_runs_all_the_same(name):
     model, call = load(name)
     fast = tsopt.optimize(model, call, seconds=0.02, isolate=False, cache=False, backends=("eager",))
     torch.testing.assert_close(fast(*call.args, **call.kwargs), model(*call.args, **call.kwargs))
-    torch._dynamo.reset()

@@ -44,6 +44,7 @@ def test_one_graph_by_torch_and_by_onnx_runtime(name):
     assert all(map(torch.equal, given, flatten((call.args, call.kwargs))[0]))
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ONE_GRAPH])
 def test_what_is_no_single_graph_is_right_in_parts_and_refused_by_name_as_one(name):
     model, call = SHAPES[name].load()
@@ -56,4 +57,3 @@ def test_what_is_no_single_graph_is_right_in_parts_and_refused_by_name_as_one(na
         torch.manual_seed(seed)
         args = [torch.rand_like(value) * 3 if value.is_floating_point() else value for value in call.args]
         torch.testing.assert_close(fast(*args), model(*args))
-    torch._dynamo.reset()
