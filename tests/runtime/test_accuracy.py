@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,7 +12,9 @@ from torch.nn import functional as F
 
 import tsopt
 from tsopt.compiler.example import Example
+from tsopt.runtime import accuracy
 from tsopt.runtime.accuracy import Oracle, verify
+from tsopt.runtime.limits import at_most
 
 NAN, INF = float("nan"), float("inf")
 
@@ -211,3 +216,43 @@ def test_the_example_is_not_written_to():
     example = torch.ones(3)
     verify(lambda x: x.add_(1), lambda x: x.add_(1), example)
     assert torch.equal(example, torch.ones(3))
+
+
+def test_inputs_on_which_the_model_does_not_end_are_left_out(monkeypatch):
+    """A loop that values end, on values that nobody has meant."""
+    monkeypatch.setattr(accuracy, "PATIENCE", 0.2)
+
+    def spins(x):
+        while x.abs().max() > 50:
+            x = x + 0
+        return x * 2
+
+    before = signal.getsignal(signal.SIGALRM)
+    oracle = Oracle(spins, tsopt.example(torch.linspace(-1, 1, 12)), None)
+    assert "large: eager raises TimeoutError" in oracle.skipped
+    assert {"example", "drawn-1", "tiny"} <= {expected.inputs.kind for expected in oracle.expected}
+    assert oracle.judge(spins).ok
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_timer_of_the_users_is_left_alone():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with at_most(0.05):
+            time.sleep(0.6)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == [1]
+
+
+def test_in_another_thread_there_is_no_limit():
+    def patient():
+        with at_most(0.05):
+            time.sleep(0.2)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(patient).result()

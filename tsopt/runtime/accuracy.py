@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backend import FULL
 from tsopt.runtime.compare import TOLERANCES, Comparison, bit_equal, compare
 from tsopt.runtime.inputs import SPECIAL, InputSet, input_sets
+from tsopt.runtime.limits import at_most
 from tsopt.runtime.reference64 import Reference64, decided_within_rounding
 
 ORDER = ("bits", "element", "float64", "decision", "limit")
@@ -26,6 +28,8 @@ ORDER = ("bits", "element", "float64", "decision", "limit")
 # are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
+# Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
+PATIENCE, SLOWER = 20.0, 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ class Oracle:
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}
+        self._patience = PATIENCE
         self._state = list(program.state.values()) if program is not None else list(state)
         for inputs in input_sets(example, seed):
             self._ask(model, inputs, self._state)
@@ -101,14 +106,17 @@ class Oracle:
             )
 
     def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
+        is_example = inputs.kind == "example"
+        start = time.perf_counter()
         try:
-            with self._frozen(model, state):
+            # A loop that values end may go on for ever on values that nobody has meant.
+            with self._frozen(model, state), nullcontext() if is_example else at_most(self._patience):
                 call = inputs.clone()
                 leaves, structure = flatten(model(*call.args, **call.kwargs), share=True)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in self._after(call))
         except Exception as error:  # the model's own refusal of an input that we made up
-            if inputs.kind == "example":
+            if is_example:
                 raise AccuracyError(
                     "the model fails on the example input",
                     where=user_frame(error),
@@ -116,6 +124,8 @@ class Oracle:
                 ) from error
             self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
             return
+        if is_example:
+            self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
         floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
         if inputs.kind != SPECIAL and floats and not any(bool(leaf.isfinite().any()) for leaf in floats):
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")

@@ -23,7 +23,6 @@ from tsopt.errors import ArtifactError, BackendError, CaptureError, TsoptError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.environment import environment
-from tsopt.runtime.inputs import input_sets
 from tsopt.runtime.race import EAGER, Progress, device_wait, with_timing
 from tsopt.runtime.report import Report, Row
 from tsopt.runtime.timing import cold_start, measure
@@ -98,11 +97,11 @@ def optimize_in_parts(
         return graphs[-1]
 
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
-    inputs = [item.clone() for item in input_sets(example_input, seed)[:3]]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
         title, run = _compiled(model, backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
+        inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
         try:
             with torch.no_grad(), protected(model):
                 cold = cold_start(run, inputs, device_wait(example_input))
