@@ -355,6 +355,12 @@ def test_a_square_mask_of_fewer_rows_than_columns_stays():
     )
 
 
+def test_a_mask_of_nothing_stays():
+    mask = torch.ones(0, L, dtype=torch.bool)
+    model = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)  # noqa: E731
+    check_declines(attention.plain_mask, model, (Q[:, :, :0], KEY, V))
+
+
 def test_a_computed_mask_of_the_op_stays():
     check_declines(attention.plain_mask, F.scaled_dot_product_attention, (Q, KEY, V, BIAS.expand(B, H, L, L)))
 
@@ -385,11 +391,18 @@ def _as_rows(x):
     return x[:, :, None].expand(b, h, 2, n, d).reshape(b, h, 2 * n, d)
 
 
+def _from_one_head(x):
+    b, h, n, d = x.shape
+    return x[:, :1, None].expand(b, h, 2, n, d).reshape(b, 2 * h, n, d)
+
+
 @pytest.mark.parametrize(
     "model",
     [
         lambda q, k, v: F.scaled_dot_product_attention(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)),
         lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), torch.cat([v, v], 1)),
+        lambda q, k, v: F.scaled_dot_product_attention(q, torch.cat([k, k], 1), repeated(v)),
+        lambda q, k, v: F.scaled_dot_product_attention(q, _from_one_head(k), _from_one_head(v)),
         lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), repeated(v[:, :1], 6)),
         lambda q, k, v: F.scaled_dot_product_attention(q[:, :3], k.repeat_interleave(1, 1), v.repeat_interleave(1, 1)),
         lambda q, k, v: F.scaled_dot_product_attention(q[:, :3], k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)),
@@ -404,7 +417,7 @@ def _as_rows(x):
     ],
 )
 def test_other_repeats_stay(model):
-    check_declines(attention.grouped_heads, model, (WIDE, KEY, V))
+    assert check_declines(attention.grouped_heads, model, (WIDE, KEY, V)).declined == set()
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------
