@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,12 +14,14 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tsopt.compiler.capture import capture
-from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.example import Example, as_examples
+from tsopt.compiler.generalize import NotGeneral, through
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode
 from tsopt.compiler.rewrite import Rule
+from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, NotOneGraph, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
@@ -27,6 +29,7 @@ from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
+from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
 from tsopt.runtime.race import backends_for, race
@@ -35,6 +38,7 @@ from tsopt.runtime.report import Report
 
 FRONTENDS = ("auto", "export", "parts")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
+BY_GAIN = ("merge",)  # passes that decide by sizes what pays
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
 
@@ -42,6 +46,7 @@ def optimize(
     model: Callable[..., Any],
     example_input: Any,
     *,
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
     precision: str = FULL,
@@ -64,7 +69,11 @@ def optimize(
     Args:
         model: an nn.Module, a function of tensors or an ExportedProgram. Left as it was.
         example_input: a tensor; a tuple = positional arguments; a dict = keyword arguments; or
-            `tsopt.example(*args, **kwargs)`.
+            `tsopt.example(*args, **kwargs)`. A list of several: the sizes in which they differ are dynamic, from 1 to
+            twice the largest, and the first is the one that is timed.
+        dynamic: sizes that differ from call to call: `{"x": {0: "batch"}}`, `{"x": {0: "batch[1..32]"}}`. What was made
+            is run at the ends of the ranges and between them; the report says at which sizes. Calls of sizes beyond
+            are calls of another form.
         level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere.
         backends: who races; eager itself always does. None: the engines that are installed and compile in seconds.
             `all`: every engine, also Inductor, which takes minutes; one that is not installed is a row in the table,
@@ -95,18 +104,19 @@ def optimize(
         AccuracyError: the model fails on its example, or nothing about it can be verified.
         UsageError: an option is not what it must be.
     """
-    example = as_example(example_input)
+    examples = as_examples(example_input)
+    example = examples[0]
     _check_options(on_new_signature, backends, threads, seconds, budget, frontend)
     racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, isolate, budget, cache, tell),
+        *(on_new_signature, isolate, budget, cache, tell, dynamic),
     )
     reason: NotOneGraph | None = None
     if frontend != "parts":
         try:
-            return request.as_one_graph(example)
+            return request.as_one_graph(*examples)
         except NotOneGraph as error:
             if frontend == "export":
                 raise
@@ -134,17 +144,25 @@ class _Request:
     budget: float | None
     cache: bool
     tell: Callable[[str], None]
+    dynamic: Mapping[str, Mapping[int, str]] | None = None
 
-    def as_one_graph(self, example: Example) -> Optimized:
+    def as_one_graph(self, *examples: Example) -> Optimized:
+        example = examples[0]
         with Workshop() if self.isolate and is_on_cpu(example) else nullcontext() as workshop:
             self.tell("capture")
             start = time.perf_counter()
-            captured = capture(self.model, example, eval_mode=self.eval_mode, allow_nan=self.allow_nan)
-            capture_seconds = time.perf_counter() - start
-            start = time.perf_counter()
-            optimized, records = transform_with_records(
-                captured, self.passes, level=self.level, without=self.without, progress=self.tell
+            given = list(examples) if len(examples) > 1 else example
+            captured = capture(
+                self.model, given, dynamic=self.dynamic, eval_mode=self.eval_mode, allow_nan=self.allow_nan
             )
+            capture_seconds = time.perf_counter() - start
+            sized = Sized(captured)
+            if captured.signature.dims:
+                self.tell("other sizes")
+                sized = settled(as_eval(self.model, self.eval_mode), captured, *examples, seed=self.seed)
+                captured = at(captured, sizes_in(captured.signature, example))
+            start = time.perf_counter()
+            optimized, records, sized = self._transformed(sized)
             pass_seconds = time.perf_counter() - start
             run_race = race_or_recall if self.cache else race
             outcome = run_race(
@@ -159,6 +177,7 @@ class _Request:
                 workshop=workshop,
                 budget=self.budget,
                 progress=self.tell,
+                elsewhere=sized.elsewhere,
             )
         report = Report(
             captured.name,
@@ -174,9 +193,23 @@ class _Request:
             pass_seconds=pass_seconds,
             together=outcome.together,
             cached=outcome.cached,
+            sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
         return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+
+    def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
+        """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
+        change = partial(transform_with_records, passes=self.passes, level=self.level, progress=self.tell)
+        reasons = []
+        # What pays depends on sizes, for some passes.
+        for left_out in (self.without, (*self.without, *BY_GAIN)) if sized.elsewhere else (self.without,):
+            try:
+                optimized, records = change(sized.program, without=left_out)
+                return optimized, records, sized.checked_with(optimized)
+            except NotGeneral as error:
+                reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))
+        return sized.program, [], replace(sized, notes=(*sized.notes, f"no passes: {reasons[-1]}"))
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
@@ -220,7 +253,10 @@ def transform(
         fuel: how many rewrites to make; bisect it to find the one that breaks a model.
         debug: an example input; every rewrite is compared on it, which takes many times as long.
 
+    A program for many sizes is changed to one for the same sizes.
+
     Raises:
+        PassError: what the passes make of a program for many sizes hangs on the sizes.
         AccuracyError: under `debug`, naming the first rewrite that changes values, and its place.
     """
     if debug is None:
@@ -245,7 +281,15 @@ def transform_with_records(
     passes, limits = _run_of(passes, level, without, fuel)
     if not passes:
         return program, []
-    return run(program, passes, limits, keep_text=keep_text, progress=_naming_passes(progress))
+    records: list[PassRecord] = []
+
+    def change(program: Program) -> Program:
+        changed, records[:] = run(
+            program, passes, replace(limits), keep_text=keep_text, progress=_naming_passes(progress)
+        )
+        return changed
+
+    return through(program, change), records
 
 
 def debug_passes(
@@ -261,6 +305,8 @@ def debug_passes(
     progress: Callable[[str], None] | None = None,
 ) -> Debugged:
     """`transform` with every rewrite compared on the example; what was found wrong is a value, not an error."""
+    if program.signature.dims:
+        raise UsageError("passes are looked at for one size", fix="capture the model with one example")
     passes, limits = _run_of(passes, level, without, fuel)
     tell = _naming_passes(progress)
     return run_debug(program, example_input, passes, limits, keep_text=keep_text, seed=seed, progress=tell)

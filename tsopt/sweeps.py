@@ -15,6 +15,7 @@ from torch import nn
 
 from tsopt.api import optimize
 from tsopt.compiler.devices import put
+from tsopt.compiler.dims import resized as with_sizes
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import TsoptError, UsageError
@@ -177,15 +178,7 @@ def batch_of(example: Example) -> int | None:
 
 def resized(example: Example, batch: int) -> Example:
     """The example with so many rows: its own, again from the first where there are not enough."""
-    leaves, structure = flatten((example.args, example.kwargs))
-    made = []
-    for leaf in leaves:
-        rows = torch.arange(batch, device=leaf.device) % leaf.shape[0]
-        value = leaf.detach().index_select(0, rows)
-        is_image = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-        made.append(value.contiguous(memory_format=torch.channels_last) if is_image else value)
-    args, kwargs = unflatten(structure, made)
-    return Example(args, kwargs)
+    return with_sizes(example, {(position, 0): batch for position in range(len(_leaves(example)))})
 
 
 def _leaves(example: Example) -> list[torch.Tensor]:

@@ -160,7 +160,8 @@ def test_inputs_that_cannot_be_are_refused_by_name(given):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([X, X], "example_input is a list of tensors"),
+        ([X, X], "the examples have the same sizes"),
+        ([X], "example_input is a list"),
         (3, "example_input is a int"),
         ("x", "example_input is a str"),
         (None, "example_input is a NoneType"),

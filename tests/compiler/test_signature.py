@@ -113,7 +113,7 @@ def test_examples_are_read_as_calls():
     assert as_example((X, 3)) == Example((X, 3))
     assert as_example({"x": X}).kwargs == {"x": X}
     assert as_example(example(X, k=1)) == Example((X,), {"k": 1})
-    with pytest.raises(UsageError, match="list of tensors"):
+    with pytest.raises(UsageError, match="example_input is a list"):
         as_example([X])
 
 

@@ -67,6 +67,12 @@ Input = Annotated[
         "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for several."
     ),
 ]
+Dynamic = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dynamic", metavar="NAME:AXIS=DIM", help="A size that differs from call to call, e.g. x:0=batch[1..32]."
+    ),
+]
 Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
@@ -103,6 +109,7 @@ class Subject:
 
     model: Model
     input: Input = None
+    dynamic: Dynamic = None
     level: Level = 2
     seed: Seed = 0
     eval: Eval = False
@@ -164,6 +171,13 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
+def _dynamic(subject: Subject) -> Any:
+    """What `--dynamic` says, as `optimize` and `capture` take it."""
+    from tsopt.compiler.dims import read_texts
+
+    return read_texts(subject.dynamic) if subject.dynamic else None
+
+
 def _race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
     """The options of `optimize` that commands share."""
     from tsopt.cli.sweeping import words
@@ -171,6 +185,7 @@ def _race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
     asked = words(timing.backends, "--backends")
     chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}
     return chosen | {
+        "dynamic": _dynamic(subject),
         "precision": timing.precision,
         "level": subject.level,
         "seed": subject.seed,
@@ -303,7 +318,8 @@ def inspect(
         from tsopt.passes import STANDARD
 
         tell("capture")
-        program = capture(loaded.model, loaded.example_input, eval_mode=subject.eval, allow_nan=subject.allow_nan)
+        given: Any = {"dynamic": _dynamic(subject), "eval_mode": subject.eval, "allow_nan": subject.allow_nan}
+        program = capture(loaded.model, loaded.example_input, **given)
         options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
         debugged = None
         if debug:

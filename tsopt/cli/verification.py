@@ -67,10 +67,10 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     executable, seconds = _load(bundle, trust)
     from tsopt.api import as_eval
     from tsopt.compiler.capture import capture
-    from tsopt.compiler.example import as_example
+    from tsopt.compiler.example import as_examples
     from tsopt.runtime.accuracy import verify
 
-    example = as_example(loaded.example_input)
+    example = as_examples(loaded.example_input)[0]
     program = capture(loaded.model, example, eval_mode=eval_mode, allow_nan=True)
     model = as_eval(loaded.model, eval_mode)
     found = verify(model, executable, example, program=program, precision=executable.precision, seed=seed + 1)
@@ -114,7 +114,7 @@ def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[An
         if value is None:
             raise _unfit(bundle, f"it has no {kind}.{position}")
         value = value.to(item.type.device)
-        reason = mismatch(item.type, value)
+        reason = mismatch(item.type, value, item.axes)
         if reason:
             raise _unfit(bundle, f"{kind} {item.name!r} {reason}")
         values.append(value)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -16,20 +17,26 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from tsopt.compiler import ops
-from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
+from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import explain, size_of_values
+from tsopt.compiler.infer import fakes
 from tsopt.compiler.origin import origin_in, origin_of_meta
-from tsopt.compiler.program import Program, origin_of
+from tsopt.compiler.program import Program, origin_of, type_of_value
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
 from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
+from tsopt.compiler.symbols import hinted, is_of_values, is_settled, shapes_of, symbols_of, with_dims
 from tsopt.compiler.types import TensorType
 from tsopt.errors import NotOneGraph
 
-RECURRENT = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+# Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
+# an axis too many, every version takes a dropout that does nothing for a copy.
+MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -38,6 +45,7 @@ def capture(
     model: Callable[..., Any],
     example_input: Any,
     *,
+    dynamic: Mapping[Any, Any] | None = None,
     eval_mode: bool = False,
     allow_nan: bool = False,
 ) -> Program:
@@ -46,7 +54,11 @@ def capture(
     Args:
         model: an nn.Module, an ExportedProgram, TorchScript, or a function of tensors.
         example_input: a tensor, a tuple of positional arguments, a dict of keyword arguments, or
-            `tsopt.example(*args, **kwargs)`. Shapes, dtypes and devices are those of the calls to come.
+            `tsopt.example(*args, **kwargs)`. Shapes, dtypes and devices are those of the calls to come. A list of
+            several: the sizes in which they differ may be others in each call.
+        dynamic: the sizes that may differ from call to call, by input and axis: `{"x": {0: "batch"}}`, with a range
+            `{"x": {0: "batch[1..32]"}}`. Of a range without an end, and of examples, the program promises nothing
+            beyond what torch.export has found; `optimize` runs it at several sizes, and promises those.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: take weights that hold NaN.
 
@@ -54,24 +66,39 @@ def capture(
         CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
             of them, where the model itself runs.
     """
-    example = as_example(example_input)
+    examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
         model = model.module(check_guards=False)
         eval_mode = True
     check_model(model, allow_nan=allow_nan)
-    check_inputs(model, example)
+    for example in examples:
+        check_inputs(model, example)
     if is_scripted(model):
         model = Scripted(model)
+    wanted = _dynamic(model, examples, dynamic)
+    example = examples[0] if wanted is None else wanted.trace
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     with protected(model), quiet():
         if training and eval_mode:
             with training_flags(model, False):
-                return _capture(model, example)
-        program = _capture(model, example)
+                return _capture(model, example, wanted)
+        program = _capture(model, example, wanted)
         if training:
             with training_flags(model, False):
-                check_training(program, _capture(model, example))
+                check_training(program, _capture(model, example, wanted))
         return program
+
+
+def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:
+    """What is to be captured for more than one size; None for a program of one size."""
+    if given is None and len(examples) == 1:
+        return None
+    axes = from_examples(examples) if len(examples) > 1 else {}
+    if given is not None:
+        _, outer = flatten((examples[0].args, examples[0].kwargs))
+        for position, named in from_mapping(given, _input_names(model, outer), examples[0]).items():
+            axes.setdefault(position, {}).update(named)
+    return dynamic_of(examples, axes)
 
 
 class _Flat(nn.Module):
@@ -90,7 +117,7 @@ class _Flat(nn.Module):
         return tuple(values)
 
 
-def _capture(model: Callable[..., Any], example: Example) -> Program:
+def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None) -> Program:
     leaves, outer = flatten((example.args, example.kwargs))
     names = _input_names(model, outer)
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
@@ -98,20 +125,24 @@ def _capture(model: Callable[..., Any], example: Example) -> Program:
     results: list[Structure] = []
     flat = _Flat(model, outer, lambda structure: results.append(structure))
     flat.training = False
+    shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
-        exported = torch.export.export(flat, inputs, strict=False)
+        exported = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
         if _needs_functionalization(exported):
             exported = exported.run_decompositions(_secret_writers(exported))
     except Exception as error:
         raise explain(error, model, example) from error
     result = results[-1]
     check_result(result)
-    return _lower(exported, names, outer, result, _model_name(model))
+    if wanted is None:
+        return _lower(exported, names, outer, result, _model_name(model))
+    symbols = symbols_of(exported, wanted, names)
+    return with_dims(_lower(exported, names, outer, result, _model_name(model)), symbols)
 
 
 def _needs_functionalization(exported: ExportedProgram) -> bool:
     return any(
-        ops.is_call(node) and (ops.writes(node.target) or not _plain(node.target) or ops.writes_in_secret(node))
+        ops.is_call(node) and (ops.writes(node.target) or not _known(node) or ops.writes_in_secret(node))
         for node in exported.graph.nodes
     )
 
@@ -123,8 +154,11 @@ def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
     return {target: table[target] for target in found if target in table}
 
 
-def _plain(target: object) -> bool:
-    return ops.is_overload(target) or target is operator.getitem
+def _known(node: fx.Node) -> bool:
+    """Whether a program can hold a call: an op, a choice among its results, or what is computed from sizes."""
+    if ops.is_overload(node.target) or node.target is operator.getitem:
+        return True
+    return ops.is_number(node) and not is_of_values(node.meta.get("val"))
 
 
 def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str) -> Program:
@@ -139,7 +173,7 @@ def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result
     free = _unique([*names, *(_clean(spec.target) for spec in states)])
     # By what a write names: the placeholder of a user's input, the path of a state.
     inputs = {
-        str(spec.target or spec.arg.name): Input(text, _static_type(nodes[spec.arg.name]), state=spec in states)
+        str(spec.target or spec.arg.name): Input(text, _traced_type(nodes[spec.arg.name]), state=spec in states)
         for spec, text in zip((*users, *states), free, strict=True)
     }
     lowering = _Lowering(exported)
@@ -158,10 +192,10 @@ def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result
     for spec, value in zip(signature.output_specs, returned, strict=True):
         if spec.kind in WRITES:
             target = inputs[str(spec.target)].name
-            outputs.append(Output(f"{target}.new", _static_type(lowering.mapping[value]), writes=target))
+            outputs.append(Output(f"{target}.new", _traced_type(lowering.mapping[value]), writes=target))
         else:
             position = sum(1 for item in outputs if item.writes is None)
-            outputs.append(Output(labels.get(position) or "output", _static_type(lowering.mapping[value])))
+            outputs.append(Output(labels.get(position) or "output", _traced_type(lowering.mapping[value])))
     return Program(
         lowering.finish([lowering.mapping[value] for value in returned]),
         lowering.weights,
@@ -179,6 +213,7 @@ class _Lowering:
         self.graph = fx.Graph()
         self.mapping: dict[fx.Node, fx.Node] = {}
         self.weights: dict[str, torch.Tensor] = {}
+        self.mended: set[fx.Node] = set()  # calls of the exported program with another type than it records
         self._by_storage: dict[tuple[Any, ...], fx.Node] = {}
 
     def tensor(self, target: str) -> torch.Tensor:
@@ -210,10 +245,13 @@ class _Lowering:
         self.mapping[node] = self._by_storage[key] = made
 
     def call(self, node: fx.Node) -> None:
-        if not _plain(node.target):
+        if is_settled(node):  # a condition on sizes: the Dims say it
+            return
+        if not _known(node):
             raise _no_op(node)
         made = self.graph.node_copy(node, self.mapping.__getitem__)
-        made.meta = {"val": self._value(node, made), **origin_in(node.meta)}
+        origin = {} if ops.is_number(node) else origin_in(node.meta)  # torch's own, for what sizes are read for
+        made.meta = {"val": self._value(node, made), **origin}
         if ops.writes_in_secret(made):
             raise NotOneGraph(
                 f"{ops.name_of(node)} updates its running statistics in the call",
@@ -229,21 +267,27 @@ class _Lowering:
                     why="a program computes with dense tensors",
                     fix="keep it dense",
                 )
-            if any(not isinstance(size, int) for size in tensor.shape):
+            if any(is_of_values(size) for size in tensor.shape):
                 raise size_of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
 
     def _value(self, node: fx.Node, made: fx.Node) -> Any:
-        """The fake value of a call. torch 2.11 gives the states of recurrent layers an axis too many."""
-        source = node.args[0] if node.target is operator.getitem else node
-        if not isinstance(source, fx.Node) or ops.name_of(source).removeprefix("aten.") not in RECURRENT:
-            return node.meta.get("val")
-        if node.target is operator.getitem:
-            return self.mapping[source].meta["val"][node.args[1]]
-        args, kwargs = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
-        target: Any = made.target
-        with torch.no_grad(), node.meta["val"][0].fake_mode:
-            return target(*args, **kwargs)
+        """The fake value of a call: as recorded, or worked out anew where that, or what comes before, is mistaken."""
+        recorded = node.meta.get("val")
+        mistaken = ops.is_overload(node.target) and ops.name_of(node).removeprefix("aten.") in MISTAKEN
+        tensors = ops.tensors_of(recorded)
+        if not tensors or not (mistaken or any(source in self.mended for source in node.all_input_nodes)):
+            return recorded
+        given: Any = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
+        (args, kwargs), target = given, cast(Any, made.target)
+        if target is operator.getitem:
+            value: Any = target(*args)
+        else:
+            with fakes(tensors[0].fake_mode):
+                value = target(*args, **kwargs)
+        if type_of_value(value) != type_of_value(recorded):
+            self.mended.add(node)
+        return value
 
     def finish(self, outputs: list[fx.Node]) -> fx.Graph:
         self.graph.output(tuple(outputs))
@@ -273,8 +317,9 @@ def _no_op(node: fx.Node) -> NotOneGraph:
     )
 
 
-def _static_type(node: fx.Node) -> TensorType:
-    return TensorType.of(node.meta["val"])
+def _traced_type(node: fx.Node) -> TensorType:
+    found = TensorType.of(node.meta["val"])
+    return replace(found, shape=tuple(map(hinted, found.shape)), stride=tuple(map(hinted, found.stride)))
 
 
 def _clean(target: object) -> str:

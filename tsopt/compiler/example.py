@@ -23,6 +23,17 @@ def example(*args: Any, **kwargs: Any) -> Example:
     return Example(args, kwargs)
 
 
+def as_examples(value: Any) -> tuple[Example, ...]:
+    """Reads an `example_input`, or a list of several of them.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if type(value) is not list or len(value) < 2:
+        return (as_example(value),)
+    return tuple(map(as_example, value))
+
+
 def as_example(value: Any) -> Example:
     """Reads an `example_input`: a tensor, a tuple (positional), a dict (keyword) or an `Example`.
 
@@ -37,10 +48,10 @@ def as_example(value: Any) -> Example:
         made = Example((), dict(value))
     elif type(value) is tuple:
         made = Example(value)
-    elif type(value) is list and value and all(is_leaf(item) for item in value):
+    elif type(value) is list and value:
         raise UsageError(
-            "example_input is a list of tensors",
-            why="a list could mean several examples or several arguments",
+            "example_input is a list",
+            why="a list of examples says which sizes differ from call to call, and has no place here",
             fix="pass a tuple for positional arguments: (x, y); for one argument that is a list: ([x, y],)",
         )
     else:

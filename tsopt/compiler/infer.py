@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,12 +26,18 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
         Exception: whatever the op raises for arguments that do not fit.
     """
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    # It logs the traceback of a call that an op refuses; the caller reports it. NOTE: a change of level would clear the
-    # caches of all loggers, at every call.
+    with fakes(program.fake_mode):
+        return target(*values[0], **values[1])
+
+
+@contextmanager
+def fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Calls on fake tensors. What an op refuses is raised and not logged: the caller reports it."""
+    # NOTE: a change of level would clear the caches of all loggers, at every call.
     was, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        with torch.no_grad(), program.fake_mode:
-            return target(*values[0], **values[1])
+        with torch.no_grad(), mode:
+            yield
     finally:
         _LOGGER.disabled = was
 

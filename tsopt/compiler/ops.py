@@ -67,6 +67,28 @@ ALWAYS_NEW = frozenset(
 )
 
 
+# Computing with sizes, in programs for more than one: numbers from numbers, and the one call that reads a size.
+SIZE = aten.sym_size.int
+NUMBERS: dict[str, Callable[..., Any]] = {
+    **{f: getattr(operator, f) for f in ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv")},
+    "sym_max": torch.sym_max,
+    "sym_min": torch.sym_min,
+    "sym_float": torch.sym_float,
+    "sym_int": torch.sym_int,
+}
+_NUMBERS = {id(function): name for name, function in NUMBERS.items()}
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a call computes a number from sizes."""
+    return node.target is SIZE or id(node.target) in _NUMBERS
+
+
+def number_name(target: object) -> str | None:
+    """The name of what computes with sizes; None for another call."""
+    return _NUMBERS.get(id(target))
+
+
 def is_call(node: fx.Node) -> bool:
     return node.op == "call_function"
 
@@ -114,13 +136,18 @@ def writes_in_secret(node: fx.Node) -> bool:
     return bool(bound[flag]) and bound["running_mean"] is not None
 
 
+def is_uninitialized(node: fx.Node) -> bool:
+    """Whether the result is whatever was in memory."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in UNINITIALIZED
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether two calls with the same arguments may differ."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
     name = target._schema.name
-    if name in UNINITIALIZED:
+    if is_uninitialized(node):
         return True
     exception = RANDOM_ONLY_IF.get(name)
     if exception is not None:
@@ -131,7 +158,7 @@ def is_random(node: fx.Node) -> bool:
 def has_effect(node: fx.Node) -> bool:
     """Whether the call matters although nobody uses its result: a write, a check, a call we know nothing of."""
     target = node.target
-    if target is operator.getitem:
+    if target is operator.getitem or is_number(node):
         return False
     if not isinstance(target, OpOverload):
         return True

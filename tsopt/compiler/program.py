@@ -95,7 +95,8 @@ class Program:
     @property
     def text(self) -> str:
         """The program for humans, goldens and the fingerprint."""
-        return "\n".join([f"program {self.name}", *self.lines()])
+        dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
+        return "\n".join([f"program {self.name}{dims}", *self.lines()])
 
     def lines(self, *, origins: bool = True) -> Iterator[str]:
         """One line for each node; `origins` appends module path and source line."""
@@ -207,7 +208,7 @@ def origin_of(node: fx.Node) -> str:
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
-    left = f"{names[node]}: {format_type(type_of(node))} ="
+    left = f"{names[node]}: {'int' if ops.is_number(node) else format_type(type_of(node))} ="
     if node.op == "get_attr":
         return f"{left} weight"
     arguments = [format_value(arg, names) for arg in node.args]

@@ -92,7 +92,9 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
         place = {} if value.device.type == "cpu" else {"device": str(value.device)}
         return out | {"target": str(node.target), "stride": list(value.stride())} | place
     if node.op == "call_function":
-        out["target"] = "getitem" if node.target is operator.getitem else str(node.target)
+        number = ops.number_name(node.target)
+        named = f"size.{number}" if number else "getitem" if node.target is operator.getitem else str(node.target)
+        out["target"] = named
         if isinstance(node.target, OpOverload) and node.target.namespace not in ops.KNOWN_PURE:
             raise BackendError(f"{node.target} is a custom op and cannot be stored")
         origin = {key: node.meta[key] for key in ("module", "source") if key in node.meta}
@@ -251,6 +253,10 @@ def _overload(name: Any) -> Any:
     """The op of an exact name such as `aten.add.Tensor`; nothing else can be reached from a file."""
     if name == "getitem":
         return operator.getitem
+    if name == str(ops.SIZE):
+        return ops.SIZE
+    if str(name).startswith("size.") and str(name)[5:] in ops.NUMBERS:
+        return ops.NUMBERS[str(name)[5:]]
     parts = str(name).split(".")
     if len(parts) == 3 and parts[0] in ops.KNOWN_PURE and all(part.isidentifier() for part in parts):
         namespace = getattr(torch.ops, parts[0])

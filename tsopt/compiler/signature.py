@@ -5,9 +5,10 @@ Imports neither torch nor a backend, so that a bundle can be called where torch 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tsopt.compiler.structure import Structure, flatten, from_json, to_json, unflatten
@@ -17,13 +18,38 @@ from tsopt.errors import ArtifactError, SignatureError
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
+Axes = tuple[str | None, ...]  # for each axis the name of its Dim; none at all where every size is fixed
+DERIVED = "?"  # an axis of an output whose size follows from those of the inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A size that may differ from call to call: from `low` to `high`, both included, in multiples of `step`."""
+
+    name: str
+    low: int = 1
+    high: int | None = None
+    step: int = 1
+
+    def __str__(self) -> str:
+        steps = f", multiples of {self.step}" if self.step > 1 else ""
+        return f"{self.name}: {self.low}..{self.high or ''}{steps}"
+
+    def admits(self, size: int) -> bool:
+        return size >= self.low and (self.high is None or size <= self.high) and size % self.step == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes."""
+    """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes.
+
+    The sizes of axes that have a name are those that the program was traced with.
+    """
 
     name: str
     type: TensorType
     state: bool = False
+    axes: Axes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +59,22 @@ class Output:
     name: str
     type: TensorType
     writes: str | None = None
+    axes: Axes = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
     """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
 
-    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns.
+    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns. `dims` are the sizes that
+    may differ from call to call.
     """
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     outer: Structure
     result: Structure
+    dims: tuple[Dim, ...] = ()
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:
@@ -76,12 +105,39 @@ class Signature:
                 fix="call it as in the example, or optimize for this form as well",
             )
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
-            reason = mismatch(item.type, leaf)
+            reason = mismatch(item.type, leaf, item.axes)
             if reason:
                 raise SignatureError(
                     f"input {item.name!r} {reason}", fix="pass what the example had, or optimize for this input as well"
                 )
+        reason = misfit(self.dims, self.sizes_of(leaves))
+        if reason:
+            raise SignatureError(reason, fix="pass sizes that were checked, or optimize for these as well")
         return leaves
+
+    def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
+        """The sizes that a call has for each Dim; one each, where it is a call of this signature."""
+        found: dict[str, set[int]] = {dim.name: set() for dim in self.dims}
+        for item, leaf in zip(self.user_inputs, leaves, strict=True):
+            for name, size in zip(item.axes, leaf.shape, strict=False):
+                if name is not None:
+                    found[name].add(int(size))
+        return found
+
+    def tied(self, a: Dim, b: Dim) -> Signature:
+        """The same with one Dim, by the name of the first, in the place of two."""
+        highs = [dim.high for dim in (a, b) if dim.high is not None]
+        one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
+
+        def named(axes: Axes) -> Axes:
+            return tuple(a.name if name == b.name else name for name in axes)
+
+        return replace(
+            self,
+            inputs=tuple(replace(item, axes=named(item.axes)) for item in self.inputs),
+            outputs=tuple(replace(item, axes=named(item.axes)) for item in self.outputs),
+            dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
+        )
 
     def unbind(self, values: Sequence[Any]) -> Any:
         """The user's return value around the graph's returned tensors."""
@@ -89,19 +145,27 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "inputs": [{"name": i.name, "type": _type_json(i.type), "state": i.state} for i in self.inputs],
-            "outputs": [{"name": o.name, "type": _type_json(o.type), "writes": o.writes} for o in self.outputs],
+            "inputs": [{"name": i.name, "type": _type_json(i), "state": i.state} for i in self.inputs],
+            "outputs": [{"name": o.name, "type": _type_json(o), "writes": o.writes} for o in self.outputs],
             "outer": to_json(self.outer),
             "result": to_json(self.result),
-        }
+        } | ({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {})
 
     @classmethod
     def from_json(cls, data: Any) -> Signature:
         """Raises ArtifactError when the data is not a signature."""
         try:
-            inputs = tuple(Input(str(i["name"]), _type_from(i["type"]), bool(i["state"])) for i in data["inputs"])
-            outputs = tuple(Output(str(o["name"]), _type_from(o["type"]), o["writes"]) for o in data["outputs"])
-            made = cls(inputs, outputs, from_json(data["outer"]), from_json(data["result"]))
+            dims = tuple(_dim_from(item) for item in data.get("dims", ()))
+            names = {dim.name for dim in dims}
+            inputs = tuple(
+                Input(str(i["name"]), _type_from(i["type"]), bool(i["state"]), _axes_from(i["type"], names))
+                for i in data["inputs"]
+            )
+            outputs = tuple(
+                Output(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED}))
+                for o in data["outputs"]
+            )
+            made = cls(inputs, outputs, from_json(data["outer"]), from_json(data["result"]), dims)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
@@ -114,21 +178,64 @@ class Signature:
                 raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
 
 
-def mismatch(expected: TensorType, value: Any) -> str | None:
-    """Why a tensor or array is not of the expected type; None when it is. Strides do not count."""
+def mismatch(expected: TensorType, value: Any, axes: Axes = ()) -> str | None:
+    """Why a tensor or array is not of the expected type; None when it is. Neither strides nor named axes count."""
     dtype = str(value.dtype).removeprefix("torch.")
     if dtype != expected.dtype:
         return f"is {dtype}, expected {expected.dtype}"
-    if tuple(value.shape) != expected.shape:
-        return f"has shape {list(value.shape)}, expected {list(expected.shape)}"
+    if not same_sizes(tuple(value.shape), expected.shape, axes):
+        return f"has shape {list(value.shape)}, expected {shape_text(expected.shape, axes)}"
     device = str(getattr(value, "device", "cpu"))
     if device != expected.device:
         return f"is on {device}, expected {expected.device}"
     return None
 
 
-def _type_json(type_: TensorType) -> dict[str, Any]:
-    return {"dtype": type_.dtype, "shape": list(type_.shape), "stride": list(type_.stride), "device": type_.device}
+def same_sizes(shape: tuple[int, ...], expected: tuple[int, ...], axes: Axes = ()) -> bool:
+    """Whether the sizes of all axes without a name are as expected."""
+    if not axes:
+        return shape == expected
+    return len(shape) == len(axes) and all(
+        name is not None or mine == other for mine, other, name in zip(shape, expected, axes, strict=True)
+    )
+
+
+def shape_text(shape: tuple[int, ...], axes: Axes = ()) -> str:
+    """`[batch, 3, 224, 224]`."""
+    names = axes or (None,) * len(shape)
+    return f"[{', '.join(str(size) if name is None else name for size, name in zip(shape, names, strict=True))}]"
+
+
+def misfit(dims: Sequence[Dim], sizes: Mapping[str, set[int]]) -> str | None:
+    """Why the sizes of a call are not those of its Dims; None when they are."""
+    for dim in dims:
+        found = sizes[dim.name]
+        if len(found) > 1:
+            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in one call"
+        if not all(map(dim.admits, found)):
+            return f"{dim.name} is {next(iter(found))}, expected {str(dim).partition(': ')[2]}"
+    return None
+
+
+def _type_json(item: Input | Output) -> dict[str, Any]:
+    type_ = item.type
+    out = {"dtype": type_.dtype, "shape": list(type_.shape), "stride": list(type_.stride), "device": type_.device}
+    return out | ({"axes": list(item.axes)} if item.axes else {})
+
+
+def _axes_from(data: Any, names: set[str]) -> Axes:
+    axes = tuple(data.get("axes", ()))
+    if axes and (len(axes) != len(data["shape"]) or any(name is not None and name not in names for name in axes)):
+        raise ValueError(f"not the axes of a tensor: {str(axes)[:80]}")
+    return axes
+
+
+def _dim_from(data: Any) -> Dim:
+    name, low, high, step = data
+    ends = (low, low if high is None else high, step)
+    if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
+        raise ValueError(f"not a dimension: {str(data)[:80]}")
+    return Dim(name, low, high, step)
 
 
 def _type_from(data: Any) -> TensorType:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from tsopt.compiler import ops
 from tsopt.compiler.program import Program
@@ -95,7 +94,7 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if ops.is_random(node):
         torch.manual_seed(node.meta[SEED])
     value = target(*args, **kwargs)
-    if isinstance(target, OpOverload) and target._schema.name in ops.UNINITIALIZED:
+    if ops.is_uninitialized(node):
         return value.zero_()  # what was in memory is no value to compare
     return value
 

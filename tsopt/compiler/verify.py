@@ -51,7 +51,7 @@ def _check_nodes(program: Program) -> None:
         seen.add(node)
         if not ops.is_call(node):
             continue
-        if not ops.is_overload(node.target) and node.target is not operator.getitem:
+        if not ops.is_overload(node.target) and node.target is not operator.getitem and not ops.is_number(node):
             raise _fault(program, node, 2, f"a call of {node.target}, which is no ATen overload")
         if ops.writes(node.target):
             raise _fault(program, node, 2, "it writes one of its arguments")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.signature import Signature, mismatch
+from tsopt.compiler.signature import Signature, misfit, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
 
@@ -112,6 +112,7 @@ class Executable:
         self._run = run
         self._guard = Guard(signature)
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
+        self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
         self._writes = len(signature.writes)
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
@@ -150,21 +151,31 @@ class Executable:
         outputs = self._run(inputs)
         if len(outputs) != len(self._outputs):
             raise self._broken(outputs)
-        for value, (dtype, shape) in zip(outputs, self._outputs, strict=True):
-            if value.dtype != dtype or value.shape != shape:
-                raise self._broken(outputs)
+        if not self._as_promised(outputs):
+            raise self._broken(outputs)
         if self._single:
             return outputs[0]
         for position, value in zip(self._targets, outputs, strict=False):
             _write(inputs[position], value)
         return self.signature.unbind(outputs[self._writes :])
 
+    def _as_promised(self, outputs: Sequence[Any]) -> bool:
+        if not self._axes:
+            for value, (dtype, shape) in zip(outputs, self._outputs, strict=True):
+                if value.dtype != dtype or value.shape != shape:
+                    return False
+            return True
+        return all(
+            value.dtype == dtype and same_sizes(tuple(value.shape), shape, axes)
+            for value, (dtype, shape), axes in zip(outputs, self._outputs, self._axes, strict=True)
+        )
+
     def _quick(self) -> Callable[[Any], Any] | None:
         """The whole call of a model that takes one tensor and returns one; None from it: the call does not fit.
 
         Straight code, because on a model of ten microseconds every layer of calls is a hundredth.
         """
-        if not self._guard.simple or self._guard.keys:
+        if not self._guard.simple or self._guard.keys or self.signature.dims:
             return None
         ((kind, dtype, shape, device),) = self._guard.expected
         ((out_dtype, out_shape),) = self._outputs
@@ -189,7 +200,7 @@ class Executable:
                 fix="use another backend for this model",
             )
         for item, value in zip(self.signature.outputs, outputs, strict=True):
-            reason = mismatch(item.type, value)
+            reason = mismatch(item.type, value, item.axes)
             if reason:
                 return BackendError(
                     f"{self.backend} returned something else than the model: output {item.name!r} {reason}",
@@ -207,6 +218,8 @@ class Guard:
         self.count = len(args.children)
         self.keys = tuple(kwargs.keys)
         self.expected = [_expectation(item.type) for item in signature.user_inputs]
+        self.signature = signature if signature.dims else None
+        self.axes = [item.axes for item in signature.user_inputs]
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         if not self.simple or len(args) != self.count or len(kwargs) != len(self.keys):
@@ -216,12 +229,23 @@ class Guard:
                 args = [*args, *[kwargs[key] for key in self.keys]]
             except KeyError:
                 return None
+        if self.signature is not None:
+            return args if self._fits(self.signature, args) else None
         for value, (kind, dtype, shape, device) in zip(args, self.expected, strict=True):
             if type(value) is not kind or value.dtype != dtype or value.shape != shape:
                 return None
             if device is not None and value.device != device:
                 return None
         return args
+
+    def _fits(self, signature: Signature, values: Sequence[Any]) -> bool:
+        """Whether values are of their kinds, and all sizes of one Dim the same and in its range."""
+        for value, (kind, dtype, shape, device), axes in zip(values, self.expected, self.axes, strict=True):
+            if type(value) is not kind or value.dtype != dtype or not same_sizes(tuple(value.shape), shape, axes):
+                return False
+            if device is not None and value.device != device:
+                return False
+        return misfit(signature.dims, signature.sizes_of(values)) is None
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:

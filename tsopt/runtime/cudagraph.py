@@ -53,6 +53,8 @@ class CudaGraphBackend:
             for name, device in places.items()
             if not device.startswith("cuda")
         ]
+        if program.signature.dims:
+            found.append(Unsupported("", "a CUDA graph is recorded for one size"))
         for node in program.calls():
             on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
             if ops.is_random(node):

@@ -17,7 +17,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
-from tsopt.runtime.inputs import blank
+from tsopt.runtime.inputs import exported
 from tsopt.runtime.precision import in_precision
 
 if TYPE_CHECKING:
@@ -61,9 +61,8 @@ class InductorBackend:
         try:
             with _directory() as place, quiet(stdout=True), torch.no_grad(), _one_process():
                 torch.set_num_threads(self.threads or torch.get_num_threads())  # protected() puts it back
-                exported = torch.export.export(program.module(), blank(program.signature), strict=False)
                 package = torch._inductor.aoti_compile_and_package(
-                    exported, package_path=str(place / FILE), inductor_configs=options
+                    exported(program), package_path=str(place / FILE), inductor_configs=options
                 )
                 return _executable(Path(package), program, self.threads)
         except Exception as error:  # whatever the compiler, or the C++ compiler under it, says

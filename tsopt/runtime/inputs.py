@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export import Dim, ExportedProgram
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.program import Program
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.compiler.types import TensorType, contiguous_strides
@@ -39,6 +41,15 @@ def blank(signature: Signature) -> tuple[torch.Tensor, ...]:
         return torch.empty_strided(kind.shape, stride, dtype=getattr(torch, kind.dtype), device=kind.device).zero_()
 
     return tuple(zeros(item.type) for item in signature.inputs)
+
+
+def exported(program: Program) -> ExportedProgram:
+    """The program through torch.export once more: what exporters and torch's compiler take. Flat in, a tuple out."""
+    signature = program.signature
+    shapes = tuple({axis: Dim.AUTO for axis, name in enumerate(item.axes) if name} for item in signature.inputs)
+    return torch.export.export(
+        program.module(), blank(signature), dynamic_shapes=shapes if signature.dims else None, strict=False
+    )
 
 
 def input_sets(example: Example, seed: int) -> list[InputSet]:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler import ops
+from tsopt.compiler.generalize import through
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.rewrite import new_call
 from tsopt.errors import BackendError, UsageError
-from tsopt.runtime.inputs import blank
+from tsopt.runtime.inputs import exported
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
@@ -72,9 +74,8 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     check_opset(opset)
     try:
         with quiet(stdout=True), torch.no_grad():
-            exported = torch.export.export(four_axes(program).module(), blank(program.signature), strict=False)
             made = torch.onnx.export(
-                exported,
+                exported(through(program, _as_exported)),
                 dynamo=True,
                 verbose=False,
                 optimize=not _adds_zero(program),
@@ -86,6 +87,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
         raise BackendError("the ONNX exporter returned nothing")
     _check_made(made.model, opset)
     _rename(made.model, program)
+    _name_sizes(made.model.graph, program)
     return OnnxModel(made.model)
 
 
@@ -96,6 +98,55 @@ def four_axes(program: Program) -> Program:
         if node.target is aten.scaled_dot_product_attention.default and len(node.meta["val"].shape) != 4:
             _four_axes(made, node)
     return made
+
+
+def _as_exported(program: Program) -> Program:
+    """A copy in the words that the exporter and the runtimes know, where they do not know those of the program."""
+    made = four_axes(program)
+    for node in list(made.graph.nodes):
+        if node.target is aten.scaled_dot_product_attention.default:
+            _zero_without_any(made, node)
+        elif node.target is aten.mul.Tensor and node.meta["val"].dtype == torch.bool:
+            node.target = aten.logical_and.default
+        elif node.target is aten.rsub.Scalar:
+            _in_its_dtype(made, node)
+        elif ops.is_uninitialized(node):
+            _zeros(made, node)
+    return made
+
+
+def _in_its_dtype(program: Program, node: fx.Node) -> None:
+    """`1.0 - x` of whole numbers, in floating point from the start."""
+    x: Any = node.args[0]
+    dtype = node.meta["val"].dtype
+    if x.meta["val"].dtype != dtype:
+        node.args = (new_call(program, node, node, aten.to.dtype, (x, dtype), {}), *node.args[1:])
+
+
+def _zeros(program: Program, node: fx.Node) -> None:
+    """Memory that holds anything may as well hold zeros."""
+    value = node.meta["val"]
+    options = {"dtype": value.dtype, "device": value.device}
+    made = new_call(program, node, node, aten.full.default, (list(value.shape), 0), options)
+    node.replace_all_uses_with(made)
+    program.graph.erase_node(node)
+
+
+def _zero_without_any(program: Program, node: fx.Node) -> None:
+    """PyTorch answers 0 for a row that attends to nothing, what is exported a mean or NaN."""
+    mask = bind(node)["attn_mask"]
+    if mask is None or mask.meta["val"].dtype != torch.bool:
+        return
+    constant = program.weights.get(str(mask.target)) if mask.op == "get_attr" else None
+    if constant is not None and bool(constant.any(-1).all()):
+        return
+    attends = new_call(program, node, node, aten.any.dim, (mask, -1, True), {})
+    users = list(node.users)
+    with program.graph.inserting_after(node):
+        result = program.graph.call_function(aten.where.ScalarOther, (attends, node, 0.0))
+    result.meta = dict(node.meta)
+    for user in users:
+        user.replace_input_with(node, result)
 
 
 def _four_axes(program: Program, node: fx.Node) -> None:
@@ -175,6 +226,24 @@ def _rename(model: Any, program: Program) -> None:
     nodes = onnx_ir.traversal.RecursiveGraphIterator(graph)
     inner = [v for node in nodes for v in node.outputs if v.name and id(v) not in ends]  # no name: an unused output
     _name(inner, [str(value.name) for value in inner], taken)
+
+
+def _name_sizes(graph: Any, program: Program) -> None:
+    """Sizes that differ from call to call get the names that the user knows, wherever they are."""
+    import onnx_ir
+
+    names: dict[str, str] = {}
+    for value, item in zip(graph.inputs, program.signature.inputs, strict=True):
+        for size, name in zip(value.shape or (), item.axes, strict=False):
+            if name is not None and isinstance(size, onnx_ir.SymbolicDim):
+                names[str(size.value)] = name
+    if not names:
+        return
+    nodes = onnx_ir.traversal.RecursiveGraphIterator(graph)
+    for value in (*graph.inputs, *(value for node in nodes for value in node.outputs)):
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, onnx_ir.SymbolicDim) and str(size.value) in names:
+                value.shape[axis] = names[str(size.value)]
 
 
 def _part_ends(graph: Any) -> None:

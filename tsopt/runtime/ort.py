@@ -56,10 +56,14 @@ class OnnxRuntimeBackend:
     def compile(self, program: Program) -> Executable:
         import torch
 
+        from tsopt.compiler.generalize import through
         from tsopt.runtime.onnx_export import four_axes, to_onnx
         from tsopt.runtime.ort_kernels import with_own_operators
 
-        model = to_onnx(with_own_operators(four_axes(program)) if self.fused else program, self.opset)
+        def lowered(program: Program) -> Program:
+            return with_own_operators(four_axes(program))
+
+        model = to_onnx(through(program, lowered) if self.fused else program, self.opset)
         proto, weights = model.detached()
         options = {
             "threads": self.threads or torch.get_num_threads(),
@@ -98,7 +102,7 @@ def refusals(program: Program, runtime: str) -> list[Unsupported]:
         if kind.device != "cpu":
             found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on the CPU"))
     for node in program.calls():
-        if ops.is_random(node):
+        if ops.is_random(node) and not ops.is_uninitialized(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
         elif ops.has_effect(node) and not ops.is_settled_check(node):
             found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))

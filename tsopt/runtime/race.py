@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -31,7 +32,7 @@ from tsopt.runtime.backend import (
     race_options,
     split_spec,
 )
-from tsopt.runtime.inputs import input_sets
+from tsopt.runtime.held_out import HeldOut, judge_everywhere
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
 from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
@@ -98,6 +99,7 @@ def race(
     workshop: Workshop | None = None,
     budget: float | None = None,
     progress: Progress | None = None,
+    elsewhere: Sequence[HeldOut] = (),
 ) -> Race:
     """Runs the race.
 
@@ -108,6 +110,7 @@ def race(
         workshop: gives each candidate a process of its own; None: all of them run in this one.
         budget: seconds for all candidates together; eager takes part whatever it costs. A candidate with a process of
             its own gets an equal share of what is left, one in this process is not begun when nothing is.
+        elsewhere: other sizes that every candidate has to be right at.
 
     Raises:
         AccuracyError: the model itself fails on its example, or nothing about it can be verified.
@@ -122,10 +125,11 @@ def race(
             torch.set_num_threads(threads)
         together = _open(workshop, optimized)
         make = _maker(optimized, threads, None if together else workshop)
-        rows, candidates = _prepare(optimized, oracle, backends, make, clock, workshop, tell)
-        rows = _timed(model, captured, example, rows, candidates, min(seconds, clock.left), seed, tell)
+        rows, candidates = _prepare(optimized, oracle, elsewhere, backends, make, clock, workshop, tell)
+        rows = _timed(model, captured, oracle, rows, candidates, min(seconds, clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
-        found = _choose(model, captured, optimized, example, rows, candidates, specs, threads, seed, tell)
+        fresh = partial(Oracle, model, example, captured, seed=seed + 1)
+        found = _choose(fresh, elsewhere, optimized, rows, candidates, specs, threads, tell)
     finally:
         torch.set_num_threads(before)
     return replace(found, together=together)
@@ -170,6 +174,7 @@ def _maker(program: Program, threads: int | None, workshop: Workshop | None) -> 
 def _prepare(
     program: Program,
     oracle: Oracle,
+    elsewhere: Sequence[HeldOut],
     backends: Sequence[str],
     make: Callable[[str], Candidate],
     clock: _Clock,
@@ -207,9 +212,10 @@ def _prepare(
             # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
             with protected(None, written=program.state.values()), torch.no_grad():
                 cold = cold_start(candidate, inputs, device_wait(inputs[0]))
-            verdict = oracle.judge(candidate, exact=is_exact(program, backend), precision=precision_of(backend))
+            judge = partial(judge_everywhere, oracle, elsewhere, candidate)
+            verdict = judge(exact=is_exact(program, backend), precision=precision_of(backend))
             if not verdict.ok and is_exact(program, backend):
-                verdict = oracle.judge(candidate)
+                verdict = judge()
                 candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
         except NoGain as error:
             rows.append(Row(title, "no gain", error.what))
@@ -291,19 +297,18 @@ def _reason(error: TsoptError) -> str:
 def _timed(
     model: Callable[..., Any],
     captured: Program,
-    example: Example,
+    oracle: Oracle,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
     seconds: float,
-    seed: int,
     tell: Progress,
 ) -> list[Row]:
-    inputs = [item.clone() for item in input_sets(example, seed)[:3]]
+    inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]  # not those that the model refuses
     calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
     # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
     with protected(model, written=captured.state.values()), torch.inference_mode():
         timings = measure(
-            calls, inputs, seconds=seconds, wait=device_wait(example), progress=lambda text: tell(f"time: {text}")
+            calls, inputs, seconds=seconds, wait=device_wait(inputs[0]), progress=lambda text: tell(f"time: {text}")
         )
     base = timings[EAGER]
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]
@@ -331,15 +336,13 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 
 
 def _choose(
-    model: Callable[..., Any],
-    captured: Program,
+    fresh: Callable[[], Oracle],
+    elsewhere: Sequence[HeldOut],
     optimized: Program,
-    example: Example,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
     backends: Mapping[str, str],
     threads: int | None,
-    seed: int,
     tell: Progress,
 ) -> Race:
     oracle: Oracle | None = None
@@ -348,13 +351,13 @@ def _choose(
     for row in order:
         tell(f"verify {row.name}")
         # Fresh inputs: what the race measured must not be all that is right.
-        oracle = oracle or Oracle(model, example, captured, seed=seed + 1)
+        oracle = oracle or fresh()
         try:
             candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
             verdict, executable = oracle.judge(candidate, precision=precision), _here(candidate, optimized, threads)
             if executable is not candidate and verdict.ok:
-                verdict = oracle.judge(executable, precision=precision)
+                verdict = judge_everywhere(oracle, elsewhere, executable, precision=precision)
             failure = "" if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
@@ -421,9 +424,10 @@ def benchmark(
         candidates: callables by name; each is called as the model is.
     """
     example = as_example(example_input)
-    inputs = [item.clone() for item in input_sets(example, seed)[:3]]
     # NOTE: no program here to say which parameters the model writes, so all of them are kept safe.
     written = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    made = Oracle(model, example, None, seed=seed, state=written).expected[:3]
+    inputs = [expected.inputs.clone() for expected in made]
     with protected(model, written=written), torch.inference_mode():
         timings = measure(
             {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress

@@ -11,6 +11,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
 from tsopt.errors import TsoptError
 from tsopt.runtime import cache
+from tsopt.runtime.held_out import HeldOut
 from tsopt.runtime.race import EAGER, Progress, Race, race, title_of
 
 AGAIN = 1.0  # seconds: the winner against eager, before it is believed
@@ -30,6 +31,7 @@ def race_or_recall(
     seed: int,
     budget: float | None,
     progress: Progress,
+    elsewhere: Sequence[HeldOut] = (),
     **options: Any,
 ) -> Race:
     """`race`, unless one of the same program on this machine is in the cache, whose winner is still right and faster.
@@ -38,6 +40,7 @@ def race_or_recall(
         options: of `race`, for a race that is run.
     """
     asked: dict[str, Any] = {"threads": threads, "seed": seed, "budget": budget, "progress": progress}
+    asked["elsewhere"] = elsewhere
     key = cache.key_of(captured, optimized, backends, threads)
     entry = None if key is None else cache.find(key, backends, seconds)
     if key is not None and entry is not None:

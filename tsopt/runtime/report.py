@@ -91,6 +91,7 @@ class Report:
         cached: when the rows were measured, where that was not now, and what was checked since.
         signatures: what became of calls of another form: (form, outcome).
         frontend: how the model was captured, where that was not as a single graph.
+        sizes: which sizes may differ from call to call, and at which ones that was tried.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Report:
     together: str = ""
     cached: str = ""
     frontend: str = ""
+    sizes: str = ""
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -143,6 +145,7 @@ class Report:
             lines.append(f"verified: {accuracy}")
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
         lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
+        lines += [f"sizes: {self.sizes}"] if self.sizes else []
         lines += [f"captured {self.frontend}"] if self.frontend else []
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
@@ -176,6 +179,7 @@ class Report:
             "together": self.together,
             "cached": self.cached,
             "frontend": self.frontend,
+            "sizes": self.sizes,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],

@@ -1,4 +1,4 @@
-"""Program -> TorchScript: traced, frozen, optimized for inference.
+"""Program -> TorchScript: traced, or scripted where it computes with sizes; frozen, optimized for inference.
 
 TorchScript is deprecated upstream; it stays in this one file, and its warnings stay away from the user.
 """
@@ -9,16 +9,19 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, List, Optional  # noqa: F401, UP035 -- names in the source of a script
 
 import torch
+from torch import Tensor  # noqa: F401 -- as above
 
-from tsopt.compiler.program import Program
+from tsopt.compiler.program import Program, attribute_name
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.inputs import blank
 from tsopt.runtime.onednn import LOSES_NAN
+from tsopt.runtime.torchscript_source import source_of
 
 FILE = "model.ts"
 LAYER_AND_RELU = {torch.ops.aten.conv2d.default, torch.ops.aten.relu.default}  # what it hands to oneDNN as one
@@ -38,12 +41,10 @@ class TorchScriptBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
-        module = program.module().eval()
         try:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                traced = torch.jit.trace(module, blank(program.signature), check_trace=False, strict=False)
-                frozen = torch.jit.freeze(traced)
+                frozen = torch.jit.freeze(_scripted(program) if program.signature.dims else _traced(program))
                 script = torch.jit.optimize_for_inference(frozen)
         except Exception as error:  # TorchScript raises whatever its C++ throws
             raise BackendError(
@@ -69,6 +70,20 @@ class TorchScriptBackend:
             code=True,
             notes=[LOSES_NAN] if {node.target for node in program.calls()} >= LAYER_AND_RELU else [],
         )
+
+
+def _traced(program: Program) -> Any:
+    return torch.jit.trace(program.module().eval(), blank(program.signature), check_trace=False, strict=False)
+
+
+def _scripted(program: Program) -> Any:
+    # A class of its own: TorchScript takes modules of one class with the same attributes for one type.
+    holder: torch.nn.Module = type("Program", (torch.nn.Module,), {})()
+    for name in program.used_weights():
+        holder.register_buffer(attribute_name(name), program.weights[name])
+    script = torch.jit.script(holder.eval())
+    script.define(source_of(program))
+    return script
 
 
 def load_runner(directory: Path, threads: int | None, signature: Signature) -> Runner:

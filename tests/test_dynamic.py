@@ -1,0 +1,162 @@
+"""`optimize` for many sizes, end to end: each backend, bundles, other forms, the command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+QUICK = {"seconds": 0.02, "isolate": False, "cache": False}
+
+
+class Encoder(nn.Module):
+    """Attention over tokens as it is written by hand, with positions, a mask, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, 16), nn.Embedding(32, 16)
+        self.register_buffer("order", torch.arange(32)[None])
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 3)
+
+    def forward(self, tokens, mask):
+        batch, length = tokens.shape
+        x = self.words(tokens) + self.places(self.order[:, :length])
+        q, k, v = (part(x).view(batch, length, 4, 4).transpose(1, 2) for part in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / 2 + (1.0 - mask[:, None, None, :].float()) * -1e4
+        x = self.norm(x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, 16)))
+        return {"logits": self.head(x.mean(1)), "hidden": x}
+
+
+def net():
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, nn.Linear(8, 4)).eval()
+
+
+def encoder():
+    torch.manual_seed(0)
+    return Encoder().eval()
+
+
+def text(batch, length):
+    return torch.randint(0, 50, (batch, length)), torch.ones(batch, length, dtype=torch.long)
+
+
+@pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "openvino", "onednn"])
+def test_an_image_net_with_any_batch_by_every_backend(backend):
+    model = net()
+    fast = tsopt.optimize(model, [torch.randn(2, 3, 8, 8), torch.randn(8, 3, 8, 8)], backends=(backend,), **QUICK)
+    row = fast.report.rows[1]
+    assert row.status in ("ok", "no gain"), row.reason
+    assert fast.report.sizes == "batch: 1..16, checked at 1, 2, 7, 16"
+    if row.status == "ok":
+        run = tsopt.compile(fast.program, backend)
+        for batch in (1, 3, 16):
+            x = torch.randn(batch, 3, 8, 8)
+            torch.testing.assert_close(run(x), model(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "openvino"])
+def test_an_encoder_with_any_batch_and_length_by_every_backend(backend):
+    model = encoder()
+    fast = tsopt.optimize(model, [text(1, 8), text(4, 12)], backends=(backend,), **QUICK)
+    assert fast.report.rows[1].status == "ok", fast.report.rows[1].reason
+    assert "batch: 1..8" in fast.report.sizes
+    assert "tokens_1: 1..32, checked at 1, 2, 7, 32" in fast.report.sizes
+    run = tsopt.compile(fast.program, backend)
+    for sizes in ((1, 1), (3, 5), (8, 32)):
+        given = text(*sizes)
+        found = run(*given)
+        for name, value in model(*given).items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_passes_are_at_work_for_all_sizes():
+    program = tsopt.capture(net(), torch.randn(2, 3, 8, 8), dynamic={"input": {0: "batch"}})
+    assert tsopt.transform(program).node_count < program.node_count
+
+
+def test_the_machine_code_of_inductor_serves_all_sizes():
+    from tsopt.runtime.inductor import InductorBackend
+
+    if InductorBackend().missing() is not None:
+        pytest.skip("no C++ compiler")
+    model = encoder()
+    run = tsopt.compile(tsopt.transform(tsopt.capture(model, [text(2, 8), text(4, 12)])), "inductor")
+    for sizes in ((1, 3), (7, 11)):
+        given = text(*sizes)
+        torch.testing.assert_close(run(*given)["logits"], model(*given)["logits"])
+
+
+def test_a_cuda_graph_is_recorded_for_one_size():
+    program = tsopt.capture(net(), torch.randn(2, 3, 8, 8), dynamic={"input": {0: "batch"}})
+    with pytest.raises(tsopt.BackendError, match="cudagraph"):
+        tsopt.compile(program, "cudagraph")
+
+
+def test_sizes_beyond_the_range_are_another_form():
+    fast = tsopt.optimize(net(), torch.randn(2, 3, 8, 8), dynamic={"input": {0: "batch[1..4]"}}, **QUICK)
+    x = torch.randn(5, 3, 8, 8)
+    torch.testing.assert_close(fast(x), net()(x))
+    strict = tsopt.optimize(
+        net(), torch.randn(2, 3, 8, 8), dynamic={"input": {0: "batch[1..4]"}}, on_new_signature="error", **QUICK
+    )
+    with pytest.raises(tsopt.SignatureError, match=r"batch is 5, expected 1\.\.4"):
+        strict(x)
+    with pytest.raises(tsopt.SignatureError, match=r"has shape \[2, 3, 8, 9\], expected \[batch, 3, 8, 8\]"):
+        strict(torch.randn(2, 3, 8, 9))
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_bundle_keeps_its_sizes(tmp_path, backend):
+    model = encoder()
+    fast = tsopt.optimize(model, [text(1, 8), text(4, 12)], backends=(backend,), **QUICK)
+    tsopt.compile(fast.program, backend)
+    again = tsopt.load(fast.save(tmp_path / "encoder.tsopt"))
+    assert again.signature == fast.program.signature
+    given = text(5, 3)
+    torch.testing.assert_close(again(*given)["logits"], model(*given)["logits"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(tsopt.SignatureError, match="batch is 9"):
+        again(*text(9, 3))
+
+
+def test_candidates_in_processes_of_their_own_are_right_at_all_sizes():
+    options = QUICK | {"isolate": True, "backends": ("eager", "torchscript")}
+    fast = tsopt.optimize(encoder(), [text(1, 8), text(4, 12)], **options)
+    assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"]
+    assert not fast.report.together
+
+
+def test_a_candidate_that_is_wrong_at_one_size_is_out(monkeypatch):
+    from tsopt.runtime import eager
+
+    runner = eager.torch_runner
+
+    def broken(forward, signature, threads):
+        run = runner(forward, signature, threads)
+        return lambda inputs: [v * (2 if signature.dims and inputs[0].shape[0] == 7 else 1) for v in run(inputs)]
+
+    model = net()
+    plain = tsopt.optimize(
+        model, torch.randn(2, 3, 8, 8), dynamic={"input": {0: "n[1..9]"}}, backends=("eager",), **QUICK
+    )
+    assert plain.report.rows[1].status == "ok"
+    monkeypatch.setattr("tsopt.runtime.torchscript.torch_runner", broken)
+    fast = tsopt.optimize(
+        model, torch.randn(2, 3, 8, 8), dynamic={"input": {0: "n[1..9]"}}, backends=("torchscript",), **QUICK
+    )
+    assert fast.report.rows[1].status == "wrong", fast.report.rows[1].reason
+    assert fast.report.rows[1].reason.startswith("at n 7: ")
+
+
+def test_onnx_files_name_their_sizes(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    program = tsopt.capture(encoder(), [text(1, 8), text(4, 12)])
+    made = tsopt.compile(program, "onnxruntime")
+    made.save(tmp_path / "m.onnx")
+    inputs = onnx.load(tmp_path / "m.onnx").graph.input
+    assert [[d.dim_param for d in item.type.tensor_type.shape.dim] for item in inputs] == [["batch", "tokens_1"]] * 2

@@ -1,0 +1,258 @@
+"""Sizes that a program for many sizes was not traced with: which are tried, and what becomes of its promise there.
+
+A range is promised when the program was run at its ends and between them, and was right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tsopt.compiler.dims import resized
+from tsopt.compiler.example import Example
+from tsopt.compiler.generalize import NotGeneral
+from tsopt.compiler.program import Program
+from tsopt.compiler.protect import protected
+from tsopt.compiler.signature import Dim, Signature
+from tsopt.compiler.sizes import at, traced_sizes
+from tsopt.compiler.structure import flatten
+from tsopt.errors import AccuracyError, CaptureError
+from tsopt.runtime.accuracy import Oracle, Verdict
+from tsopt.runtime.backend import FULL, compile
+
+BETWEEN = 7  # a size that few models have for other reasons
+FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
+LEAST = 8  # and this far at least
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Eager's answers at sizes that the program was not traced with."""
+
+    sizes: Mapping[str, int]
+    oracle: Oracle
+
+    def __str__(self) -> str:
+        return _said(self.sizes)
+
+
+def judge_everywhere(
+    oracle: Oracle,
+    elsewhere: Sequence[HeldOut],
+    candidate: Callable[..., Any],
+    *,
+    exact: bool = False,
+    precision: str = FULL,
+) -> Verdict:
+    """The verdict on a candidate at the sizes of the example, and then at all others.
+
+    Raises:
+        Exception: whatever the candidate raises.
+    """
+    verdict = oracle.judge(candidate, exact=exact, precision=precision)
+    for item in elsewhere:
+        if not verdict.ok:
+            break
+        found = item.oracle.judge(candidate, exact=exact, precision=precision)
+        if not found.ok:
+            verdict = replace(found, reason=f"at {item}: {found.reason}")
+    return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A program, and for one of many sizes what its promise was tried at.
+
+    Attributes:
+        program: its Dims have the ranges that were checked.
+        elsewhere: the sizes, with eager's answers.
+        notes: where a range is smaller than what was asked for, and why.
+    """
+
+    program: Program
+    elsewhere: tuple[HeldOut, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def checked_with(self, optimized: Program) -> Sized:
+        """This, where the passes have left it right at all sizes that were tried.
+
+        Raises:
+            NotGeneral: they have not.
+        """
+        run = compile(optimized, "eager")
+        for item in self.elsewhere:
+            failure = _failure(run, item.oracle)
+            if failure:
+                raise NotGeneral("what the passes make is right at some sizes alone", why=f"at {item}: {failure}")
+        return self
+
+    @property
+    def checked(self) -> str:
+        """`batch: 1..32, checked at 1, 2, 7, 32`."""
+        parts = []
+        for dim in self.program.signature.dims:
+            sizes = sorted({item.sizes[dim.name] for item in self.elsewhere})
+            parts.append(f"{dim}, checked at {', '.join(map(str, sizes))}")
+        return "; ".join(parts)
+
+
+def settled(model: Callable[..., Any], program: Program, *examples: Example, seed: int) -> Sized:
+    """Runs a captured program by torch at the ends of its ranges and between them, and makes its promise fit.
+
+    Args:
+        examples: calls; the values of the first are taken for other sizes as well.
+
+    Raises:
+        CaptureError: it is not right between the ends, or the model fails at sizes that the user has asked for.
+    """
+    program = _tied(model, program, examples[0], seed)
+    run = compile(program, "eager")
+    known = [sizes_in(program.signature, item) for item in examples]
+    search = _Search(model, program, run, examples[0], known[0], seed)
+    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
+    program = replace(program, signature=replace(program.signature, dims=dims))
+    elsewhere = []
+    for sizes in _corners(dims):
+        oracle = search.oracle(sizes)
+        if oracle is None:  # ends that the model takes one by one, and not together
+            continue
+        failure = _failure(run, oracle)
+        if failure:
+            raise CaptureError(
+                f"what was captured is not right at {_said(sizes)}",
+                why=failure,
+                fix="leave the sizes out of dynamic: others are captured when they are called",
+            )
+        elsewhere.append(HeldOut(sizes, oracle))
+    return Sized(program, tuple(elsewhere), tuple(search.notes))
+
+
+def _tied(model: Callable[..., Any], program: Program, example: Example, seed: int) -> Program:
+    """The program, with one Dim for sizes that are the same wherever the model runs, though its graph does not say so.
+
+    A mask that is read by positions may have more rows than the tokens, as far as the graph goes.
+    """
+    traced = traced_sizes(program.signature)
+    for a, b in itertools.combinations(program.signature.dims, 2):
+        if traced[a.name] != traced[b.name] or b not in program.signature.dims:
+            continue
+        search = _Search(model, program, compile(program, "eager"), example, traced, seed)
+        apart = [{**traced, dim.name: traced[dim.name] + math.lcm(a.step, b.step)} for dim in (a, b)]
+        if any(search.oracle(sizes) is None for sizes in apart) and search.oracle(traced) is not None:
+            program = replace(program, signature=program.signature.tied(a, b))
+    return program
+
+
+def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
+    """The sizes of a call."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
+
+
+def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) -> Example:
+    """The same call at other sizes."""
+    places = {
+        (position, axis): sizes[name]
+        for position, item in enumerate(signature.user_inputs)
+        for axis, name in enumerate(item.axes)
+        if name is not None
+    }
+    return resized(example, places)
+
+
+def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
+    """All at their lowest, all at their highest, and between them in two ways."""
+    picked = {dim.name: _picked(dim) for dim in dims}
+    found = []
+    for order in ((0, 0), (1, 2), (2, 1), (3, 3)):
+        sizes = {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
+        if sizes not in found:
+            found.append(sizes)
+    return found
+
+
+def _picked(dim: Dim) -> tuple[int, int, int, int]:
+    assert dim.high is not None
+    step = dim.step
+    second = min(dim.low + step, dim.high)
+    between = -(-BETWEEN // step) * step
+    if not second < between < dim.high:
+        between = (second + dim.high) // 2 // step * step
+    return dim.low, second, max(between, second), dim.high
+
+
+class _Search:
+    """Tries sizes of one model."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        program: Program,
+        run: Callable[..., Any],
+        example: Example,
+        usual: Mapping[str, int],
+        seed: int,
+    ) -> None:
+        self.model, self.program, self.run, self.example = model, program, run, example
+        self.usual, self.seed = usual, seed
+        self.notes: list[str] = []
+
+    def oracle(self, sizes: Mapping[str, int]) -> Oracle | None:
+        """Eager's answers at sizes; None where the model fails."""
+        call = call_at(self.program.signature, self.example, sizes)
+        try:
+            with protected(self.model, written=self.program.state.values()):
+                return Oracle(self.model, call, at(self.program, sizes), seed=self.seed, few=True)
+        except AccuracyError:
+            return None
+        except Exception:  # whatever an op says about sizes that do not fit: the model runs there, the program does not
+            return Oracle(self.model, call, None, seed=self.seed, few=True, state=list(self.program.state.values()))
+
+    def range_of(self, dim: Dim, known: Sequence[int]) -> Dim:
+        """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
+        low = -(-dim.low // dim.step) * dim.step or dim.step
+        high = max(FURTHER * max(known), LEAST) if dim.high is None else dim.high
+        high = max(high // dim.step * dim.step, low)
+        return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
+
+    def _lowest(self, dim: Dim, low: int, known: int) -> int:
+        tried = low
+        while tried < known:
+            why = self._why_not({**self.usual, dim.name: tried})
+            if not why:
+                break
+            if tried == low:
+                self.notes.append(f"not {dim.name} {tried}: {why}")
+            tried = min(max(tried + dim.step, 2 * tried), known) if tried > 1 else tried + dim.step
+        return tried
+
+    def _highest(self, dim: Dim, high: int, known: int) -> int:
+        tried = high
+        while tried > known:
+            why = self._why_not({**self.usual, dim.name: tried})
+            if not why:
+                break
+            if tried == high and dim.high is not None:
+                self.notes.append(f"not {dim.name} {tried}: {why}")
+            tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
+        return tried
+
+    def _why_not(self, sizes: Mapping[str, int]) -> str:
+        oracle = self.oracle(sizes)
+        return "the model itself fails" if oracle is None else _failure(self.run, oracle)
+
+
+def _failure(run: Callable[..., Any], oracle: Oracle) -> str:
+    """Why a candidate is not right; nothing where it is."""
+    try:
+        verdict = oracle.judge(run)
+    except Exception as error:  # the program's, where the model has none
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return "" if verdict.ok else verdict.reason
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
