@@ -39,7 +39,7 @@ HEADER = (
 
 
 def main() -> None:
-    measure_each("bench.coverage:one", ARCHITECTURES, RESULTS / "coverage.json", line, page)
+    measure_each("bench.coverage:one", ARCHITECTURES, RESULTS / "coverage.json", line, page, at_once=2)
 
 
 def one(name: str) -> dict[str, Any]:
@@ -106,12 +106,14 @@ def page(env: Environment, rows: Rows) -> list[str]:
     count = len(rows)
     captured = Counter(row["captured"] for row in rows.values())
     torch_ok, ort_ok = (sum(by(row, engine) == "ok" for row in rows.values()) for engine in ("torch", "ONNX Runtime"))
+    some = sum("ok" in row["by"].values() for row in rows.values())
     wrong = [name for name, row in rows.items() if row["other"] == "wrong"]
     touched = [name for name, row in rows.items() if row["kept"] != "yes"]
     return [
         f"- captured as one graph: {captured['one graph']} of {count}; in parts: {captured['in parts']}; "
         f"refused: {captured['refused']}",
-        f"- verified by torch after the passes: {torch_ok} of {count} ({torch_ok / count:.0%}); "
+        f"- verified on some backend: {some} of {count} ({some / count:.1%})",
+        f"- by torch after the passes, or in parts: {torch_ok} ({torch_ok / count:.0%}); "
         f"by ONNX Runtime: {ort_ok} ({ort_ok / count:.0%})",
         f"- wrong on inputs that were not seen before: {len(wrong)}{': ' * bool(wrong)}{', '.join(wrong)}",
         f"- not left as they were: {len(touched)}{': ' * bool(touched)}{', '.join(touched)}",

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def measure_each(
     place: Path,
     line: Callable[[str, dict[str, Any]], str],
     page: Callable[[Environment, Rows], Iterable[str]],
+    at_once: int = 1,
 ) -> None:
     """Measures the models that the command line names, or all that are known, each in a process of its own.
 
@@ -47,16 +49,20 @@ def measure_each(
         function: `module:function` of a model's name.
         line: a row of the table.
         page: the lines of the page.
+        at_once: processes; more than one where nothing is timed.
     """
     names = sys.argv[1:]
     rows: Rows = json.loads(place.read_text())["models"] if names and place.exists() else {}
-    for name in names or known:
-        rows[name] = in_own_process(function, name)
-        print(line(name, rows[name]), flush=True)
-        found, env = {name: rows[name] for name in known if name in rows}, environment()
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(json.dumps({"environment": env.to_json(), "models": found}, indent=1) + "\n")
-        place.with_suffix(".md").write_text("\n".join([f"On {env}.", "", *page(env, found), ""]))
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = {pool.submit(in_own_process, function, name): name for name in names or known}
+        for done in as_completed(waiting):
+            name = waiting[done]
+            rows[name] = done.result()
+            print(line(name, rows[name]), flush=True)
+            found, env = {name: rows[name] for name in known if name in rows}, environment()
+            place.parent.mkdir(exist_ok=True)
+            place.write_text(json.dumps({"environment": env.to_json(), "models": found}, indent=1) + "\n")
+            place.with_suffix(".md").write_text("\n".join([f"On {env}.", "", *page(env, found), ""]))
 
 
 def keep_memory() -> bool:

@@ -167,6 +167,11 @@ def has_effect(node: fx.Node) -> bool:
     return not target._schema.returns or target.namespace not in KNOWN_PURE
 
 
+def is_check(node: fx.Node) -> bool:
+    """Whether a call looks at its arguments and makes nothing."""
+    return isinstance(node.target, OpOverload) and not node.target._schema.returns
+
+
 def is_settled_check(node: fx.Node) -> bool:
     """A check of dtype, shape or device that holds by the recorded type, whatever the values."""
     if name_of(node) != "aten._assert_tensor_metadata":

@@ -177,6 +177,7 @@ class Graph:
 
     def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
         self.graph, self.optimize = graph, optimize
+        self._as_it_is = graph.forward  # not the module, which prints what it raises
         self.known = {} if known is None else known  # by what decides about them
         self.fast: Optimized | None = None
         self.refused = ""
@@ -187,14 +188,14 @@ class Graph:
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return self.graph(*args)
+            return self._as_it_is(*args)
         if not self._tried:
             with self._lock:
                 if not self._tried:
                     self._optimize(args)
                     self._tried = True
         if self.fast is None or not self._same_weights(args):
-            return self.graph(*args)
+            return self._as_it_is(*args)
         return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
 
     def _optimize(self, args: Sequence[Any]) -> None:
@@ -250,7 +251,9 @@ class _Bound(nn.Module):
     def forward(self, *values: Any) -> Any:
         rest = iter(values)
         count = len(self.places) + len(values)
-        return self.graph(*[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)])
+        return self.graph.forward(
+            *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
+        )
 
 
 def _is_static(value: Any) -> bool:

@@ -44,7 +44,7 @@ class Reference64:
             values[node] = _widen(next(inputs))
         elif node.op == "get_attr":
             values[node] = _widen(self.program.weights[str(node.target)])
-        elif ops.is_call(node):
+        elif ops.is_call(node) and not ops.is_check(node):  # what is checked are dtypes, which are others here
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             target: Any = node.target
             values[node] = target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
