@@ -124,13 +124,6 @@ def test_a_bundle_keeps_its_sizes(tmp_path, backend):
         again(*text(9, 3))
 
 
-def test_candidates_in_processes_of_their_own_are_right_at_all_sizes():
-    options = QUICK | {"isolate": True, "backends": ("eager", "torchscript")}
-    fast = tsopt.optimize(encoder(), [text(1, 8), text(4, 12)], **options)
-    assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"]
-    assert not fast.report.together
-
-
 def test_a_candidate_that_is_wrong_at_one_size_is_out(monkeypatch):
     from tsopt.runtime import eager
 
@@ -160,3 +153,13 @@ def test_onnx_files_name_their_sizes(tmp_path):
     made.save(tmp_path / "m.onnx")
     inputs = onnx.load(tmp_path / "m.onnx").graph.input
     assert [[d.dim_param for d in item.type.tensor_type.shape.dim] for item in inputs] == [["batch", "tokens_1"]] * 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_in_parts_says_that_no_size_is_dynamic():
+    def model(x):
+        return x * 2 if x.sum() > 0 else x
+
+    fast = tsopt.optimize(model, [torch.ones(2, 3), torch.ones(4, 3)], backends=("eager",), **QUICK)
+    assert fast.report.sizes.startswith("none is dynamic")
+    assert torch.equal(fast(torch.ones(5, 3)), torch.full((5, 3), 2.0))

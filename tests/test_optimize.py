@@ -226,7 +226,7 @@ def test_an_option_that_is_none_is_named(options, text):
 @pytest.mark.parametrize(
     ("example", "text"),
     [
-        ([torch.ones(2)], "list of tensors"),
+        ([torch.ones(2)], "example_input is a list"),
         (np.ones(2, dtype=np.float32), "numpy array"),
         ("x", "is a str"),
         ({1: torch.ones(2)}, "is a dict"),

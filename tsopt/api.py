@@ -39,6 +39,7 @@ from tsopt.runtime.report import Report
 FRONTENDS = ("auto", "export", "parts")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 BY_GAIN = ("merge",)  # passes that decide by sizes what pays
+ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
 
@@ -122,7 +123,10 @@ def optimize(
                 raise
             reason = error
     called = as_eval(model, eval_mode)
-    return optimize_in_parts(called, example, request.part, because=reason, seconds=seconds, seed=seed, progress=tell)
+    made = optimize_in_parts(called, example, request.part, because=reason, seconds=seconds, seed=seed, progress=tell)
+    if dynamic is not None or len(examples) > 1:
+        made.report = replace(made.report, sizes=ONE_BY_ONE)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -342,6 +342,38 @@ def test_nodes_know_module_and_source_line():
     assert "# body, tests/compiler/helpers.py:" in program.text
 
 
+def scaled(x):
+    y = x * 2
+    return y.sin()
+
+
+def test_the_lines_of_a_plain_function_are_known():
+    lines = [node.meta["source"].rpartition(":") for node in capture(scaled, X).calls()]
+    assert [int(line) - scaled.__code__.co_firstlineno for _, _, line in lines] == [1, 2]
+    assert {file for file, _, _ in lines} == {"tests/compiler/test_capture.py"}
+
+
+def test_a_function_keeps_its_defaults_and_what_it_has_around_it():
+    factor = torch.full((3,), 3.0)
+
+    def model(x, *, plus=1.0):
+        return x * factor + plus
+
+    assert torch.equal(tsopt.compile(capture(model, X), "eager")(X), X * 3 + 1)
+
+
+@pytest.mark.parametrize("name", ["dropout", "alpha_dropout", "feature_alpha_dropout"])
+def test_a_dropout_in_eval_mode_has_the_memory_of_what_it_is_given(name):
+    def model(x):
+        return getattr(F, name)(x[None].expand(2, 3, 3), 0.5, False) + 1, getattr(F, name)(x.t(), 0.5, False).exp()
+
+    x = torch.randn(3, 3)
+    program = tsopt.transform(capture(model, x))
+    for mine, other in zip(tsopt.compile(program, "eager")(x), model(x), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.stride() == other.stride()
+
+
 # ---- other kinds ------------------------------------------------------------------------------------------
 
 

@@ -256,3 +256,18 @@ def test_in_another_thread_there_is_no_limit():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(patient).result()
+
+
+def test_a_capture_that_is_wrong_is_no_witness_for_itself():
+    x = torch.randn(64, 32)
+    wrong = tsopt.capture(lambda x: x * 1.001, x)
+    verdict = Oracle(lambda x: x * 1.0, tsopt.example(x), wrong).judge(tsopt.compile(wrong, "eager"))
+    assert not verdict.ok
+    assert "no float64 reference" in verdict.reason
+
+
+def test_a_few_input_sets():
+    assert [e.inputs.kind for e in Oracle(torch.relu, tsopt.example(torch.randn(4)), None, few=True).expected] == [
+        "example",
+        "drawn-1",
+    ]

@@ -183,3 +183,12 @@ def test_a_float64_output_of_float32_values_is_as_good_as_eager():
     found = compare(truth - 2e-7, truth + 2e-7, reference64=lambda: truth)
     assert (found.ok, found.test) == (True, "float64")
     assert not compare(truth - 2e-5, truth + 2e-7, reference64=lambda: truth).ok
+
+
+def test_float64_decides_nothing_where_eager_is_far_from_it():
+    truth = torch.linspace(1, 2, 2000, dtype=torch.float64)
+    eager = (truth * 1.2).float()
+    near = (truth * 1.19).float()
+    assert not compare(near, eager, reference64=lambda: truth).ok
+    close = (truth * 1.001).float()
+    assert compare((truth * 1.0015).float(), close, reference64=lambda: truth).ok

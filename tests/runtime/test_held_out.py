@@ -11,6 +11,7 @@ from tsopt.compiler.example import example
 from tsopt.compiler.generalize import NotGeneral
 from tsopt.compiler.ops import aten
 from tsopt.errors import CaptureError
+from tsopt.runtime import held_out
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.held_out import judge_everywhere, settled
 
@@ -99,3 +100,10 @@ def test_a_candidate_is_judged_at_all_sizes():
     verdict = judge_everywhere(oracle, found.elsewhere, candidate)
     assert not verdict.ok
     assert verdict.reason.startswith("at n 7: ")
+
+
+def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
+    monkeypatch.setattr(held_out, "LARGEST", 1 << 16)
+    found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
+    assert found.notes[0] == "not n 1000000000000: its inputs would be larger than 1 GB, which is not tried"
+    assert found.program.signature.dims[0].high <= 4096

@@ -329,3 +329,12 @@ def test_a_killed_caller_leaves_nothing(tmp_path):
         time.sleep(0.05)
     assert running(below) == []
     assert leftovers(process.pid) == []
+
+
+def test_a_candidate_with_a_process_of_its_own_is_right_at_all_sizes():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+    calls = [torch.randn(2, 4), torch.randn(5, 4)]
+    fast = tsopt.optimize(model, calls, backends=("eager", "torchscript"), seconds=0.05, cache=False)
+    assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"], fast.report
+    assert not fast.report.together
+    assert fast.report.sizes == "batch: 1..10, checked at 1, 2, 7, 10"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import tsopt
 from tests.runtime.helpers import save
@@ -298,3 +299,35 @@ def test_options_reach_the_session_and_the_one_that_is_loaded(
 
 def test_options_that_are_as_usual_are_not_in_a_bundle(mlp_program):
     assert tsopt.compile(mlp_program, "onnxruntime", threads=2, spinning=True).options == {"threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (lambda a, b: (a > 0) * (b > 0), (torch.randn(4), torch.randn(4))),
+        (lambda a: 1.0 - a, (torch.arange(4),)),
+        (lambda a: 1.0 - 2 * a, (torch.arange(4, dtype=torch.int32),)),
+        (lambda a: a.new_empty(a.shape).copy_(a) * 2, (torch.randn(4),)),
+        (lambda a: torch.cat([torch.empty_like(a).fill_(3), a]), (torch.randn(4),)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_runtime_has_no_kernel_for_is_said_in_other_words(model, given):
+    program = tsopt.transform(tsopt.capture(model, given))
+    torch.testing.assert_close(tsopt.compile(program, "onnxruntime")(*given), model(*given))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime?fused=false", "openvino"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
+@pytest.mark.filterwarnings("ignore")
+def test_a_row_that_attends_to_nothing_is_zero(backend, heads, groups):
+    def model(q, k, mask):
+        return F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=heads != groups)
+
+    q, k = torch.randn(2, heads, 5, 8), torch.randn(2, groups, 5, 8)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()
+    mask[0, :, 2] = False
+    run = tsopt.compile(tsopt.transform(tsopt.capture(model, (q, k, mask))), backend)
+    found = run(q, k, mask)
+    torch.testing.assert_close(found, model(q, k, mask))
+    assert not found[0, :, 2].any()

@@ -381,3 +381,15 @@ def test_the_backend_of_the_winner_is_told_as_it_was_asked_for(run_race, monkeyp
     assert run_race().backend == "faulty"
     fast_timings(monkeypatch, wins="eager")
     assert run_race().backend == "eager"
+
+
+def test_it_is_timed_on_inputs_that_the_model_takes():
+    def picky(x):
+        if not torch.equal(x, torch.arange(4.0)):
+            raise ValueError("not my input")
+        return x * 2
+
+    fast = tsopt.optimize(picky, torch.arange(4.0), seconds=0.02, backends=("eager",), isolate=False, cache=False)
+    assert [row.status for row in fast.report.rows] == ["ok", "ok"]
+    found = benchmark(picky, {"same": picky}, torch.arange(4.0), seconds=0.02)
+    assert found.row("same").status == "ok"

@@ -213,12 +213,18 @@ def export(
     opset: Annotated[
         int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's default if not given.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show its ops, who would take them, and what would be refused.")
+    ] = False,
     cache: UseCache = True,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Optimize a model, race it against eager, and write the winner."""
     out = _output(json, quiet)
+    if dry_run:
+        _preview(out, subject, timing)
+        return
     from tsopt.cli.export import check_formats, targets, write
 
     formats = [item.value for item in format or [Format.tsopt]]
@@ -237,6 +243,30 @@ def export(
             tell(f"write {path}")
             write(fast, kind, path, opset)
     out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
+
+
+def _preview(out: Any, subject: Subject, timing: Timing) -> None:
+    with out.progress(Path(subject.model).name) as tell:
+        loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.api import transform
+        from tsopt.cli.preview import backends_of, preview, show
+        from tsopt.compiler.example import as_examples
+
+        racing = backends_of(as_examples(loaded.example_input)[0], _race_options(subject, timing))
+        tell("capture")
+        captured = _captured(loaded, subject)
+        tell("passes")
+        optimized = transform(captured, level=subject.level, without=subject.without or ())
+        tell("backends")
+        found = preview(captured, optimized, racing)
+    show(out, found)
+
+
+def _captured(loaded: Any, subject: Subject) -> Any:
+    from tsopt.compiler.capture import capture
+
+    given: Any = {"dynamic": _dynamic(subject), "eval_mode": subject.eval, "allow_nan": subject.allow_nan}
+    return capture(loaded.model, loaded.example_input, **given)
 
 
 @app.command()
@@ -314,12 +344,10 @@ def inspect(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import check_name, debug_passes, names_of, transform_with_records
         from tsopt.cli import inspection
-        from tsopt.compiler.capture import capture
         from tsopt.passes import STANDARD
 
         tell("capture")
-        given: Any = {"dynamic": _dynamic(subject), "eval_mode": subject.eval, "allow_nan": subject.allow_nan}
-        program = capture(loaded.model, loaded.example_input, **given)
+        program = _captured(loaded, subject)
         options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
         debugged = None
         if debug:

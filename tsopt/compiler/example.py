@@ -51,7 +51,7 @@ def as_example(value: Any) -> Example:
     elif type(value) is list and value:
         raise UsageError(
             "example_input is a list",
-            why="a list of examples says which sizes differ from call to call, and has no place here",
+            why="a list is for several examples whose sizes differ from call to call",
             fix="pass a tuple for positional arguments: (x, y); for one argument that is a list: ([x, y],)",
         )
     else:

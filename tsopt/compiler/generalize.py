@@ -26,6 +26,7 @@ from tsopt.errors import PassError
 
 SAMPLES = 3
 WIDEST = 64  # a range without an end is tried up to here, or to twice what was traced
+MOST, FEW = 4096, 64  # sizes that samples are taken from: over the whole range, near one
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 Numbers = tuple[int, ...]  # one for each sample
 
@@ -75,8 +76,9 @@ def sample_sizes(program: Program, *, near: bool = False) -> list[dict[str, int]
     traced = traced_sizes(signature)
     chosen: list[dict[str, int]] = [{} for _ in range(SAMPLES)]
     for dim in signature.dims:
-        free = [size for size in _sizes_of(dim, traced[dim.name]) if size not in taken]
-        free = free if len(free) >= SAMPLES else list(_sizes_of(dim, traced[dim.name]))
+        known = list(_near(dim, traced[dim.name]) if near else _over(dim, traced[dim.name]))
+        free = [size for size in known if size not in taken]
+        free = free if len(free) >= SAMPLES else known
         if near:
             free = sorted(free, key=partial(_distance, traced[dim.name]))[:SAMPLES]
         picked = [free[0], free[-1], free[len(free) // 2]]
@@ -86,14 +88,21 @@ def sample_sizes(program: Program, *, near: bool = False) -> list[dict[str, int]
     return chosen
 
 
+def _over(dim: Dim, traced: int) -> range:
+    """The sizes of a Dim from its low end on."""
+    first = -(-max(dim.low, 2) // dim.step) * dim.step
+    high = max(WIDEST, 2 * traced) if dim.high is None else dim.high
+    return range(first, max(min(high, first + MOST * dim.step), first) + 1, dim.step)
+
+
+def _near(dim: Dim, traced: int) -> range:
+    """The sizes of a Dim around the traced one."""
+    high = traced + FEW * dim.step if dim.high is None else max(min(dim.high, traced + FEW * dim.step), traced)
+    return range(max(traced - FEW * dim.step, dim.step * -(-max(dim.low, 2) // dim.step)), high + 1, dim.step)
+
+
 def _distance(a: int, b: int) -> int:
     return abs(a - b)
-
-
-def _sizes_of(dim: Dim, traced: int) -> Iterator[int]:
-    high = max(WIDEST, 2 * traced) if dim.high is None else dim.high
-    first = -(-max(dim.low, 2) // dim.step) * dim.step
-    yield from range(first, max(high, first) + 1, dim.step)
 
 
 def _fixed_sizes(program: Program) -> Iterator[int]:

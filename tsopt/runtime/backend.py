@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.signature import Signature, misfit, mismatch, same_sizes
+from tsopt.compiler.signature import Input, Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
 
@@ -218,8 +218,8 @@ class Guard:
         self.count = len(args.children)
         self.keys = tuple(kwargs.keys)
         self.expected = [_expectation(item.type) for item in signature.user_inputs]
-        self.signature = signature if signature.dims else None
-        self.axes = [item.axes for item in signature.user_inputs]
+        self.dims = signature.dims
+        self.axes = [_axes(item) for item in signature.user_inputs]
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         if not self.simple or len(args) != self.count or len(kwargs) != len(self.keys):
@@ -229,8 +229,8 @@ class Guard:
                 args = [*args, *[kwargs[key] for key in self.keys]]
             except KeyError:
                 return None
-        if self.signature is not None:
-            return args if self._fits(self.signature, args) else None
+        if self.dims:
+            return args if self._fits(args) else None
         for value, (kind, dtype, shape, device) in zip(args, self.expected, strict=True):
             if type(value) is not kind or value.dtype != dtype or value.shape != shape:
                 return None
@@ -238,14 +238,29 @@ class Guard:
                 return None
         return args
 
-    def _fits(self, signature: Signature, values: Sequence[Any]) -> bool:
+    def _fits(self, values: Sequence[Any]) -> bool:
         """Whether values are of their kinds, and all sizes of one Dim the same and in its range."""
-        for value, (kind, dtype, shape, device), axes in zip(values, self.expected, self.axes, strict=True):
-            if type(value) is not kind or value.dtype != dtype or not same_sizes(tuple(value.shape), shape, axes):
+        sizes: dict[str, int] = {}
+        for value, (kind, dtype, shape, device), (fixed, named) in zip(values, self.expected, self.axes, strict=True):
+            if type(value) is not kind or value.dtype != dtype or len(value.shape) != len(shape):
                 return False
             if device is not None and value.device != device:
                 return False
-        return misfit(signature.dims, signature.sizes_of(values)) is None
+            found = value.shape
+            for axis in fixed:
+                if found[axis] != shape[axis]:
+                    return False
+            for axis, name in named:
+                if sizes.setdefault(name, found[axis]) != found[axis]:
+                    return False
+        return all(dim.admits(sizes[dim.name]) for dim in self.dims)
+
+
+def _axes(item: Input) -> tuple[tuple[int, ...], tuple[tuple[int, str], ...]]:
+    """The axes whose sizes are fixed, and those that have a name."""
+    names = item.axes or (None,) * len(item.type.shape)
+    fixed = tuple(axis for axis, name in enumerate(names) if name is None)
+    return fixed, tuple((axis, name) for axis, name in enumerate(names) if name is not None)
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:

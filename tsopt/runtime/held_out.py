@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tsopt.compiler.dims import resized
 from tsopt.compiler.example import Example
 from tsopt.compiler.generalize import NotGeneral
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.signature import Dim, Signature
-from tsopt.compiler.sizes import at, traced_sizes
+from tsopt.compiler.sizes import at, traced_sizes, type_at
 from tsopt.compiler.structure import flatten
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.accuracy import Oracle, Verdict
@@ -26,6 +28,7 @@ from tsopt.runtime.backend import FULL, compile
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
+LARGEST = 1 << 30  # bytes of inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +244,9 @@ class _Search:
         return tried
 
     def _why_not(self, sizes: Mapping[str, int]) -> str:
+        types = [type_at(item, sizes) for item in self.program.signature.user_inputs]
+        if sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST:
+            return "its inputs would be larger than 1 GB, which is not tried"
         oracle = self.oracle(sizes)
         return "the model itself fails" if oracle is None else _failure(self.run, oracle)
 

@@ -1,0 +1,57 @@
+"""`tsopt export --dry-run`: ops, who takes them, sizes; nothing is timed or written."""
+
+from __future__ import annotations
+
+MASKED = """
+import torch
+def model(x):
+    return x[x > 0].sum()
+example_input = torch.ones(2, 4)
+"""
+RANDOM = """
+import torch
+def model(x):
+    return torch.relu(x) + torch.rand_like(x)
+example_input = torch.ones(2, 4)
+"""
+
+
+def left(tmp_path):
+    return [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"]
+
+
+def test_ops_and_backends(tsopt, write, tmp_path):
+    write()
+    done = tsopt("export", "m.py", "--dry-run", "--backends", "eager,onnxruntime")
+    assert done.code == 0, done.err
+    assert "Sequential: captured as one graph, 3 op nodes, 3 after the passes" in done.out
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["aten.linear", "2", "0"] in rows
+    assert ["onnxruntime", "yes"] in rows
+    assert "nothing was timed or written" in done.out
+    assert left(tmp_path) == ["m.py"]
+
+
+def test_who_would_not_take_it_and_why(tsopt, write):
+    write(RANDOM)
+    found = tsopt("export", "m.py", "--dry-run", "--json").json
+    takers = {item["backend"]: item for item in found["backends"]}
+    assert takers["eager"]["takes"]
+    assert not takers["onnxruntime"]["takes"]
+    assert "another random generator (m.py:4)" in takers["onnxruntime"]["why"]
+    assert found["frontend"] == "one graph"
+
+
+def test_sizes(tsopt, write):
+    write()
+    done = tsopt("export", "m.py", "--dry-run", "--dynamic", "input:0=batch[1..32]", "--json")
+    assert done.json["dims"] == ["batch: 1..32"]
+
+
+def test_what_is_no_single_graph_is_refused_as_by_an_export(tsopt, write, tmp_path):
+    write(MASKED)
+    done = tsopt("export", "m.py", "--dry-run")
+    assert done.code == 2
+    assert "m.py:4" in done.err
+    assert "runs it in parts" in done.err
+    assert left(tmp_path) == ["m.py"]

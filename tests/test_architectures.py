@@ -1,0 +1,73 @@
+"""Tiny models of many architectures: right by torch and by ONNX Runtime or refused by name, and left as they were.
+
+An eighth of them in every run, another one each day; TSOPT_ARCHITECTURES chooses: `3/8`, `all`, or names. The whole
+table, with what `optimize` makes of each, is bench/results/coverage.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import pytest
+import torch
+import transformers
+
+import tsopt
+from bench.architectures import ARCHITECTURES
+from bench.coverage import state_of
+
+SLICES = 8
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+
+
+def chosen():
+    default = "all" if os.environ.get("TSOPT_FUZZ") else f"{datetime.date.today().toordinal() % SLICES}/{SLICES}"
+    wanted = os.environ.get("TSOPT_ARCHITECTURES", default)
+    if wanted == "all":
+        return list(ARCHITECTURES)
+    if "/" in wanted:
+        place, count = map(int, wanted.split("/"))
+        return list(ARCHITECTURES)[place::count]
+    return wanted.split(",")
+
+
+# What is no single graph, and by which words it is refused. This list may only shrink.
+NOT_ONE_GRAPH: dict[str, str] = {}
+# What is not verified after the passes, and why: outputs or inputs that only eager gives. May only shrink.
+NOT_BY_TORCH: dict[str, str] = {}
+# What ONNX Runtime does not take, or answers otherwise, and why. May only shrink.
+NOT_BY_ONNX_RUNTIME: dict[str, str] = {}
+
+
+def test_there_are_enough_and_the_lists_are_about_them():
+    assert len(ARCHITECTURES) >= 80
+    assert len({item.kind for item in ARCHITECTURES.values()}) >= 10
+    assert {*NOT_ONE_GRAPH, *NOT_BY_TORCH, *NOT_BY_ONNX_RUNTIME} <= set(ARCHITECTURES)
+    assert len(NOT_ONE_GRAPH) + len(NOT_BY_TORCH) <= 0.12 * len(ARCHITECTURES)
+    assert len(NOT_ONE_GRAPH) + len(NOT_BY_ONNX_RUNTIME) <= 0.2 * len(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_it_is_right_or_refused_by_name_and_left_as_it_was(name):
+    transformers.logging.set_verbosity_error()
+    model, call = ARCHITECTURES[name].load()
+    before = state_of(model, call)
+    if name in NOT_ONE_GRAPH:
+        with pytest.raises(tsopt.NotOneGraph, match=NOT_ONE_GRAPH[name]):
+            tsopt.capture(model, call)
+        assert state_of(model, call) == before
+        return
+    program = tsopt.capture(model, call)
+    better = tsopt.transform(program)
+    for backend, known in (("eager", NOT_BY_TORCH), ("onnxruntime", NOT_BY_ONNX_RUNTIME)):
+        if name in known:
+            with pytest.raises((tsopt.BackendError, tsopt.AccuracyError), match=known[name]):
+                tsopt.verify(model, tsopt.compile(better, backend), call, program=program)
+        else:
+            assert tsopt.verify(model, tsopt.compile(better, backend), call, program=program).ok
+    assert state_of(model, call) == before
+    if name not in NOT_BY_TORCH:
+        torch.manual_seed(1)
+        other = tsopt.example(**ARCHITECTURES[name].call())
+        assert tsopt.verify(model, tsopt.compile(better, "eager"), other, program=program, seed=7).ok
