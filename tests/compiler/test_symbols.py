@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +129,22 @@ def test_a_number_from_sizes_is_part_of_the_program():
     torch.testing.assert_close(tsopt.compile(program, "eager")(x), x.mean(0))
     assert "int = aten.sym_size.int(%x, 0)" in program.text
     assert program.text.startswith("program Model  # batch: 1..")
+
+
+def test_a_range_may_be_long():
+    program = tsopt.capture(lambda x: x.flatten(), rows(3), dynamic={"x": {0: "n[1..1000000000]"}})
+    assert dims(program) == {"n": (1, 1000000000, 1)}
+
+
+def test_a_root_of_a_size_is_part_of_the_program():
+    program = tsopt.capture(lambda x: x / x.shape[0] ** 0.5, [rows(2), rows(5)])
+    x = rows(7)
+    torch.testing.assert_close(tsopt.compile(program, "eager")(x), x / 7**0.5)
+
+
+def test_a_size_that_becomes_a_number_of_pythons_own_is_fixed():
+    with pytest.raises(CaptureError, match=r"(?s)axis 0 of x has to be 5.*as a number"):
+        tsopt.capture(lambda x: x / math.sqrt(x.shape[0]), [rows(2), rows(5)])
 
 
 def test_what_values_decide_is_refused_as_ever():

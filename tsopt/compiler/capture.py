@@ -30,7 +30,7 @@ from tsopt.compiler.refusals import check_inputs, check_model, check_result, che
 from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
-from tsopt.compiler.symbols import hinted, is_of_values, is_settled, shapes_of, symbols_of, with_dims
+from tsopt.compiler.symbols import SYMBOLIC, hinted, is_of_values, is_settled, shapes_of, symbols_of, with_dims
 from tsopt.compiler.types import TensorType
 from tsopt.errors import NotOneGraph
 
@@ -317,6 +317,13 @@ def _no_op(node: fx.Node) -> NotOneGraph:
             where=where,
             why="a program is one list of calls",
             fix="compute both branches and select with torch.where; a loop of fixed length in Python",
+        )
+    if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
+        return NotOneGraph(
+            f"a number is computed from sizes in a way that a Program does not know ({name})",
+            where=where,
+            why="a program computes with sizes by arithmetic, min and max",
+            fix="leave dynamic out: each size is captured when it is called",
         )
     return NotOneGraph(
         f"a Python number that is computed from values of a tensor is used ({name})",

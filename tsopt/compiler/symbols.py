@@ -223,8 +223,9 @@ def _narrow(exported: ExportedProgram, ties: _Ties, ranges: dict[Any, _Range], t
     """
     for found, where in _guards(exported):
         expression = ties.read(found)
-        symbols = [symbol for symbol in ranges if symbol in getattr(expression, "free_symbols", ())]
-        if not symbols or (len(symbols) > 1 and ties.settles(expression, ranges)):
+        free: set[Any] = getattr(expression, "free_symbols", set())
+        symbols = [symbol for symbol in ranges if symbol in free]
+        if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
             continue
         condition = _as_function(expression, symbols)
         for symbol in symbols:
@@ -250,10 +251,12 @@ def _as_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., bool]
 
 
 def _holds(condition: Callable[..., bool], others: Sequence[Sequence[int]], place: int, size: int) -> bool:
-    """Whether a condition holds for a size, whatever the others are."""
-    return all(
-        condition(*sizes) for sizes in itertools.product(*[[size] if i == place else o for i, o in enumerate(others)])
-    )
+    """Whether a condition holds for a size, whatever the others are; not one that nobody can work out."""
+    choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
+    try:
+        return all(condition(*sizes) for sizes in choices)
+    except (NameError, TypeError, ArithmeticError):
+        return False
 
 
 def _ends(known: _Range, traced: int) -> list[int]:
@@ -263,7 +266,8 @@ def _ends(known: _Range, traced: int) -> list[int]:
 def _shrunk(known: _Range, traced: int, holds: Callable[[int], bool]) -> _Range | None:
     """The sizes around the traced one for which a condition holds; those below 2 are for who runs them."""
     step, least = known.step, max(known.low, ALWAYS)
-    most = HORIZON * step if known.high is None else known.high
+    most = traced + HORIZON * step
+    most = most if known.high is None else min(known.high, most)
     low = high = traced
     while low - step >= least and holds(low - step):
         low -= step
@@ -334,4 +338,11 @@ def with_dims(program: Program, symbols: Symbols) -> Program:
     inputs = tuple(item if item.state else replace(item, axes=next(axes)) for item in signature.inputs)
     outputs = tuple(replace(item, axes=found) for item, found in zip(signature.outputs, symbols.outputs, strict=True))
     program.signature = replace(signature, inputs=inputs, outputs=outputs, dims=symbols.dims)
-    return retyped(program, traced_sizes(program.signature))
+    try:
+        return retyped(program, traced_sizes(program.signature))
+    except Exception as error:  # whatever an op says: torch.export has made something else of it
+        raise CaptureError(
+            "what torch.export has found for many sizes does not run at those that it was traced with",
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="leave dynamic out: each size is captured when it is called",
+        ) from error
