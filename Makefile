@@ -39,6 +39,7 @@ bench: $(READY) ## real models, eager against compiled, pass by pass; writes ben
 	$(BIN)/python -m bench.ablation
 	$(BIN)/python -m bench.engines
 	$(BIN)/python -m bench.precision
+	$(BIN)/python -m bench.coverage
 
 clean: ## remove what was made
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,9 @@ from torch import nn
 
 import tsopt
 from tests.shapes import SHAPES
+from tsopt.compiler.dims import resized
 from tsopt.compiler.structure import flatten
+from tsopt.runtime.held_out import settled
 
 ONE_GRAPH = [name for name, item in SHAPES.items() if item.one_graph]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,6 +44,22 @@ def test_one_graph_by_torch_and_by_onnx_runtime(name):
     assert tsopt.verify(model, tsopt.compile(better, "onnxruntime"), call, program=program).ok
     assert same(everything(model), before)
     assert all(map(torch.equal, given, flatten((call.args, call.kwargs))[0]))
+
+
+# Whose inputs do not begin with one batch, or whose batch torch.export takes for a number.
+ONE_BATCH = {"LstmWithState", "BidirectionalGru"}
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_GRAPH if name not in ONE_BATCH])
+def test_for_any_batch(name):
+    model, call = SHAPES[name].load()
+    leaves, _ = flatten((call.args, call.kwargs))
+    batched = {(i, 0): leaf.shape[0] + 3 for i, leaf in enumerate(leaves) if leaf.shape[:1] == leaves[0].shape[:1]}
+    other = resized(call, batched)
+    found = settled(model, tsopt.capture(model, [call, other]), call, other, seed=0)
+    better = tsopt.transform(found.program)
+    assert found.checked_with(better)
+    assert found.program.signature.dims[0].high >= leaves[0].shape[0] + 3
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

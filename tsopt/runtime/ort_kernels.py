@@ -105,7 +105,7 @@ def _flat(program: Program, node: fx.Node, part: fx.Node) -> fx.Node:
     flat = [batch, length, heads * width]
     if _swaps_heads(part):
         source: Any = part.args[0]
-        if source.target in (aten.reshape.default, aten.view.default):
+        if source.target in (aten.reshape.default, aten.view.default, aten.unflatten.int):
             whole: Any = source.args[0]
             if list(whole.meta["val"].shape) == flat:
                 return whole  # type: ignore[no-any-return]
