@@ -6,6 +6,7 @@ Usage: python -m bench.overhead; writes bench/results/overhead.json.
 from __future__ import annotations
 
 import json
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,19 @@ def main() -> None:
     out = {
         "runs": {kind: made.report.winner for kind, made in fast.items()},
         "microseconds": {kind: timing.p50 * 1e3 for kind, timing in timings.items()},
+        "guard_microseconds": {kind: guard(made, example) for kind, made in fast.items()},
         "overhead_microseconds": {kind: float(np.median(paired) * 1e3) for kind, paired in over.items()},
         "environment": environment().to_json(),
     }
     (Path(__file__).parent / "results" / "overhead.json").write_text(json.dumps(out, indent=1) + "\n")
-    print(json.dumps(out["microseconds"], indent=1), "overhead in microseconds:", out["overhead_microseconds"])
+    print(json.dumps({name: out[f"{name}_microseconds"] for name in ("guard", "overhead")}, indent=1))
+
+
+def guard(made: tsopt.Optimized, example: Example) -> float:
+    """The check alone that a call is of the captured form, best of several thousand calls at once."""
+    accepts = tsopt.compile(made.program, "eager").accepts
+    timer = timeit.Timer(lambda: accepts(example.args, example.kwargs))
+    return min(timer.repeat(repeat=9, number=10_000)) / 10_000 * 1e6
 
 
 def bare(made: tsopt.Optimized, example: Example) -> Callable[..., Any]:

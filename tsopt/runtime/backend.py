@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.signature import Input, Signature, mismatch, same_sizes
+from tsopt.compiler.signature import Dim, Input, Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
 
@@ -175,8 +175,10 @@ class Executable:
 
         Straight code, because on a model of ten microseconds every layer of calls is a hundredth.
         """
-        if not self._guard.simple or self._guard.keys or self.signature.dims:
+        if not self._guard.simple or self._guard.keys:
             return None
+        if self.signature.dims:
+            return self._quick_for_sizes()
         ((kind, dtype, shape, device),) = self._guard.expected
         ((out_dtype, out_shape),) = self._outputs
         run = self._run
@@ -188,6 +190,41 @@ class Executable:
                 return None
             outputs = run((value,))
             if len(outputs) != 1 or outputs[0].dtype != out_dtype or outputs[0].shape != out_shape:
+                raise self._broken(outputs)
+            return outputs[0]
+
+        return quick
+
+    def _quick_for_sizes(self) -> Callable[[Any], Any] | None:
+        """The same where sizes may differ from call to call."""
+        ((kind, dtype, shape, device),), ((fixed, named),) = self._guard.expected, self._guard.axes
+        ((out_dtype, out_shape),), rank, run = self._outputs, len(shape), self._run
+        dims = {dim.name: dim for dim in self.signature.dims}
+        if len(named) != len(dims):  # a size at several axes: it has to be the same at all of them
+            return None
+        kept = tuple((axis, shape[axis]) for axis in fixed)
+        free = tuple((axis, *_bounds(dims[name])) for axis, name in named)
+        names = self.signature.outputs[0].axes or (None,) * len(out_shape)
+        out_kept = tuple(
+            (axis, size) for axis, (size, name) in enumerate(zip(out_shape, names, strict=True)) if not name
+        )
+
+        def quick(value: Any) -> Any:
+            if type(value) is not kind or value.dtype != dtype:
+                return None
+            found = value.shape
+            if len(found) != rank or (device is not None and value.device != device):
+                return None
+            for axis, size in kept:
+                if found[axis] != size:
+                    return None
+            for axis, low, high, step in free:
+                if not low <= found[axis] <= high or found[axis] % step:
+                    return None
+            outputs = run((value,))
+            made = outputs[0].shape
+            right = len(outputs) == 1 and outputs[0].dtype == out_dtype and len(made) == len(out_shape)
+            if not right or any(made[axis] != size for axis, size in out_kept):
                 raise self._broken(outputs)
             return outputs[0]
 
@@ -254,6 +291,10 @@ class Guard:
                 if sizes.setdefault(name, found[axis]) != found[axis]:
                     return False
         return all(dim.admits(sizes[dim.name]) for dim in self.dims)
+
+
+def _bounds(dim: Dim) -> tuple[int, int, int]:
+    return dim.low, sys.maxsize if dim.high is None else dim.high, dim.step
 
 
 def _axes(item: Input) -> tuple[tuple[int, ...], tuple[tuple[int, str], ...]]:
