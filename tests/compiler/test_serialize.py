@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.passes.helpers import assert_same_bits, call, capture, ops_of
 from tsopt.api import transform
+from tsopt.compiler import ops
 from tsopt.compiler.serialize import GRAPH, WEIGHTS, read_program, write_program
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 
@@ -212,3 +213,88 @@ def test_a_stored_graph_names_ops_exactly(tmp_path):
     write_program(program, tmp_path)
     assert nodes_of(json.loads((tmp_path / GRAPH).read_text()), "call_function")["target"] == "aten.add.Tensor"
     assert ops_of(read_program(tmp_path)) == ["add.Tensor"]
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------
+
+
+def for_any_batch():
+    return capture(lambda x: x.sum(0) * (x.shape[0] * x.shape[0] + 1) / x.shape[0] ** 0.5, X, dynamic={"x": {0: "n"}})
+
+
+def test_a_program_for_many_sizes_is_stored(tmp_path):
+    program = for_any_batch()
+    made = stored(program, tmp_path)
+    assert made.text == program.text
+    assert made.signature == program.signature
+    assert made.fingerprint() == program.fingerprint()
+
+
+def numbered(data, target, *args):
+    """Data with one more number from sizes, after those that are there."""
+    last = max(
+        i for i, node in enumerate(data["nodes"]) if str(node.get("target", "")).startswith(("size.", "aten.sym"))
+    )
+    node = {"op": "call_function", "target": target, "args": {"tuple": list(args)}, "kwargs": {"dict": {}}}
+    data["nodes"][last] = node | {"args": {"tuple": [{"node": last - 1} if a == "last" else a for a in args]}}
+
+
+HOSTILE_NUMBERS = {
+    "huge-power": ("size.pow", 9, 10**9),
+    "power-of-a-size": ("size.pow", "last", "last"),
+    "text": ("size.mul", "a", 10**12),
+    "list": ("size.mul", {"list": [1]}, 10**12),
+    "long": ("size.mul", "last", 10**400),
+    "nothing": ("size.add",),
+    "flag": ("size.add", True, 1),
+    "a-tensor": ("size.add", {"node": 0}, 1),
+    "no-tensor": ("aten.sym_size.int", 3, 0),
+    "unknown": ("size.__import__", "os"),
+}
+
+
+@pytest.mark.parametrize("numbers", HOSTILE_NUMBERS.values(), ids=HOSTILE_NUMBERS)
+def test_a_hostile_number_ends_in_a_typed_error(tmp_path, numbers):
+    write_program(for_any_batch(), tmp_path)
+    data = json.loads((tmp_path / GRAPH).read_text())
+    numbered(data, *numbers)
+    (tmp_path / GRAPH).write_text(json.dumps(data))
+    with pytest.raises(TsoptError):
+        read_program(tmp_path)
+
+
+def test_products_of_products_are_refused_before_they_are_computed(tmp_path):
+    program = for_any_batch()
+    size = made = next(node for node in program.calls() if ops.is_number(node))
+    user = next(iter(size.users))
+    with program.graph.inserting_before(user):
+        for _ in range(40):
+            made = program.graph.call_function(ops.NUMBERS["mul"], (made, made))
+    user.replace_input_with(size, made)
+    write_program(program, tmp_path)
+    with pytest.raises(ArtifactError, match="can become too long"):
+        read_program(tmp_path)
+
+
+DAMAGED_SIZES = {
+    "unused": lambda s: s["dims"].append(["m", 1, 4, 1]),
+    "missing": lambda s: s.pop("dims"),
+    "another": lambda s: s["inputs"][0]["type"].update(axes=["m", None]),
+    "axes": lambda s: s["inputs"][0]["type"].update(axes=["n"]),
+    "axes-list": lambda s: s["inputs"][0]["type"].update(axes=[["n"], None]),
+    "step": lambda s: s["dims"][0].__setitem__(3, 0),
+    "low": lambda s: s["dims"][0].__setitem__(1, -1),
+    "high": lambda s: s["dims"][0].__setitem__(2, "x"),
+    "short": lambda s: s["dims"][0].pop(),
+    "output": lambda s: s["outputs"][0]["type"].update(axes=["x"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_SIZES.values(), ids=DAMAGED_SIZES)
+def test_damaged_sizes_end_in_a_typed_error(tmp_path, damage):
+    write_program(for_any_batch(), tmp_path)
+    data = json.loads((tmp_path / GRAPH).read_text())
+    damage(data["signature"])
+    (tmp_path / GRAPH).write_text(json.dumps(data))
+    with pytest.raises(TsoptError):
+        read_program(tmp_path)

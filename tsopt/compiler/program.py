@@ -144,6 +144,7 @@ class Program:
         """sha256 of the text without origins; with `contents`, of the bytes of the weights as well."""
         digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
         digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
+        digest.update(repr(self.signature.dims).encode())
         if contents:
             for name in sorted(self.used_weights()):
                 raw = self.weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -31,6 +31,7 @@ from tsopt.errors import ArtifactError, BackendError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
 MAX_NODES, MAX_TEXT = 1_000_000, 1 << 28
+SIZE_BITS, MAX_BITS, MAX_POWER = 48, 1024, 4  # of a size, and of what may be computed from sizes
 CHECKS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"})
 FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm"}
@@ -142,6 +143,7 @@ class _Reader:
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.weights: dict[str, torch.Tensor] = {}
+        self.bits: dict[fx.Node, int] = {}  # of the numbers that are computed from sizes, at the most
         self.mode = FakeTensorMode()
 
     def program(self, tensors: Sequence[torch.Tensor]) -> Program:
@@ -185,12 +187,32 @@ class _Reader:
         if item["op"] != "call_function":
             raise ArtifactError(f"a stored node is a {item['op']!r}")
         made = self.graph.call_function(_overload(item["target"]), args, kwargs)
+        if ops.is_number(made):
+            self.bits[made] = self._bits(made)
         made.meta = {k: str(v) for k, v in item.get("meta", {}).items() if k in ("module", "source")}
         try:
             made.meta["val"] = infer(program, made.target, args, kwargs)
         except ops.UNDECIDED:
             made.meta["val"] = self.fake(_type_from(item["type"]))
         return made
+
+    def _bits(self, node: fx.Node) -> int:
+        """How long a number from sizes can become. A few products of products would fill the memory."""
+        if node.target is ops.SIZE:
+            source, axis = node.args
+            if isinstance(source, fx.Node) and source not in self.bits and type(axis) is int:
+                return SIZE_BITS
+            raise ArtifactError(f"a stored size is damaged: {str(node.args)[:80]}")
+        given = [self.bits.get(arg) if isinstance(arg, fx.Node) else _bits_of(arg) for arg in node.args]
+        known = [bits for bits in given if bits is not None]
+        name = ops.number_name(node.target)
+        power: Any = node.args[1] if name == "pow" and len(node.args) == 2 else 0
+        if len(known) < len(given) or not known or node.kwargs or isinstance(power, fx.Node) or abs(power) > MAX_POWER:
+            raise ArtifactError(f"a stored number is damaged: {name}{str(node.args)[:80]}")
+        found = known[0] * MAX_POWER if name == "pow" else sum(known) + 1
+        if found > MAX_BITS:
+            raise ArtifactError("a stored number from sizes can become too long", why=f"more than {MAX_BITS} bits")
+        return found
 
     def fake(self, type_: TensorType) -> Any:
         with self.mode:
@@ -247,6 +269,11 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     for dim, step in enumerate(stride):  # an expanded weight: one value seen many times
         base = base.narrow(dim, 0, 1) if step == 0 and base.shape[dim] > 1 else base
     return torch.empty_strided(base.shape, stride, dtype=base.dtype).copy_(base).expand(tensor.shape)
+
+
+def _bits_of(value: Any) -> int | None:
+    """Of a number that is written down; None for what is none."""
+    return value.bit_length() if type(value) is int else 0 if type(value) is float else None
 
 
 def _overload(name: Any) -> Any:

@@ -173,6 +173,8 @@ class Signature:
 
     def _check_indices(self) -> None:
         returned = len(self.outputs) - len(self.writes)
+        if {dim.name for dim in self.dims} != {name for item in self.user_inputs for name in item.axes if name}:
+            raise ArtifactError("the stored sizes are damaged", why="they are not those of the inputs")
         for structure, count, what in ((self.outer, len(self.user_inputs), "input"), (self.result, returned, "output")):
             if any(index >= count for index, _ in structure.paths()):
                 raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
