@@ -86,18 +86,6 @@ def test_passes_are_at_work_for_all_sizes():
     assert tsopt.transform(program).node_count < program.node_count
 
 
-def test_the_machine_code_of_inductor_serves_all_sizes():
-    from tsopt.runtime.inductor import InductorBackend
-
-    if InductorBackend().missing() is not None:
-        pytest.skip("no C++ compiler")
-    model = encoder()
-    run = tsopt.compile(tsopt.transform(tsopt.capture(model, [text(2, 8), text(4, 12)])), "inductor")
-    for sizes in ((1, 3), (7, 11)):
-        given = text(*sizes)
-        torch.testing.assert_close(run(*given)["logits"], model(*given)["logits"])
-
-
 def test_a_cuda_graph_is_recorded_for_one_size():
     program = tsopt.capture(net(), torch.randn(2, 3, 8, 8), dynamic={"input": {0: "batch"}})
     with pytest.raises(tsopt.BackendError, match="cudagraph"):

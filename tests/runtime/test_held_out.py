@@ -13,7 +13,7 @@ from tsopt.compiler.ops import aten
 from tsopt.errors import CaptureError
 from tsopt.runtime import held_out
 from tsopt.runtime.accuracy import Oracle
-from tsopt.runtime.held_out import judge_everywhere, settled
+from tsopt.runtime.held_out import Judge, settled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -97,7 +97,7 @@ def test_a_candidate_is_judged_at_all_sizes():
 
     oracle = Oracle(model, example(given), None)
     assert oracle.judge(candidate).ok
-    verdict = judge_everywhere(oracle, found.elsewhere, candidate)
+    verdict = Judge(oracle, found.elsewhere).judge(candidate)
     assert not verdict.ok
     assert verdict.reason.startswith("at n 7: ")
 

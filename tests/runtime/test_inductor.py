@@ -121,3 +121,13 @@ def test_what_the_compiler_says_is_told_and_nothing_is_left(monkeypatch, tmp_pat
         tsopt.compile(mlp_program, "inductor")
     assert caught.value.why == "RuntimeError: error: no such instruction"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_machine_code_serves_all_sizes():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
+    program = tsopt.capture(lambda x: model(x).softmax(1) / x.shape[1], [torch.randn(2, 3, 4), torch.randn(5, 6, 4)])
+    run = tsopt.compile(tsopt.transform(program), "inductor")
+    for sizes in ((1, 3), (7, 11)):
+        x = torch.randn(*sizes, 4)
+        torch.testing.assert_close(run(x), model(x).softmax(1) / sizes[1])

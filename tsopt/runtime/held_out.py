@@ -6,9 +6,8 @@ A range is promised when the program was run at its ends and between them, and w
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from tsopt.compiler.dims import resized
 from tsopt.compiler.example import Example
 from tsopt.compiler.generalize import NotGeneral
 from tsopt.compiler.program import Program
-from tsopt.compiler.protect import protected
 from tsopt.compiler.signature import Dim, Signature
 from tsopt.compiler.sizes import at, traced_sizes, type_at
 from tsopt.compiler.structure import flatten
@@ -29,6 +27,7 @@ BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
 LARGEST = 1 << 30  # bytes of inputs
+TIMED = 3  # input sets that timing rotates through
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +41,28 @@ class HeldOut:
         return _said(self.sizes)
 
 
-def judge_everywhere(
-    oracle: Oracle,
-    elsewhere: Sequence[HeldOut],
-    candidate: Callable[..., Any],
-    *,
-    exact: bool = False,
-    precision: str = FULL,
-) -> Verdict:
-    """The verdict on a candidate at the sizes of the example, and then at all others.
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The verdict on candidates at the sizes of the example, and at all others that were tried."""
 
-    Raises:
-        Exception: whatever the candidate raises.
-    """
-    verdict = oracle.judge(candidate, exact=exact, precision=precision)
-    for item in elsewhere:
-        if not verdict.ok:
-            break
-        found = item.oracle.judge(candidate, exact=exact, precision=precision)
-        if not found.ok:
-            verdict = replace(found, reason=f"at {item}: {found.reason}")
-    return verdict
+    oracle: Oracle
+    elsewhere: Sequence[HeldOut] = ()
+
+    @property
+    def inputs(self) -> list[Example]:
+        """Calls that the model takes, to start and to time candidates with."""
+        return [expected.inputs.clone() for expected in self.oracle.expected[:TIMED]]
+
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
+        """Raises Exception: whatever the candidate raises."""
+        verdict = self.oracle.judge(candidate, exact=exact, precision=precision)
+        for item in self.elsewhere:
+            if not verdict.ok:
+                break
+            found = item.oracle.judge(candidate, exact=exact, precision=precision)
+            if not found.ok:
+                verdict = replace(found, reason=f"at {item}: {found.reason}")
+        return verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +109,20 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
         examples: calls; the values of the first are taken for other sizes as well.
 
     Raises:
-        CaptureError: it is not right between the ends, or the model fails at sizes that the user has asked for.
+        CaptureError: it is not right between the ends.
     """
-    program = _tied(model, program, examples[0], seed)
-    run = compile(program, "eager")
+    asked = _Asked(model, examples[0], seed)
+    program = _tied(asked, program)
     known = [sizes_in(program.signature, item) for item in examples]
-    search = _Search(model, program, run, examples[0], known[0], seed)
+    search = _Search(asked, program, compile(program, "eager"), known[0])
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
     program = replace(program, signature=replace(program.signature, dims=dims))
     elsewhere = []
     for sizes in _corners(dims):
-        oracle = search.oracle(sizes)
+        oracle = None if _too_large(program.signature, sizes) else asked.at(program, sizes)
         if oracle is None:  # ends that the model takes one by one, and not together
             continue
-        failure = _failure(run, oracle)
+        failure = _failure(search.run, oracle)
         if failure:
             raise CaptureError(
                 f"what was captured is not right at {_said(sizes)}",
@@ -133,20 +133,52 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
     return Sized(program, tuple(elsewhere), tuple(search.notes))
 
 
-def _tied(model: Callable[..., Any], program: Program, example: Example, seed: int) -> Program:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The model, asked at other sizes than those of a call."""
+
+    model: Callable[..., Any]
+    example: Example
+    seed: int
+
+    def at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
+        """Eager's answers; None where the model fails."""
+        call = call_at(program.signature, self.example, sizes)
+        state = list(program.state.values())
+        try:
+            reference = at(program, sizes)
+        except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
+            reference = None
+        try:
+            return Oracle(self.model, call, reference, seed=self.seed, few=True, state=state)
+        except AccuracyError:
+            return None
+
+
+def _tied(asked: _Asked, program: Program) -> Program:
     """The program, with one Dim for sizes that are the same wherever the model runs, though its graph does not say so.
 
     A mask that is read by positions may have more rows than the tokens, as far as the graph goes.
     """
     traced = traced_sizes(program.signature)
-    for a, b in itertools.combinations(program.signature.dims, 2):
-        if traced[a.name] != traced[b.name] or b not in program.signature.dims:
+    for first, second in itertools.combinations(traced, 2):
+        dims = {dim.name: dim for dim in program.signature.dims}
+        if first not in dims or second not in dims or traced[first] != traced[second]:
             continue
-        search = _Search(model, program, compile(program, "eager"), example, traced, seed)
-        apart = [{**traced, dim.name: traced[dim.name] + math.lcm(a.step, b.step)} for dim in (a, b)]
-        if any(search.oracle(sizes) is None for sizes in apart) and search.oracle(traced) is not None:
-            program = replace(program, signature=program.signature.tied(a, b))
+        apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
+        if any(asked.at(program, sizes) is None for sizes in apart) and asked.at(program, traced) is not None:
+            program = replace(program, signature=program.signature.tied(dims[first], dims[second]))
     return program
+
+
+def _beside(dim: Dim, size: int) -> int:
+    """Another size of a Dim, next to one of its own."""
+    return size + dim.step if dim.admits(size + dim.step) else size - dim.step
+
+
+def _too_large(signature: Signature, sizes: Mapping[str, int]) -> bool:
+    types = [type_at(item, sizes) for item in signature.user_inputs]
+    return sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST
 
 
 def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
@@ -187,32 +219,21 @@ def _picked(dim: Dim) -> tuple[int, int, int, int]:
     return dim.low, second, max(between, second), dim.high
 
 
+@dataclass
 class _Search:
-    """Tries sizes of one model."""
+    """Looks for the ends of ranges.
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        program: Program,
-        run: Callable[..., Any],
-        example: Example,
-        usual: Mapping[str, int],
-        seed: int,
-    ) -> None:
-        self.model, self.program, self.run, self.example = model, program, run, example
-        self.usual, self.seed = usual, seed
-        self.notes: list[str] = []
+    Attributes:
+        run: the captured program by torch.
+        usual: the sizes of the example.
+        notes: ends that were asked for and cannot be.
+    """
 
-    def oracle(self, sizes: Mapping[str, int]) -> Oracle | None:
-        """Eager's answers at sizes; None where the model fails."""
-        call = call_at(self.program.signature, self.example, sizes)
-        try:
-            with protected(self.model, written=self.program.state.values()):
-                return Oracle(self.model, call, at(self.program, sizes), seed=self.seed, few=True)
-        except AccuracyError:
-            return None
-        except Exception:  # whatever an op says about sizes that do not fit: the model runs there, the program does not
-            return Oracle(self.model, call, None, seed=self.seed, few=True, state=list(self.program.state.values()))
+    asked: _Asked
+    program: Program
+    run: Callable[..., Any]
+    usual: Mapping[str, int]
+    notes: list[str] = field(default_factory=list)
 
     def range_of(self, dim: Dim, known: Sequence[int]) -> Dim:
         """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
@@ -244,10 +265,9 @@ class _Search:
         return tried
 
     def _why_not(self, sizes: Mapping[str, int]) -> str:
-        types = [type_at(item, sizes) for item in self.program.signature.user_inputs]
-        if sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST:
+        if _too_large(self.program.signature, sizes):
             return "its inputs would be larger than 1 GB, which is not tried"
-        oracle = self.oracle(sizes)
+        oracle = self.asked.at(self.program, sizes)
         return "the model itself fails" if oracle is None else _failure(self.run, oracle)
 
 

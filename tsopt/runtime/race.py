@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -32,7 +31,7 @@ from tsopt.runtime.backend import (
     race_options,
     split_spec,
 )
-from tsopt.runtime.held_out import HeldOut, judge_everywhere
+from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
 from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
@@ -118,18 +117,20 @@ def race(
     tell = progress or (lambda text: None)
     clock = _Clock(budget)
     tell("eager")
-    oracle = Oracle(model, example, captured, seed=seed)
+    judge = Judge(Oracle(model, example, captured, seed=seed), elsewhere)
     before = torch.get_num_threads()
     try:
         if threads is not None:
             torch.set_num_threads(threads)
         together = _open(workshop, optimized)
         make = _maker(optimized, threads, None if together else workshop)
-        rows, candidates = _prepare(optimized, oracle, elsewhere, backends, make, clock, workshop, tell)
-        rows = _timed(model, captured, oracle, rows, candidates, min(seconds, clock.left), tell)
+        rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
+        rows = _timed(model, captured, judge, rows, candidates, min(seconds, clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
-        fresh = partial(Oracle, model, example, captured, seed=seed + 1)
-        found = _choose(fresh, elsewhere, optimized, rows, candidates, specs, threads, tell)
+        found = _choose(
+            lambda: Judge(Oracle(model, example, captured, seed=seed + 1), elsewhere),
+            *(optimized, rows, candidates, specs, threads, tell),
+        )
     finally:
         torch.set_num_threads(before)
     return replace(found, together=together)
@@ -173,8 +174,7 @@ def _maker(program: Program, threads: int | None, workshop: Workshop | None) -> 
 
 def _prepare(
     program: Program,
-    oracle: Oracle,
-    elsewhere: Sequence[HeldOut],
+    judge: Judge,
     backends: Sequence[str],
     make: Callable[[str], Candidate],
     clock: _Clock,
@@ -185,7 +185,7 @@ def _prepare(
     candidates: dict[str, Candidate] = {}
     for number, backend in enumerate(backends):
         title = title_of(backend)
-        if _is_needless(backend, backends, candidates, program, oracle):
+        if _is_needless(backend, backends, candidates, program, judge):
             continue
         if not clock.left:
             rows.append(Row(title, "timed out", "nothing was left of the budget"))
@@ -208,14 +208,13 @@ def _prepare(
             candidate = make(backend)
             took = time.perf_counter() - start
             tell(f"check {title}")
-            inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
+            inputs = judge.inputs
             # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
             with protected(None, written=program.state.values()), torch.no_grad():
                 cold = cold_start(candidate, inputs, device_wait(inputs[0]))
-            judge = partial(judge_everywhere, oracle, elsewhere, candidate)
-            verdict = judge(exact=is_exact(program, backend), precision=precision_of(backend))
+            verdict = judge.judge(candidate, exact=is_exact(program, backend), precision=precision_of(backend))
             if not verdict.ok and is_exact(program, backend):
-                verdict = judge()
+                verdict = judge.judge(candidate)
                 candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
         except NoGain as error:
             rows.append(Row(title, "no gain", error.what))
@@ -274,7 +273,7 @@ def title_of(backend: str) -> str:
 
 
 def _is_needless(
-    backend: str, backends: Sequence[str], candidates: Mapping[str, Candidate], program: Program, oracle: Oracle
+    backend: str, backends: Sequence[str], candidates: Mapping[str, Candidate], program: Program, judge: Judge
 ) -> bool:
     """Whether one thread needs no try: there is but one, or the same backend keeps several busy for long."""
     name, options = split_spec(backend)
@@ -284,8 +283,7 @@ def _is_needless(
         return True
     try:
         with protected(None, written=program.state.values()), torch.inference_mode():
-            inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
-            return seconds_of(candidates[title_of(name)], inputs) > SMALL
+            return seconds_of(candidates[title_of(name)], judge.inputs) > SMALL
     except Exception:  # whatever it raises now, it raises again when it is timed, and is a row then
         return True
 
@@ -297,13 +295,13 @@ def _reason(error: TsoptError) -> str:
 def _timed(
     model: Callable[..., Any],
     captured: Program,
-    oracle: Oracle,
+    judge: Judge,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
     seconds: float,
     tell: Progress,
 ) -> list[Row]:
-    inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]  # not those that the model refuses
+    inputs = judge.inputs
     calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
     # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
     with protected(model, written=captured.state.values()), torch.inference_mode():
@@ -336,8 +334,7 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 
 
 def _choose(
-    fresh: Callable[[], Oracle],
-    elsewhere: Sequence[HeldOut],
+    fresh: Callable[[], Judge],
     optimized: Program,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
@@ -345,19 +342,19 @@ def _choose(
     threads: int | None,
     tell: Progress,
 ) -> Race:
-    oracle: Oracle | None = None
+    judge: Judge | None = None
     faster = sorted((row for row in rows if row.speedup is not None and row.speedup.low > 1.0), key=_median)
     order = _simpler_first(faster, backends)
     for row in order:
         tell(f"verify {row.name}")
         # Fresh inputs: what the race measured must not be all that is right.
-        oracle = oracle or fresh()
+        judge = judge or fresh()
         try:
             candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict, executable = oracle.judge(candidate, precision=precision), _here(candidate, optimized, threads)
+            verdict, executable = judge.judge(candidate, precision=precision), _here(candidate, optimized, threads)
             if executable is not candidate and verdict.ok:
-                verdict = judge_everywhere(oracle, elsewhere, executable, precision=precision)
+                verdict = judge.judge(executable, precision=precision)
             failure = "" if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
@@ -426,8 +423,7 @@ def benchmark(
     example = as_example(example_input)
     # NOTE: no program here to say which parameters the model writes, so all of them are kept safe.
     written = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
-    made = Oracle(model, example, None, seed=seed, state=written).expected[:3]
-    inputs = [expected.inputs.clone() for expected in made]
+    inputs = Judge(Oracle(model, example, None, seed=seed, state=written)).inputs
     with protected(model, written=written), torch.inference_mode():
         timings = measure(
             {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress
