@@ -21,9 +21,10 @@ import tsopt
 from tests.runtime.helpers import Counter
 from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
-from tsopt.runtime import cudagraph
+from tsopt.runtime import cudagraph, inductor
 from tsopt.runtime.cudagraph import CudaGraphBackend
-from tsopt.runtime.race import ON_GPU, backends_for
+from tsopt.runtime.inductor import InductorBackend
+from tsopt.runtime.race import ALL_ON_GPU, ON_GPU, backends_for
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -100,13 +101,13 @@ def test_each_call_computes_what_the_model_computes_and_keeps_earlier_answers():
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_tensor_float_is_on_while_it_records_and_only_then(monkeypatch, precision):
     seen = []
-    real = cudagraph._Recorded
+    real = cudagraph.Recorded
 
     def look(*args):
         seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
         return real(*args)
 
-    monkeypatch.setattr(cudagraph, "_Recorded", look)
+    monkeypatch.setattr(cudagraph, "Recorded", look)
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     made = CudaGraphBackend(precision=precision).compile(tsopt.capture(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
     assert seen == [(True, True) if precision == "tf32" else before]
@@ -205,11 +206,43 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
 
 def test_it_races_for_models_on_a_gpu_alone(monkeypatch):
     example = Example((torch.ones(1),))
-    assert not set(ON_GPU) & {*backends_for(example, None), *backends_for(example, "all")}
+    assert not set(ALL_ON_GPU) & {*backends_for(example, None), *backends_for(example, "all")}
     monkeypatch.setattr("tsopt.runtime.race.is_on_gpu", lambda example: True)
     assert set(ON_GPU) <= set(backends_for(example, None))
-    assert set(ON_GPU) <= set(backends_for(example, "all"))
+    assert set(ALL_ON_GPU) <= set(backends_for(example, "all"))
+    assert not {"inductor?cuda_graph=true"} & set(backends_for(example, None))
     assert backends_for(example, ("eager",)) == ("eager",)
+
+
+@pytest.mark.usefixtures("imitation")
+def test_machine_code_is_recorded_too(monkeypatch, tmp_path):
+    model = nn.Linear(3, 2).eval()
+    program = tsopt.capture(model, torch.ones(4, 3))
+    opened = []
+
+    def package(path, run_single_threaded):
+        opened.append(run_single_threaded)
+        return program.module().forward
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", package)
+    run = inductor.load_runner(tmp_path, program.signature, {"cuda_graph": True})
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    (answer,), (other,) = run([first]), run([second])
+    torch.testing.assert_close(answer, model(first).detach())
+    torch.testing.assert_close(other, model(second).detach())
+    inductor.load_runner(tmp_path, program.signature, {})
+    assert opened == [True, False]
+
+
+def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph_holds(monkeypatch):
+    monkeypatch.setattr(inductor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program = tsopt.capture(torch.rand_like, torch.ones(3))
+    made = InductorBackend(cuda_graph=True)
+    assert made.missing() == "a GPU, and a torch that is built for it"
+    assert made.unsupported(program)[-1].why == "aten.rand_like would not draw what eager draws"
+    assert InductorBackend().missing() is None
+    assert InductorBackend().unsupported(program) == []
 
 
 @needs_gpu
@@ -230,3 +263,12 @@ def test_on_a_gpu_a_bundle_is_recorded_again(tmp_path):
     fast = tsopt.optimize(model, x, backends=("cudagraph",), seconds=1.0)
     loaded = tsopt.load(fast.save(tmp_path / "m.tsopt"))
     torch.testing.assert_close(loaded(x), model(x).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_machine_code_is_recorded(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")
+    for scale in (1, 2):
+        torch.testing.assert_close(made(x * scale), model(x * scale).detach())

@@ -101,7 +101,7 @@ def test_what_another_process_has_compiled_is_taken_over_and_its_files_go(net, c
 def test_a_damaged_package_is_a_message(compiled, tmp_path):
     (tmp_path / FILE).write_bytes(b"no package")
     with pytest.raises(tsopt.ArtifactError, match="cannot be loaded"):
-        inductor.load_runner(tmp_path, None, compiled.signature)
+        inductor.load_runner(tmp_path, compiled.signature, {})
 
 
 def test_without_a_compiler_it_is_missing(monkeypatch):

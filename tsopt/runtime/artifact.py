@@ -244,7 +244,7 @@ def _open(directory: Path, backend: str, options: dict[str, Any], signature: Sig
     if backend == "openvino":
         return _open_openvino(directory, options, signature)
     if backend in CODE:
-        return _open_code(directory, backend, threads, signature, trust)
+        return _open_code(directory, backend, {**options, "threads": threads}, signature, trust)
     raise ArtifactError(
         f"the bundle needs the backend {backend[:40]!r}", where=str(directory), fix="load it with a version that has it"
     )
@@ -282,7 +282,7 @@ def _open_openvino(directory: Path, options: dict[str, Any], signature: Signatur
     return Executable("openvino", signature, runner, state=_read_state(directory, signature), options=options)
 
 
-def _open_code(directory: Path, backend: str, threads: int | None, signature: Signature, trust: bool) -> Executable:
+def _open_code(directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool) -> Executable:
     if not trust:
         raise ArtifactError(
             f"the bundle holds {CODE[backend]}, which is code",
@@ -291,7 +291,7 @@ def _open_code(directory: Path, backend: str, threads: int | None, signature: Si
             fix="if you know where it comes from: tsopt.load(path, trust=True)",
         )
     module = importlib.import_module(f"tsopt.runtime.{backend}")
-    runner = module.load_runner(directory, threads, signature)
+    runner = module.load_runner(directory, signature, options)
     return Executable(backend, signature, runner, state=_read_state(directory, signature), code=True)
 
 

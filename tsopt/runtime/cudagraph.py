@@ -28,6 +28,10 @@ from tsopt.runtime.precision import in_precision
 WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
 
 
+def missing_gpu() -> str | None:
+    return None if cuda.is_available() else "a GPU, and a torch that is built for it"
+
+
 @dataclass(frozen=True, slots=True)
 class CudaGraphBackend:
     """torch's own kernels for the GPU, recorded.
@@ -43,33 +47,16 @@ class CudaGraphBackend:
         check_precision(self.name, self.precision, (FULL, "tf32", *HALVES))
 
     def missing(self) -> str | None:
-        return None if cuda.is_available() else "a GPU, and a torch that is built for it"
+        return missing_gpu()
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        given, returned = program.signature.inputs, program.signature.outputs
-        places = {item.name: item.type.device for item in given} | {item.name: item.type.device for item in returned}
-        found = [
-            Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
-            for name, device in places.items()
-            if not device.startswith("cuda")
-        ]
-        if program.signature.dims:
-            found.append(Unsupported("", "a CUDA graph is recorded for one size"))
-        for node in program.calls():
-            on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
-            if ops.is_random(node):
-                found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
-            elif ops.has_effect(node) and not ops.is_settled_check(node):
-                found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))
-            elif on - {"cuda"}:
-                found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} is computed on the CPU"))
-        return found
+        return unrecordable(program)
 
     def compile(self, program: Program) -> Executable:
         program = in_precision(program, self.precision)
         try:
             with _tensor_float() if self.precision == "tf32" else nullcontext():
-                recorded = _Recorded(program.module().forward, blank(program.signature))
+                recorded = Recorded(program.module().forward, blank(program.signature))
         except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
             raise BackendError("the model cannot be recorded as a CUDA graph", why=str(error)[:200]) from error
 
@@ -86,6 +73,26 @@ class CudaGraphBackend:
         )
 
 
+def unrecordable(program: Program) -> list[Unsupported]:
+    """What no CUDA graph holds."""
+    found = [
+        Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
+        for name, device in program.signature.devices.items()
+        if not device.startswith("cuda")
+    ]
+    if program.signature.dims:
+        found.append(Unsupported("", "a CUDA graph is recorded for one size"))
+    for node in program.calls():
+        on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
+        if ops.is_random(node):
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
+        elif ops.has_effect(node) and not ops.is_settled_check(node):
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))
+        elif on - {"cuda"}:
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} is computed on the CPU"))
+    return found
+
+
 @contextmanager
 def _tensor_float() -> Iterator[None]:
     """Kernels that are chosen inside may round the factors of float32 products to 10 bits of mantissa."""
@@ -100,7 +107,7 @@ def _tensor_float() -> Iterator[None]:
             flag.allow_tf32 = value
 
 
-class _Recorded:
+class Recorded:
     """A function of tensors, recorded on inputs that it keeps."""
 
     def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:

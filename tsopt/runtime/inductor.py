@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
+from tsopt.runtime.cudagraph import Recorded, missing_gpu, unrecordable
 from tsopt.runtime.eager import torch_runner
-from tsopt.runtime.inputs import exported
+from tsopt.runtime.inputs import blank, exported
 from tsopt.runtime.precision import in_precision
 
 if TYPE_CHECKING:
@@ -35,11 +36,13 @@ class InductorBackend:
 
     threads: intra-op threads, which are compiled in; None takes torch's number at compile time.
     max_autotune: let the compiler time several kernels for each product; takes minutes.
+    cuda_graph: on a GPU, record the kernels as one CUDA graph, as torch.compile does under `reduce-overhead`.
     precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
     """
 
     threads: int | None = None
     max_autotune: bool = False
+    cuda_graph: bool = False
     precision: str = FULL
     name: str = "inductor"
 
@@ -50,10 +53,10 @@ class InductorBackend:
         compiler = os.environ.get("CXX") or "g++"
         if shutil.which(compiler) is None and shutil.which("clang++") is None:
             return f"install a C++ compiler ({compiler} is not there), or set CXX"
-        return None
+        return missing_gpu() if self.cuda_graph else None
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return []
+        return unrecordable(program) if self.cuda_graph else []
 
     def compile(self, program: Program) -> Executable:
         program = in_precision(program, self.precision)
@@ -64,19 +67,24 @@ class InductorBackend:
                 package = torch._inductor.aoti_compile_and_package(
                     exported(program), package_path=str(place / FILE), inductor_configs=options
                 )
-                return _executable(Path(package), program, self.threads)
+                return _executable(Path(package), program, self._kept)
         except Exception as error:  # whatever the compiler, or the C++ compiler under it, says
             raise BackendError(
                 "Inductor cannot compile this model", why=f"{type(error).__name__}: {_said(error)}"
             ) from error
 
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """The options that a package is run with."""
+        return {"threads": self.threads} | ({"cuda_graph": True} if self.cuda_graph else {})
+
     def reopen(self, program: Program, directory: Path) -> Executable:
         with _directory() as place:  # another one: the given one may be in memory
             shutil.move(directory / FILE, place)
-            return _executable(place / FILE, program, self.threads)
+            return _executable(place / FILE, program, self._kept)
 
 
-def _executable(package: Path, program: Program, threads: int | None) -> Executable:
+def _executable(package: Path, program: Program, options: Mapping[str, Any]) -> Executable:
     """The compiled package. Its file may go: it stays open, so that nothing is left however the process ends."""
     kept = package.open("rb")
 
@@ -88,28 +96,31 @@ def _executable(package: Path, program: Program, threads: int | None) -> Executa
     return Executable(
         "inductor",
         program.signature,
-        _runner(package, program.signature, threads),
+        _runner(package, program.signature, options),
         state=[program.state[item.name] for item in program.signature.state_inputs],
         save=save,
-        options={"threads": threads},
+        options=options,
         code=True,
     )
 
 
-def _runner(package: Path, signature: Signature, threads: int | None) -> Runner:
-    compiled = torch._inductor.aoti_load_package(str(package))
+def _runner(package: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+    recorded = bool(options.get("cuda_graph"))
+    # NOTE: one caller at a time is what a graph is for; the package's own bookkeeping for several asks the GPU
+    # whether earlier calls have come to an end, which no recording may do.
+    compiled = torch._inductor.aoti_load_package(str(package), run_single_threaded=recorded)
 
     def forward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
         found = compiled(*values)
         return [found] if isinstance(found, torch.Tensor) else list(found)
 
-    return torch_runner(forward, signature, threads)
+    return torch_runner(Recorded(forward, blank(signature)) if recorded else forward, signature, options.get("threads"))
 
 
-def load_runner(directory: Path, threads: int | None, signature: Signature) -> Runner:
+def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """Loads a saved package. Runs machine code from the file: the caller asked for trust."""
     try:
-        return _runner(directory / FILE, signature, threads)
+        return _runner(directory / FILE, signature, options)
     except Exception as error:  # the package decides what goes wrong
         raise ArtifactError("the compiled package cannot be loaded", why=_said(error)) from error
 

@@ -58,8 +58,7 @@ def is_on_cpu(example: Example) -> bool:
 
 def can_isolate(program: Program) -> str:
     """Why candidates for a program cannot have processes of their own; an empty text when they can."""
-    kinds = [item.type for item in program.signature.inputs] + [item.type for item in program.signature.outputs]
-    return "the model is on a device" if any(kind.device != "cpu" for kind in kinds) else ""
+    return "the model is on a device" if set(program.signature.devices.values()) - {"cpu"} else ""
 
 
 class Workshop:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.program import Program
 
 FILE = "model.onnx"
+ON_CPU = ("CPUExecutionProvider",)
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
@@ -29,7 +30,7 @@ NEGATIVE_INDEX = "ONNX Runtime accepts negative indices where PyTorch raises Ind
 
 @dataclass(frozen=True, slots=True)
 class OnnxRuntimeBackend:
-    """ONNX Runtime on the CPU.
+    """ONNX Runtime on the CPU, and on the GPU of the model where the runtime is built for it.
 
     threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
     opset: ONNX opset; None takes the exporter's default.
@@ -51,7 +52,14 @@ class OnnxRuntimeBackend:
         return to_install("onnxruntime", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return refusals(program, "ONNX Runtime")
+        found = refusals(program, "ONNX Runtime", ("cpu", "cuda"))
+        if _is_on_gpu(program.signature):
+            import onnxruntime as ort
+
+            from tsopt.runtime.ort_cuda import refusals_on_gpu
+
+            found += refusals_on_gpu(program, ort.get_available_providers())
+        return found
 
     def compile(self, program: Program) -> Executable:
         import torch
@@ -69,7 +77,7 @@ class OnnxRuntimeBackend:
             "threads": self.threads or torch.get_num_threads(),
             **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
         }
-        session = open_session(proto, options, weights)
+        session = open_session(proto, options, weights, _providers(program.signature))
         indexed = any(
             str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls()
         )
@@ -88,8 +96,8 @@ class OnnxRuntimeBackend:
         )
 
 
-def refusals(program: Program, runtime: str) -> list[Unsupported]:
-    """What a runtime of ONNX models on the CPU cannot take as it is."""
+def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
+    """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
     from tsopt.compiler import ops
     from tsopt.compiler.program import origin_of
 
@@ -99,8 +107,10 @@ def refusals(program: Program, runtime: str) -> list[Unsupported]:
     for name, kind in ends:
         if kind.dtype not in DTYPES:
             found.append(Unsupported(name, f"{runtime} has no {kind.dtype} at its interface"))
-        if kind.device != "cpu":
-            found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on the CPU"))
+        if kind.device.partition(":")[0] not in devices:
+            where = {"cpu": "the CPU", "cuda": "a GPU"}
+            places = " or ".join(where[device] for device in devices)
+            found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on {places}"))
     for node in program.calls():
         if ops.is_random(node) and not ops.is_uninitialized(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
@@ -129,15 +139,34 @@ def _may_trap(node: Any) -> bool:
     return rounds and not literal
 
 
-def open_session(model: bytes | str, options: Mapping[str, Any], weights: Mapping[str, Any] | None = None) -> Any:
+def _providers(signature: Signature) -> Sequence[Any]:
+    """Who runs a session for these inputs and outputs."""
+    if not _is_on_gpu(signature):
+        return ON_CPU
+    from tsopt.runtime.ort_cuda import providers_for
+
+    return providers_for(signature)
+
+
+def _is_on_gpu(signature: Signature) -> bool:
+    return any(device.startswith("cuda") for device in signature.devices.values())
+
+
+def open_session(
+    model: bytes | str,
+    options: Mapping[str, Any],
+    weights: Mapping[str, Any] | None = None,
+    providers: Sequence[Any] = ON_CPU,
+) -> Any:
     """A session with all graph optimizations.
 
     Args:
         options: `threads`, and those of SESSION that are not as usual.
         weights: arrays for the model's external initializers, handed over without a copy.
+        providers: execution providers, each a name or a name with options; the first is asked first.
 
     Raises:
-        BackendError: the runtime refuses the model.
+        BackendError: the runtime refuses the model, or cannot start the first provider.
     """
     import numpy as np
     import onnxruntime as ort
@@ -158,11 +187,18 @@ def open_session(model: bytes | str, options: Mapping[str, Any], weights: Mappin
     if values:
         wanted.add_external_initializers(list(values), list(values.values()))
     try:
-        session = ort.InferenceSession(model, wanted, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(model, wanted, providers=list(providers))
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise BackendError(
             "ONNX Runtime refuses the exported model", why=f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
+    first = providers[0] if isinstance(providers[0], str) else providers[0][0]
+    if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
+        raise BackendError(
+            f"ONNX Runtime cannot start its {first}",
+            why="a library that it needs is missing",
+            fix="install the CUDA and cuDNN that this version of onnxruntime-gpu asks for",
+        )
     return _Session(session, arrays)
 
 
@@ -181,6 +217,10 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     outputs = [item.name for item in session.get_outputs()]
     if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
         raise ArtifactError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
+    if _is_on_gpu(signature):
+        from tsopt.runtime.ort_cuda import bound_runner
+
+        return bound_runner(held, signature)
     # The session under the Python class: `session.run` checks names that are known to fit, which costs a
     # microsecond a call. Both take (outputs, feed, options); the class is used where there is nothing under it.
     run: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
@@ -215,4 +255,4 @@ def tensor_maker() -> Callable[[Any], Any] | None:
 
 def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """The runner of a stored model."""
-    return session_runner(open_session(str(path), options), signature)
+    return session_runner(open_session(str(path), options, providers=_providers(signature)), signature)

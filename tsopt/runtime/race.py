@@ -52,6 +52,7 @@ TITLES = {
 STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
 EXTRA_BACKENDS = ("openvino",)  # they race where they are installed
 ON_GPU = ("cudagraph",)  # for models on a GPU
+ALL_ON_GPU = (*ON_GPU, "inductor?cuda_graph=true")
 ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(n for n in BACKENDS if n not in ("null", *ON_GPU)))))
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
@@ -245,12 +246,12 @@ def backends_for(
     Raises:
         UsageError: there is no such precision, or nobody who races has it.
     """
-    more = ON_GPU if is_on_gpu(example) else ()
+    on_gpu = is_on_gpu(example)
     if wanted is None:
         extras = (name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None)
-        racing: tuple[str, ...] = (*STANDARD_BACKENDS, *more, *extras)
+        racing: tuple[str, ...] = (*STANDARD_BACKENDS, *(ON_GPU if on_gpu else ()), *extras)
     else:
-        racing = (*ALL_BACKENDS, *more) if wanted == "all" else tuple(wanted)
+        racing = (*ALL_BACKENDS, *(ALL_ON_GPU if on_gpu else ())) if wanted == "all" else tuple(wanted)
     return (*racing, *_in_precision(racing, precision))
 
 
@@ -275,11 +276,11 @@ def title_of(backend: str) -> str:
 def _is_needless(
     backend: str, backends: Sequence[str], candidates: Mapping[str, Candidate], program: Program, judge: Judge
 ) -> bool:
-    """Whether one thread needs no try: there is but one, or the same backend keeps several busy for long."""
+    """Whether one thread needs no try: there is but one, a GPU computes, or the same backend keeps several busy."""
     name, options = split_spec(backend)
     if options != {"threads": 1} or name not in backends:
         return False
-    if torch.get_num_threads() == 1 or title_of(name) not in candidates:
+    if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1 or title_of(name) not in candidates:
         return True
     try:
         with protected(None, written=program.state.values()), torch.inference_mode():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, List, Optional  # noqa: F401, UP035 -- names in the source of a script
@@ -86,12 +87,13 @@ def _scripted(program: Program) -> Any:
     return script
 
 
-def load_runner(directory: Path, threads: int | None, signature: Signature) -> Runner:
+def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """Reads a saved module and optimizes it for this machine. Runs code from the file: the caller asked for trust."""
+    device = next(iter(signature.devices.values()), "cpu")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location="cpu"))
+            script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location=device))
     except RuntimeError as error:
         raise ArtifactError("the TorchScript file cannot be read", why=str(error)[:200]) from error
-    return torch_runner(script, signature, threads)
+    return torch_runner(script, signature, options.get("threads"))
