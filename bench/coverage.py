@@ -18,7 +18,7 @@ from torch import nn
 import tsopt
 from bench.architectures import ARCHITECTURES
 from bench.process import Rows, measure_each
-from tsopt.compiler.structure import flatten
+from bench.untouched import changed, state_of
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.environment import Environment
@@ -62,7 +62,8 @@ def one(name: str) -> dict[str, Any]:
         row["reason"] = fast.report.frontend
         row["nodes"] = list(fast.report.nodes)
         row["by"] = {item.name: "ok" if item.status == "ok" else item.reason for item in fast.report.rows[1:]}
-    row["kept"] = "yes" if state_of(model, example) == before else "no"
+    touched = changed(before, state_of(model, example))
+    row["kept"] = f"no: {', '.join(touched)}" if touched else "yes"
     if fast is not None:
         row["other"], row["why"] = on_other_inputs(model, fast, architecture.call)
     return row
@@ -75,18 +76,6 @@ def on_other_inputs(model: nn.Module, fast: Any, call: Any) -> tuple[str, str]:
     program = tsopt.capture(model, example) if isinstance(fast, Optimized) else None
     verdict = Oracle(model, example, program, seed=7).judge(fast)
     return ("right", "") if verdict.ok else ("wrong", verdict.reason)
-
-
-def state_of(model: nn.Module, example: tsopt.Example) -> Any:
-    """All that must stay as it was: tensors, attributes, flags, hooks of the model, its inputs, torch's own state."""
-    leaves, structure = flatten((example.args, example.kwargs))
-    tensors = [*model.state_dict().values(), *leaves, torch.get_rng_state()]
-    modules = [
-        (name, module.training, sorted(module.__dict__), len(module._forward_hooks), len(module._forward_pre_hooks))
-        for name, module in model.named_modules()
-    ]
-    values = [value.numpy(force=True).tobytes() for value in tensors]
-    return values, modules, str(structure), torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
 
 
 def line(name: str, row: dict[str, Any]) -> str:

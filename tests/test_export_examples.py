@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tsopt
+from bench.untouched import changed, state_of
 
 examples = pytest.importorskip("torch._export.db.examples")
 CASES = examples.all_examples()
@@ -32,17 +33,20 @@ def load(name):
 @pytest.mark.parametrize("name", sorted(set(CASES) - set(REFUSED)))
 def test_it_is_right(name):
     model, call = load(name)
-    torch.manual_seed(0)
+    before = state_of(model, call)
     program = tsopt.capture(model, call)
     made = tsopt.compile(tsopt.transform(program), "eager")
     assert tsopt.verify(model, made, call, program=program).ok
+    assert not changed(before, state_of(model, call))
 
 
 @pytest.mark.parametrize("name", sorted(set(CASES) & set(REFUSED)))
 def test_it_is_refused_by_name(name):
     model, call = load(name)
+    before = state_of(model, call)
     with pytest.raises(tsopt.CaptureError, match=REFUSED[name]) as caught:
         tsopt.capture(model, call)
+    assert not changed(before, state_of(model, call))
     assert caught.value.fix
     assert "Traceback" not in str(caught.value)
 
@@ -51,5 +55,7 @@ def test_it_is_refused_by_name(name):
 @pytest.mark.parametrize("name", sorted(set(CASES) & set(REFUSED) - {"scalar_output"}))
 def test_what_is_refused_as_a_graph_runs_all_the_same(name):
     model, call = load(name)
+    before = state_of(model, call)
     fast = tsopt.optimize(model, call, seconds=0.02, isolate=False, cache=False, backends=("eager",))
+    assert not changed(before, state_of(model, call))
     torch.testing.assert_close(fast(*call.args, **call.kwargs), model(*call.args, **call.kwargs))

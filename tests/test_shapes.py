@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import tsopt
+from bench.untouched import changed, state_of
 from tests.shapes import SHAPES
 from tsopt.compiler.dims import resized
 from tsopt.compiler.structure import flatten
@@ -16,19 +16,6 @@ ONE_GRAPH = [name for name, item in SHAPES.items() if item.one_graph]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def everything(model):
-    """What a model is: its attributes, tensors by value, flags, hooks."""
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        return None
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    modules = [(n, m.training, sorted(m.__dict__), len(m._forward_hooks)) for n, m in model.named_modules()]
-    return tensors, modules
-
-
-def same(a, b):
-    return str(a) == str(b)
-
-
 def test_there_are_enough():
     assert len(SHAPES) >= 25
 
@@ -36,14 +23,12 @@ def test_there_are_enough():
 @pytest.mark.parametrize("name", ONE_GRAPH)
 def test_one_graph_by_torch_and_by_onnx_runtime(name):
     model, call = SHAPES[name].load()
-    before, (given, _) = everything(model), flatten((call.args, call.kwargs))
-    given = [tensor.clone() for tensor in given]
+    before = state_of(model, call)
     program = tsopt.capture(model, call)
     better = tsopt.transform(program)
     assert tsopt.verify(model, tsopt.compile(better, "eager"), call, program=program).ok
     assert tsopt.verify(model, tsopt.compile(better, "onnxruntime"), call, program=program).ok
-    assert same(everything(model), before)
-    assert all(map(torch.equal, given, flatten((call.args, call.kwargs))[0]))
+    assert not changed(before, state_of(model, call))
 
 
 # Whose inputs do not begin with one batch, or whose batch torch.export takes for a number.
@@ -66,11 +51,11 @@ def test_for_any_batch(name):
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in ONE_GRAPH])
 def test_what_is_no_single_graph_is_right_in_parts_and_refused_by_name_as_one(name):
     model, call = SHAPES[name].load()
-    before = everything(model)
+    before = state_of(model, call)
     with pytest.raises(tsopt.NotOneGraph):
         tsopt.capture(model, call)
     fast = tsopt.optimize(model, call, seconds=0.02, isolate=False, cache=False, backends=("eager",))
-    assert same(everything(model), before)
+    assert not changed(before, state_of(model, call))
     for seed in range(3):
         torch.manual_seed(seed)
         args = [torch.rand_like(value) * 3 if value.is_floating_point() else value for value in call.args]

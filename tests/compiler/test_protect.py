@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from bench.untouched import changed, state_of
 from tests.compiler.helpers import Net
 from tsopt.compiler.capture import capture
+from tsopt.compiler.example import example
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.errors import CaptureError
 
@@ -141,37 +143,16 @@ class Messy(nn.Module):
         return self.linear(x) + torch.zeros(3)
 
 
-def state_of_the_world():
-    return (
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        str(np.random.get_state()),
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        list(warnings.filters),
-    )
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_everything_is_left_as_it_was(fails):
     model = Messy(fails).eval()
-    flags = [module.training for module in model.modules()]
-    keys = sorted(model.__dict__)
-    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    before, given = state_of_the_world(), X.clone()
+    before = state_of(model, example(X))
     if fails:
         with pytest.raises(CaptureError, match="as asked"):
-            capture(model, given)
+            capture(model, X)
     else:
-        capture(model, given)
-    assert state_of_the_world() == before
-    assert sorted(model.__dict__) == keys
-    assert (model.calls, model.cache, model.log) == (0, {"old": 1}, ["old"])
-    assert [module.training for module in model.modules()] == flags
-    assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
-    assert torch.equal(given, X)
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+        capture(model, X)
+    assert not changed(before, state_of(model, example(X)))
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
