@@ -15,11 +15,13 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.capture import capture
 from tsopt.compiler.example import Example, as_examples
+from tsopt.compiler.frontends import FRONTENDS as ONE_GRAPH
+from tsopt.compiler.frontends import by_torchscript
 from tsopt.compiler.generalize import NotGeneral, through
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.protect import InEvalMode
+from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, NotOneGraph, UsageError
@@ -36,7 +38,7 @@ from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
-FRONTENDS = ("auto", "export", "parts")
+FRONTENDS = (*ONE_GRAPH, "parts")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 BY_GAIN = ("merge",)  # passes that decide by sizes what pays
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
@@ -82,9 +84,10 @@ def optimize(
         precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
             all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
             they are away as a whole, 3 % for `bf16` and 1 % for the others.
-        frontend: how the model is captured. `export`: as a single graph, by torch.export. `parts`: by dynamo, in graphs
-            with the Python between them; the result runs and cannot be saved. `auto`: in parts where a single graph
-            does not hold the model; the report says why.
+        frontend: who reads the model. `export`: torch.export, also in strict mode. `fx`: torch.fx. `torchscript`:
+            torch.jit.script; where values decide, the script runs as it is, with TorchScript's own optimizations.
+            `parts`: dynamo, in graphs with the Python between them; the result runs and cannot be saved. `auto`: the
+            first of export, fx and parts that can; the report says which, and why not one before it.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -112,18 +115,22 @@ def optimize(
     tell = progress or (lambda text: None)
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, isolate, budget, cache, tell, dynamic),
+        *(on_new_signature, isolate, budget, cache, tell, frontend, dynamic),
     )
     reason: NotOneGraph | None = None
     if frontend != "parts":
         try:
             return request.as_one_graph(*examples)
         except NotOneGraph as error:
-            if frontend == "export":
+            if frontend in ("export", "fx"):
                 raise
             reason = error
     called = as_eval(model, eval_mode)
-    made = optimize_in_parts(called, example, request.part, because=reason, seconds=seconds, seed=seed, progress=tell)
+    with training_flags(model if eval_mode else None, False):
+        script = by_torchscript(model) if frontend == "torchscript" else None
+    made = optimize_in_parts(
+        called, example, request.part, script=script, because=reason, seconds=seconds, seed=seed, progress=tell
+    )
     if dynamic is not None or len(examples) > 1:
         made.report = replace(made.report, sizes=ONE_BY_ONE)
     return made
@@ -148,6 +155,7 @@ class _Request:
     budget: float | None
     cache: bool
     tell: Callable[[str], None]
+    frontend: str
     dynamic: Mapping[str, Mapping[int, str]] | None = None
 
     def as_one_graph(self, *examples: Example) -> Optimized:
@@ -156,9 +164,7 @@ class _Request:
             self.tell("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
-            captured = capture(
-                self.model, given, dynamic=self.dynamic, eval_mode=self.eval_mode, allow_nan=self.allow_nan
-            )
+            captured = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
             sized = Sized(captured)
             if captured.signature.dims:
@@ -195,12 +201,16 @@ class _Request:
             Numerics.LOSSY.name if precision_of(outcome.backend) != FULL else optimized.numerics.name,
             peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
             pass_seconds=pass_seconds,
+            frontend=captured.frontend,
             together=outcome.together,
             cached=outcome.cached,
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
         return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+
+    def captured(self, example: Any, **options: Any) -> Program:
+        return capture(self.model, example, frontend=self.frontend, eval_mode=self.eval_mode, **options)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
@@ -217,7 +227,7 @@ class _Request:
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
-        captured = capture(self.model, example, eval_mode=self.eval_mode, allow_nan=True)
+        captured = self.captured(example, allow_nan=True)
         optimized = transform(captured, self.passes, level=self.level, without=self.without)
         outcome = race(
             as_eval(self.model, self.eval_mode),
@@ -237,7 +247,7 @@ class _Request:
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """A graph between pieces of Python, optimized as the whole would have been."""
         own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
-        return replace(own, tell=lambda text: None).as_one_graph(inputs)
+        return replace(own, frontend="export", tell=lambda text: None).as_one_graph(inputs)
 
 
 def transform(

@@ -153,6 +153,13 @@ OTHERS = {
 }
 
 
+@pytest.fixture
+def torch_export_alone(monkeypatch):
+    """No front end after it, whose success would hide what it says."""
+    monkeypatch.setattr("tsopt.compiler.capture.AFTER", {"auto": ()})
+
+
+@pytest.mark.usefixtures("torch_export_alone")
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore")
 def test_a_construct_is_named_with_what_to_write_instead(name):
@@ -168,11 +175,46 @@ def test_an_op_of_the_user_without_a_fake_kernel_is_named(custom_op):
     assert "draft_export" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("torch_export_alone")
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_part_is_named():
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))).eval()
     with pytest.raises(NotOneGraph, match=r"(?s)a part of the model is TorchScript: 1.*nn.Module in its place"):
         capture(model, X)
+
+
+def test_a_line_in_an_installed_package_is_the_models_and_one_of_python_is_not(tmp_path, monkeypatch):
+    packages = tmp_path / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "tsopt_third_party.py").write_text(
+        "import functools\n\n\ndef forward(x):\n    return functools.reduce(lambda a, b: a if b else a + 1, [x, x.sum() > 0])\n"
+    )
+    monkeypatch.syspath_prepend(packages)
+    import tsopt_third_party
+
+    with pytest.raises(NotOneGraph) as caught:
+        capture(tsopt_third_party.forward, X)
+    assert caught.value.where.startswith("tsopt_third_party.py:5, in <lambda>")
+
+
+def test_a_model_that_converts_its_weights_is_named():
+    class Converting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            if x.sum() > 0:  # so that nobody else reads it
+                x = x + 1
+            return self.layer.to(torch.float64)(x.double())
+
+    class First(Converting):
+        def forward(self, x):
+            self.layer.to(torch.float64)
+            return super().forward(x)
+
+    with pytest.raises(NotOneGraph, match=r"(?s)converts its own weights.*fix: .*model\.to\(torch\.float32\)"):
+        capture(First().eval(), X)
 
 
 def test_what_belongs_to_no_family_is_said_in_the_words_of_torch(monkeypatch):

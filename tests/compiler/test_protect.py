@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 
@@ -115,6 +116,21 @@ def test_training_flags_come_back_one_by_one():
     assert [module.training for module in model.modules()] == [True, False, True, True]
 
 
+def test_weights_that_a_model_converts_are_the_old_memory_again():
+    model = nn.Linear(2, 2)
+    weight, memory, version = model.weight, model.weight.data_ptr(), model.bias._version
+    with protected(model):
+        model.double()
+        model.bias.data = torch.zeros(3)
+    assert model.weight is weight
+    assert (weight.dtype, weight.data_ptr(), weight.requires_grad) == (torch.float32, memory, True)
+    assert model.bias.shape == (2,)
+    before = model.bias._version
+    with protected(model):
+        pass
+    assert model.bias._version == before >= version
+
+
 # ---- by capture -------------------------------------------------------------------------------------------
 
 
@@ -135,6 +151,8 @@ class Messy(nn.Module):
         self.log.append("called")
         self.nested["inner"].append("called")
         self.count.add_(1)
+        os.environ["TSOPT_MESS"] = "1"
+        os.chdir("/")
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)

@@ -1,4 +1,4 @@
-"""nn.Module or function -> Program, through torch.export. The user's model is left as it was.
+"""nn.Module or function -> Program, through torch.export, whoever reads it. The user's model is left as it was.
 
 Never imports a pass or a backend.
 """
@@ -6,6 +6,7 @@ Never imports a pass or a backend.
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from tsopt.compiler import ops
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.example import Example, as_examples
-from tsopt.compiler.explain import explain, size_of_values
+from tsopt.compiler.explain import DECIDED, UNKNOWN_SIZE, explain, size_of_values
+from tsopt.compiler.frontends import FRONTENDS, by_fx, by_torchscript, computes_the_same, replayed, strictly
 from tsopt.compiler.infer import fakes
 from tsopt.compiler.origin import origin_in, origin_of_meta
 from tsopt.compiler.program import Program, origin_of, type_of_value
@@ -32,12 +34,16 @@ from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import SYMBOLIC, hinted, is_of_values, is_settled, shapes_of, symbols_of, with_dims
 from tsopt.compiler.types import TensorType
-from tsopt.errors import NotOneGraph
+from tsopt.errors import NotOneGraph, UsageError
 
+log = logging.getLogger("tsopt")
 # Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
 # an axis too many, every version takes a dropout that does nothing for a copy.
 MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+# Who reads a model where torch.export does not take it as it is.
+READERS = {"strict": "torch.export in strict mode", "fx": "torch.fx"}
+AFTER = {"auto": ("strict", "fx"), "export": ("strict",)}
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -47,6 +53,7 @@ def capture(
     example_input: Any,
     *,
     dynamic: Mapping[Any, Any] | None = None,
+    frontend: str = "auto",
     eval_mode: bool = False,
     allow_nan: bool = False,
 ) -> Program:
@@ -60,16 +67,22 @@ def capture(
         dynamic: the sizes that may differ from call to call, by input and axis: `{"x": {0: "batch"}}`, with a range
             `{"x": {0: "batch[1..32]"}}`. Of a range without an end, and of examples, the program promises nothing
             beyond what torch.export has found; `optimize` runs it at several sizes, and promises those.
+        frontend: who reads the model. `export`: torch.export, and where that does not follow its Python, torch.export
+            in strict mode. `fx`: torch.fx. `torchscript`: torch.jit.script. `auto`: the first two, then torch.fx; what
+            either of the later ones reads is compared with the model before it is taken.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: take weights that hold NaN.
 
     Raises:
+        UsageError: there is no such front end.
         CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
             of them, where the model itself runs.
     """
+    if frontend not in FRONTENDS:
+        raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
     examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
-        model = model.module(check_guards=False)
+        model = replayed(model)
         eval_mode = True
     check_model(model, allow_nan=allow_nan)
     for example in examples:
@@ -82,12 +95,44 @@ def capture(
     with protected(model), quiet():
         if training and eval_mode:
             with training_flags(model, False):
-                return _capture(model, example, wanted)
-        program = _capture(model, example, wanted)
+                return _captured(model, example, wanted, frontend)
+        program = _captured(model, example, wanted, frontend)
         if training:
             with training_flags(model, False):
-                check_training(program, _capture(model, example, wanted))
+                check_training(program, _captured(model, example, wanted, frontend))
         return program
+
+
+def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
+    """The program by the first front end that can read the model."""
+    if frontend == "fx":
+        return replace(_capture(model, example, wanted, "fx"), frontend=f"by {READERS['fx']}")
+    if frontend == "torchscript" and not isinstance(model, Scripted):
+        script = Scripted(by_torchscript(model))
+        return replace(_capture(script, example, wanted), frontend="by TorchScript")
+    try:
+        return _capture(model, example, wanted)
+    except NotOneGraph as error:
+        # What hangs on values is no single graph, whoever reads it.
+        if isinstance(model, Scripted) or error.why in (DECIDED, UNKNOWN_SIZE):
+            raise
+        for reader in AFTER[frontend]:
+            program = _rescued(model, example, wanted, reader)
+            if program is not None:
+                because = "; ".join(filter(None, (error.what, error.where)))
+                return replace(program, frontend=f"by {READERS[reader]}, because without: {because}")
+        raise
+
+
+def _rescued(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program | None:
+    if reader == "strict" and wanted is not None:  # it would fix the sizes
+        return None
+    try:
+        program = _capture(model, example, wanted, reader)
+        return program if computes_the_same(program, model, example) else None
+    except Exception as error:  # theirs, of many kinds; what counts is why the first one did not read it
+        log.info("%s does not read %s: %s", READERS[reader], _model_name(model), error)
+        return None
 
 
 def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:
@@ -126,14 +171,17 @@ def _called_forward(function: FunctionType) -> FunctionType:
     return made
 
 
-def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None) -> Program:
+def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str = "export") -> Program:
     leaves, outer = flatten((example.args, example.kwargs))
     names = _input_names(model, outer)
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     results: list[Structure] = []
-    flat = _Flat(model, outer, lambda structure: results.append(structure))
+    called = strictly(model, example) if reader == "strict" else model
+    flat: nn.Module = _Flat(called, outer, lambda structure: results.append(structure))
     flat.training = False
+    if reader == "fx":
+        flat = by_fx(flat, len(inputs))
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
         exported = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)

@@ -148,6 +148,12 @@ FAMILIES: tuple[Family, ...] = (
         "call that part directly in forward",
     ),
     Family(
+        lambda t: "Couldn't swap" in t.text,
+        "the model converts its own weights while it runs",
+        "weights are held still while the model is traced",
+        "convert them before the call: model.to(torch.float32)",
+    ),
+    Family(
         lambda t: "leaf Variable" in t.text or "leaf variable" in t.text,
         "the model writes a parameter in place",
         "a parameter that wants gradients may not be written",

@@ -7,9 +7,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-LIBRARIES = tuple(str(Path(p).resolve()) for p in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+LIBRARIES = tuple(str(Path(p).resolve().parent) for p in (torch.__file__, np.__file__, Path(__file__).parent))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _SLICED = re.compile(r"\.?slice\([^)]*\)")
 
@@ -37,6 +38,11 @@ def is_library(file: str) -> bool:
     return file.startswith("<") or str(Path(file).resolve()).startswith(LIBRARIES)
 
 
+def is_python(file: str) -> bool:
+    """Whether a file is of Python's own library; packages that are installed beside it are not."""
+    return "/lib/python" in file and "site-packages" not in file
+
+
 def short_path(file: str) -> str:
     """A path as a user would say it: from the working directory, or from site-packages."""
     path = Path(file)
@@ -48,7 +54,7 @@ def short_path(file: str) -> str:
 def user_frame(error: BaseException) -> str | None:
     """`file:line, in function` of the deepest frame of an error that is the user's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not is_library(frame.filename) and "/lib/python" not in frame.filename.split("site-packages")[0]:
+        if not is_library(frame.filename) and not is_python(frame.filename):
             line = f": {frame.line}" if frame.line else ""
             return f"{short_path(frame.filename)}:{frame.lineno}, in {frame.name}{line}"
     return None

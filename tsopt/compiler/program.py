@@ -42,6 +42,7 @@ class Program:
         state: the live tensors behind the signature's state inputs, by name.
         numerics: the weakest class of rewrite applied so far.
         name: the class of the model, for titles.
+        frontend: who has read the model and why, where that was not torch.export as usual.
     """
 
     graph: fx.Graph
@@ -50,6 +51,7 @@ class Program:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     numerics: Numerics = Numerics.EXACT
     name: str = "program"
+    frontend: str = ""
 
     def copy(self) -> Program:
         """A copy to edit: own graph, same weights."""

@@ -5,6 +5,7 @@ Owns one context manager; capture, verification and timing run inside it.
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections import OrderedDict
@@ -24,8 +25,9 @@ CONTAINERS = (dict, OrderedDict, list, set)
 def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bool = True) -> Iterator[None]:
     """Runs a block in which the model may be called and traced, then puts back what that changed.
 
-    Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the
-    values of buffers, random number generators, default dtype, thread count, grad mode, warning filters.
+    Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the memory of
+    parameters (a model may convert its own), the values of buffers, random number generators, default dtype, thread
+    count, grad mode, warning filters, environment variables (torch's compiler sets one), working directory.
 
     Args:
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
@@ -34,10 +36,12 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
     modules = modules_of(model)
     attributes = [_snapshot(module) for module in modules]
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
+    memory = [(p, p.data) for m in modules for p in m._parameters.values() if p is not None]
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
     rng, np_rng, py_rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    variables, directory = dict(os.environ), _directory()
     try:
         with warnings.catch_warnings(), torch.set_grad_enabled(not inference and torch.is_grad_enabled()):
             warnings.simplefilter("ignore")
@@ -46,6 +50,9 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         for module, saved in zip(modules, attributes, strict=True):
             _restore(module, saved)
         with torch.no_grad():
+            for parameter, data in memory:
+                if not _same_memory(parameter, data):
+                    parameter.data = data
             for tensor, value in values:
                 if not _same_bytes(tensor, value):
                     tensor.detach().copy_(value)
@@ -57,6 +64,11 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+        if os.environ != variables:
+            os.environ.clear()
+            os.environ.update(variables)
+        if directory and _directory() != directory:
+            os.chdir(directory)
 
 
 class InEvalMode:
@@ -90,9 +102,21 @@ def training_flags(model: Any, value: bool) -> Iterator[None]:
             module.training = flag
 
 
+def _directory() -> str:
+    """The working directory; an empty text where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 def _has_values(tensor: torch.Tensor) -> bool:
     lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
     return not lazy and tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.layout == b.layout and (a.layout != torch.strided or a.data_ptr() == b.data_ptr())
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

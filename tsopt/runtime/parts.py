@@ -72,6 +72,7 @@ def optimize_in_parts(
     example_input: Example,
     optimize: Optimize,
     *,
+    script: Any = None,
     because: CaptureError | None,
     seconds: float,
     seed: int,
@@ -82,6 +83,7 @@ def optimize_in_parts(
     A model that is TorchScript is optimized by TorchScript instead.
 
     Args:
+        script: the model as TorchScript, to be taken instead of it.
         because: why it is no single graph, where that has been tried.
 
     Raises:
@@ -98,7 +100,7 @@ def optimize_in_parts(
 
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
-        title, run = _compiled(model, backend)
+        title, run = _compiled(model if script is None else script, backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
         inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
@@ -126,6 +128,8 @@ def optimize_in_parts(
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
     """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
+    if isinstance(model, torch.jit.ScriptFunction):
+        return SCRIPT, model
     if isinstance(model, torch.jit.ScriptModule) and not model.training:
         return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
     if isinstance(model, InEvalMode):

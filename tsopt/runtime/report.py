@@ -90,7 +90,7 @@ class Report:
         together: why candidates ran in this process, where each was meant to have one of its own.
         cached: when the rows were measured, where that was not now, and what was checked since.
         signatures: what became of calls of another form: (form, outcome).
-        frontend: how the model was captured, where that was not as a single graph.
+        frontend: how the model was captured, where that was not by torch.export as usual.
         sizes: which sizes may differ from call to call, and at which ones that was tried.
     """
 
