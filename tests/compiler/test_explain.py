@@ -187,7 +187,8 @@ def test_a_line_in_an_installed_package_is_the_models_and_one_of_python_is_not(t
     packages = tmp_path / "lib/python3.11/site-packages"
     packages.mkdir(parents=True)
     (packages / "tsopt_third_party.py").write_text(
-        "import functools\n\n\ndef forward(x):\n    return functools.reduce(lambda a, b: a if b else a + 1, [x, x.sum() > 0])\n"
+        "import functools\n\n\n"
+        "def forward(x):\n    return functools.reduce(lambda a, b: a if b else a + 1, [x, x.sum() > 0])\n"
     )
     monkeypatch.syspath_prepend(packages)
     import tsopt_third_party
