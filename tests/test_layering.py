@@ -33,7 +33,7 @@ ONLY_IN = {
     "onnxruntime": {"runtime/ort.py"},
     "openvino": {"runtime/openvino.py"},
     "pandas": {"runtime/report.py"},
-    "typer": {"cli/app.py"},
+    "typer": {"cli/app.py", "cli/options.py"},
     "rich": {"cli/console.py"},
 }
 # Imported before torch: by `import tsopt`, by `tsopt --help`, and by a bundle where torch is not installed.
@@ -49,6 +49,7 @@ WITHOUT_TORCH = (
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",
+    "cli/options.py",
 )
 
 

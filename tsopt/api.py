@@ -38,7 +38,8 @@ from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
-FRONTENDS = (*ONE_GRAPH, "parts")
+FRONTENDS = ("auto", "one-graph", *ONE_GRAPH[1:], "parts")
+SINGLE = ("one-graph", "export", "fx")  # where these fail there is nothing else to try
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 BY_GAIN = ("merge",)  # passes that decide by sizes what pays
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
@@ -87,7 +88,8 @@ def optimize(
         frontend: who reads the model. `export`: torch.export, also in strict mode. `fx`: torch.fx. `torchscript`:
             torch.jit.script; where values decide, the script runs as it is, with TorchScript's own optimizations.
             `parts`: dynamo, in graphs with the Python between them; the result runs and cannot be saved. `auto`: the
-            first of export, fx and parts that can; the report says which, and why not one before it.
+            first of export, fx and parts that can; the report says which, and why not one before it. `one-graph`: the
+            same without parts.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -122,7 +124,7 @@ def optimize(
         try:
             return request.as_one_graph(*examples)
         except NotOneGraph as error:
-            if frontend in ("export", "fx"):
+            if frontend in SINGLE:
                 raise
             reason = error
     called = as_eval(model, eval_mode)
@@ -210,7 +212,8 @@ class _Request:
         return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
 
     def captured(self, example: Any, **options: Any) -> Program:
-        return capture(self.model, example, frontend=self.frontend, eval_mode=self.eval_mode, **options)
+        frontend = "auto" if self.frontend == "one-graph" else self.frontend
+        return capture(self.model, example, frontend=frontend, eval_mode=self.eval_mode, **options)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""

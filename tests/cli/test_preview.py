@@ -24,7 +24,7 @@ def test_ops_and_backends(tsopt, write, tmp_path):
     write()
     done = tsopt("export", "m.py", "--dry-run", "--backends", "eager,onnxruntime")
     assert done.code == 0, done.err
-    assert "Sequential: captured as one graph, 3 op nodes, 3 after the passes" in done.out
+    assert "Sequential: captured by torch.export: 3 op nodes, 3 after the passes" in done.out
     rows = [line.split() for line in done.out.splitlines()]
     assert ["aten.linear", "2", "0"] in rows
     assert ["onnxruntime", "yes"] in rows
@@ -39,7 +39,7 @@ def test_who_would_not_take_it_and_why(tsopt, write):
     assert takers["eager"]["takes"]
     assert not takers["onnxruntime"]["takes"]
     assert "another random generator (m.py:4)" in takers["onnxruntime"]["why"]
-    assert found["frontend"] == "one graph"
+    assert found["frontend"] == "by torch.export"
 
 
 def test_sizes(tsopt, write):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tsopt.compiler.dims import dim, dynamic_of, from_examples, from_mapping, read_texts, resized
+from tsopt.compiler.dims import dim, dynamic_of, from_examples, from_mapping, resized
 from tsopt.compiler.example import example
 from tsopt.compiler.signature import Dim
 from tsopt.errors import UsageError
@@ -37,16 +37,6 @@ def test_what_is_no_dimension_is_told_how_to_write_one(text):
 def test_a_range_holds_at_least_two_sizes(text):
     with pytest.raises(UsageError, match="holds no two sizes"):
         dim(text)
-
-
-def test_texts_of_the_command_line():
-    assert read_texts(["x:0=b[1..4]", "x:-1=n", "a.b:1=n"]) == {"x": {0: "b[1..4]", -1: "n"}, "a.b": {1: "n"}}
-
-
-@pytest.mark.parametrize("text", ["x", "x:0", "x=b", ":0=b", "x:y=b", "x:=b"])
-def test_texts_that_are_none(text):
-    with pytest.raises(UsageError, match=r"(?s)--dynamic .*fix: --dynamic x:0=batch"):
-        read_texts([text])
 
 
 def test_a_mapping_is_by_input_and_axis():

@@ -6,20 +6,31 @@ Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file;
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
-from enum import Enum
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from tsopt._version import __version__
+from tsopt.cli.options import (
+    AsJson,
+    Eval,
+    Format,
+    Input,
+    Quiet,
+    Seed,
+    Subject,
+    Threads,
+    Timing,
+    UseCache,
+    capture_options,
+    grouped,
+    race_options,
+)
 from tsopt.errors import TsoptError, UsageError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -33,122 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-class Format(str, Enum):
-    """What `tsopt export` writes."""
-
-    tsopt = "tsopt"
-    onnx = "onnx"
-    torchscript = "torchscript"
-
-
-def _seed(value: int) -> int:
-    # NOTE: one below what torch takes: a verdict on fresh inputs counts on from the seed.
-    if not -(1 << 63) <= value < 1 << 63:
-        raise UsageError(
-            f"--seed {value} is out of range", why="a seed has 64 bits", fix="a number from 0 to 2**63 - 1"
-        )
-    return value
-
-
-def _seconds(value: float) -> float:
-    if not 0 < value < math.inf:
-        raise UsageError(f"--seconds {value:g} is no time to spend", fix="a number of seconds above 0")
-    return value
-
-
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Python file, or FILE.py:NAME for another name than `model`.")
-]
-Input = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for several."
-    ),
-]
-Dynamic = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--dynamic", metavar="NAME:AXIS=DIM", help="A size that differs from call to call, e.g. x:0=batch[1..32]."
-    ),
-]
-Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
-]
-Backends = Annotated[
-    str | None,
-    typer.Option(
-        "--backends", metavar="A,B", help="Who races, such as onnxruntime?threads=1,onednn; all for every engine."
-    ),
-]
-Precision = Annotated[
-    str,
-    typer.Option("--precision", metavar="P", help="fp32; bf16, fp16, tf32 or auto let lower precisions race as well."),
-]
-Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
-Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
-AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
-Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
-Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="About how long to time.")]
-Budget = Annotated[
-    float | None, typer.Option("--budget", metavar="SECONDS", help="For all candidates together; no limit by default.")
-]
-Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Give each candidate a process of its own.")]
-UseCache = Annotated[
-    bool, typer.Option("--cache/--no-cache", help="Take over what an earlier race on this machine has found.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model, how to capture it, and which rewrites it gets."""
-
-    model: Model
-    input: Input = None
-    dynamic: Dynamic = None
-    level: Level = 2
-    seed: Seed = 0
-    eval: Eval = False
-    allow_nan: AllowNan = False
-    without: Without = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Who is raced, and for how long."""
-
-    backends: Backends = None
-    precision: Precision = "fp32"
-    seconds: Seconds = 10.0
-    budget: Budget = None
-    isolate: Isolate = True
-
-
-def _grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes groups of options, as typer reads it: with each option of a group as one of its own."""
-    own = _options_of(command)
-    groups = {option.name: _options_of(option.annotation) for option in own if is_dataclass(option.annotation)}
-    options = [part.replace(kind=Parameter.KEYWORD_ONLY) for item in own for part in groups.get(item.name, [item])]
-
-    def run(**given: Any) -> None:
-        for item in own:
-            if item.name in groups:
-                given[item.name] = item.annotation(**{part.name: given.pop(part.name) for part in groups[item.name]})
-        command(**given)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {option.name: option.annotation for option in options}
-    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    return run
-
-
-def _options_of(called: Any) -> list[Parameter]:
-    hints = get_type_hints(called, include_extras=True)
-    return [option.replace(annotation=hints[option.name]) for option in signature(called).parameters.values()]
 
 
 def _output(as_json: bool = False, quiet: bool = False) -> Any:
@@ -171,35 +66,8 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
-def _dynamic(subject: Subject) -> Any:
-    """What `--dynamic` says, as `optimize` and `capture` take it."""
-    from tsopt.compiler.dims import read_texts
-
-    return read_texts(subject.dynamic) if subject.dynamic else None
-
-
-def _race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
-    """The options of `optimize` that commands share."""
-    from tsopt.cli.sweeping import words
-
-    asked = words(timing.backends, "--backends")
-    chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}
-    return chosen | {
-        "dynamic": _dynamic(subject),
-        "precision": timing.precision,
-        "level": subject.level,
-        "seed": subject.seed,
-        "eval_mode": subject.eval,
-        "allow_nan": subject.allow_nan,
-        "without": subject.without or (),
-        "seconds": timing.seconds,
-        "budget": timing.budget,
-        "isolate": timing.isolate,
-    }
-
-
 @app.command()
-@_grouped
+@grouped
 def export(
     subject: Subject,
     timing: Timing,
@@ -223,21 +91,26 @@ def export(
     """Optimize a model, race it against eager, and write the winner."""
     out = _output(json, quiet)
     if dry_run:
-        _preview(out, subject, timing)
+        from tsopt.cli.preview import run
+
+        run(out, subject, timing)
         return
     from tsopt.cli.export import check_formats, targets, write
 
     formats = [item.value for item in format or [Format.tsopt]]
     places = targets(subject.model, formats, output)
     check_formats(formats, opset)
-    options = _race_options(subject, timing)
+    options = race_options(subject, timing)
+    if subject.frontend == "parts":
+        raise UsageError("a model in parts cannot be saved", fix="--frontend auto, or tsopt bench to time it")
+    if subject.frontend == "auto":
+        options["frontend"] = "one-graph"  # a file holds one or nothing
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
 
-        # A file holds a single graph or nothing.
-        options |= {"threads": threads, "cache": cache, "frontend": "export", "progress": tell}
+        options |= {"threads": threads, "cache": cache, "progress": tell}
         fast = optimize(loaded.model, loaded.example_input, **options)
         for kind, path in places.items():
             tell(f"write {path}")
@@ -245,32 +118,8 @@ def export(
     out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
 
 
-def _preview(out: Any, subject: Subject, timing: Timing) -> None:
-    with out.progress(Path(subject.model).name) as tell:
-        loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.api import transform
-        from tsopt.cli.preview import backends_of, preview, show
-        from tsopt.compiler.example import as_examples
-
-        racing = backends_of(as_examples(loaded.example_input)[0], _race_options(subject, timing))
-        tell("capture")
-        captured = _captured(loaded, subject)
-        tell("passes")
-        optimized = transform(captured, level=subject.level, without=subject.without or ())
-        tell("backends")
-        found = preview(captured, optimized, racing)
-    show(out, found)
-
-
-def _captured(loaded: Any, subject: Subject) -> Any:
-    from tsopt.compiler.capture import capture
-
-    given: Any = {"dynamic": _dynamic(subject), "eval_mode": subject.eval, "allow_nan": subject.allow_nan}
-    return capture(loaded.model, loaded.example_input, **given)
-
-
 @app.command()
-@_grouped
+@grouped
 def bench(
     subject: Subject,
     timing: Timing,
@@ -300,7 +149,7 @@ def bench(
         "devices": sweeping.words(devices, "--devices"),
     }
     sweeping.check_output(output)
-    options = _race_options(subject, timing)
+    options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = _load(subject.model, subject.input, subject.seed)
@@ -320,7 +169,7 @@ def bench(
 
 
 @app.command()
-@_grouped
+@grouped
 def inspect(
     subject: Subject,
     diff: Annotated[bool, typer.Option("--diff", help="Only what each pass changed.")] = False,
@@ -344,10 +193,11 @@ def inspect(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import check_name, debug_passes, names_of, transform_with_records
         from tsopt.cli import inspection
+        from tsopt.compiler.capture import capture
         from tsopt.passes import STANDARD
 
         tell("capture")
-        program = _captured(loaded, subject)
+        program = capture(loaded.model, loaded.example_input, **capture_options(subject))
         options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
         debugged = None
         if debug:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from tsopt.cli.console import Output
+from tsopt.cli.model_file import load_model_file
+from tsopt.cli.options import Subject, Timing, capture_options, race_options
 from tsopt.compiler.ops import is_number, name_of
 from tsopt.compiler.program import Program, origin_of
 from tsopt.errors import BackendError
 from tsopt.runtime.backend import get_backend, split_spec
-
-if TYPE_CHECKING:
-    from tsopt.compiler.example import Example
 
 THROUGH_ONNX = ("onnxruntime", "openvino")
 
@@ -31,18 +32,41 @@ class Taker:
 class Preview:
     """What is known of a model before a race.
 
+    frontend: who has read the model.
     ops: name, number of calls, place of the first, after the passes.
     dims: the sizes that may differ from call to call, as captured: which of them hold is found out by running.
     """
 
     model: str
+    frontend: str
     nodes: tuple[int, int]
     dims: tuple[str, ...]
     ops: tuple[tuple[str, int, str], ...]
     backends: tuple[Taker, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"frontend": "one graph"}
+        return asdict(self)
+
+
+def run(out: Output, subject: Subject, timing: Timing) -> None:
+    """The command: captures, transforms, asks the backends, and shows it."""
+    with out.progress(Path(subject.model).name) as tell:
+        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+        from tsopt.api import transform
+        from tsopt.compiler.capture import capture
+        from tsopt.compiler.example import as_examples
+        from tsopt.runtime.race import backends_for
+
+        options = race_options(subject, timing)
+        first, *_ = as_examples(loaded.example_input)
+        racing = backends_for(first, options.get("backends"), options["precision"])
+        tell("capture")
+        captured = capture(loaded.model, loaded.example_input, **capture_options(subject))
+        tell("passes")
+        optimized = transform(captured, level=subject.level, without=subject.without or ())
+        tell("backends")
+        found = preview(captured, optimized, racing)
+    show(out, found)
 
 
 def preview(captured: Program, optimized: Program, backends: Iterable[str]) -> Preview:
@@ -53,6 +77,7 @@ def preview(captured: Program, optimized: Program, backends: Iterable[str]) -> P
     names = dict.fromkeys(split_spec(name)[0] for name in backends)
     return Preview(
         captured.name,
+        captured.frontend or "by torch.export",
         (captured.node_count, optimized.node_count),
         tuple(map(str, captured.signature.dims)),
         tuple((name, count, places[name]) for name, count in counts.most_common() if name != "getitem"),
@@ -74,17 +99,10 @@ def _taker(name: str, program: Program) -> Taker:
     return Taker(name, True)
 
 
-def backends_of(example: Example, options: dict[str, Any]) -> tuple[str, ...]:
-    """Who would race, by the options of `optimize`."""
-    from tsopt.runtime.race import backends_for
-
-    return backends_for(example, options.get("backends"), options["precision"])
-
-
-def show(out: Any, found: Preview) -> None:
+def show(out: Output, found: Preview) -> None:
     """Tables of ops and of backends."""
     out.json(found.to_json())
-    out.say(f"{found.model}: captured as one graph, {found.nodes[0]} op nodes, {found.nodes[1]} after the passes")
+    out.say(f"{found.model}: captured {found.frontend}: {found.nodes[0]} op nodes, {found.nodes[1]} after the passes")
     for dim in found.dims:
         out.say(f"size {dim}")
     out.say()

@@ -54,22 +54,6 @@ def dim(text: str | Dim) -> Dim:
     return made
 
 
-def read_texts(texts: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Reads `x:0=batch[1..32]`, once for each axis.
-
-    Raises:
-        UsageError: a text is something else.
-    """
-    found: dict[str, dict[int, str]] = {}
-    for text in texts:
-        place, equals, name = text.partition("=")
-        item, colon, axis = place.rpartition(":")
-        if not equals or not colon or not item or not axis.lstrip("-").isdigit():
-            raise UsageError(f"--dynamic {text!r}", fix="--dynamic x:0=batch, or --dynamic 'x:0=batch[1..32]'")
-        found.setdefault(item.strip(), {})[int(axis)] = name
-    return found
-
-
 def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Example) -> Wanted:
     """Reads `{"x": {0: "batch"}}`.
 

@@ -1,0 +1,182 @@
+"""The options of the commands: what each is called, what it must be, and what it means to `optimize`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from tsopt.errors import UsageError
+
+
+class Format(str, Enum):
+    """What `tsopt export` writes."""
+
+    tsopt = "tsopt"
+    onnx = "onnx"
+    torchscript = "torchscript"
+
+
+def _seed(value: int) -> int:
+    # NOTE: one below what torch takes: a verdict on fresh inputs counts on from the seed.
+    if not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(
+            f"--seed {value} is out of range", why="a seed has 64 bits", fix="a number from 0 to 2**63 - 1"
+        )
+    return value
+
+
+def _seconds(value: float) -> float:
+    if not 0 < value < math.inf:
+        raise UsageError(f"--seconds {value:g} is no time to spend", fix="a number of seconds above 0")
+    return value
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A Python file, or FILE.py:NAME for another name than `model`.")
+]
+Input = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for several."
+    ),
+]
+Dynamic = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dynamic", metavar="NAME:AXIS=DIM", help="A size that differs from call to call, e.g. x:0=batch[1..32]."
+    ),
+]
+Frontend = Annotated[
+    str,
+    typer.Option(
+        "--frontend", metavar="NAME", help="Who reads the model: auto, export, fx, torchscript; bench: parts."
+    ),
+]
+Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
+]
+Backends = Annotated[
+    str | None,
+    typer.Option(
+        "--backends", metavar="A,B", help="Who races, such as onnxruntime?threads=1,onednn; all for every engine."
+    ),
+]
+Precision = Annotated[
+    str,
+    typer.Option("--precision", metavar="P", help="fp32; bf16, fp16, tf32 or auto let lower precisions race as well."),
+]
+Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
+Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
+AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
+Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
+Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="About how long to time.")]
+Budget = Annotated[
+    float | None, typer.Option("--budget", metavar="SECONDS", help="For all candidates together; no limit by default.")
+]
+Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Give each candidate a process of its own.")]
+UseCache = Annotated[
+    bool, typer.Option("--cache/--no-cache", help="Take over what an earlier race on this machine has found.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model, how to capture it, and which rewrites it gets."""
+
+    model: Model
+    input: Input = None
+    dynamic: Dynamic = None
+    frontend: Frontend = "auto"
+    level: Level = 2
+    seed: Seed = 0
+    eval: Eval = False
+    allow_nan: AllowNan = False
+    without: Without = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Who is raced, and for how long."""
+
+    backends: Backends = None
+    precision: Precision = "fp32"
+    seconds: Seconds = 10.0
+    budget: Budget = None
+    isolate: Isolate = True
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes groups of options, as typer reads it: with each option of a group as one of its own."""
+    own = _options_of(command)
+    groups = {option.name: _options_of(option.annotation) for option in own if is_dataclass(option.annotation)}
+    options = [part.replace(kind=Parameter.KEYWORD_ONLY) for item in own for part in groups.get(item.name, [item])]
+
+    def run(**given: Any) -> None:
+        for item in own:
+            if item.name in groups:
+                given[item.name] = item.annotation(**{part.name: given.pop(part.name) for part in groups[item.name]})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    return run
+
+
+def _options_of(called: Any) -> list[Parameter]:
+    hints = get_type_hints(called, include_extras=True)
+    return [option.replace(annotation=hints[option.name]) for option in signature(called).parameters.values()]
+
+
+def read_sizes(texts: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Reads `x:0=batch[1..32]`, once for each axis, as `optimize` and `capture` take it.
+
+    Raises:
+        UsageError: a text is something else.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for text in texts:
+        place, equals, name = text.partition("=")
+        item, colon, axis = place.rpartition(":")
+        if not equals or not colon or not item or not axis.lstrip("-").isdigit():
+            raise UsageError(f"--dynamic {text!r}", fix="--dynamic x:0=batch, or --dynamic 'x:0=batch[1..32]'")
+        found.setdefault(item.strip(), {})[int(axis)] = name
+    return found
+
+
+def capture_options(subject: Subject) -> dict[str, Any]:
+    """The options of `capture` and `optimize` that all commands share."""
+    return {
+        "dynamic": read_sizes(subject.dynamic) if subject.dynamic else None,
+        "frontend": subject.frontend,
+        "eval_mode": subject.eval,
+        "allow_nan": subject.allow_nan,
+    }
+
+
+def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
+    """The options of `optimize` that commands share."""
+    from tsopt.cli.sweeping import words
+
+    asked = words(timing.backends, "--backends")
+    chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}
+    return {
+        **chosen,
+        **capture_options(subject),
+        "precision": timing.precision,
+        "level": subject.level,
+        "seed": subject.seed,
+        "without": subject.without or (),
+        "seconds": timing.seconds,
+        "budget": timing.budget,
+        "isolate": timing.isolate,
+    }
