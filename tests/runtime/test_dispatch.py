@@ -63,8 +63,31 @@ def test_a_call_that_the_model_itself_refuses_raises_the_models_error(optimized_
         optimized_by("eager")(torch.randn(2, 5))
 
 
-def test_forms_have_a_limit(optimized_by, mlp, monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "captured"),
+    [
+        ((3, 4, 3, 5, 3), [3, 4, 5]),  # 4 goes, which was called before 3
+        ((3, 4, 5, 3), [3, 4, 5, 3]),
+        ((3, 4, 5, 4, 5), [3, 4, 5]),
+    ],
+)
+def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch, rows, captured):
     monkeypatch.setattr(dispatch, "MAX_FORMS", 2)
+    made = []
+
+    def another(example):
+        made.append(len(example.args[0]))
+        return tsopt.compile(tsopt.capture(mlp, example), "eager")
+
+    fast = optimized_by("eager", another=another)
+    for count in rows:
+        x = torch.randn(count, 6)
+        torch.testing.assert_close(fast(x), mlp(x).detach())
+    assert made == captured
+
+
+def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_CAPTURES", 2)
     made = []
 
     def another(example):
@@ -72,11 +95,12 @@ def test_forms_have_a_limit(optimized_by, mlp, monkeypatch):
         return tsopt.compile(tsopt.capture(mlp, example), "eager")
 
     fast = optimized_by("eager", another=another)
-    for rows in (3, 4, 5, 6, 5):
+    for rows in (3, 4, 5, 6, 5, 3):
         x = torch.randn(rows, 6)
         torch.testing.assert_close(fast(x), mlp(x).detach())
     assert len(made) == 2
-    assert fast.report.signatures[-1] == ("any further form", "eager, 2 forms are kept")
+    what, outcome = fast.report.signatures[-1]
+    assert (what, outcome) == ("any further form", "eager, 2 were captured; dynamic= makes one program for many")
 
 
 def test_many_calls_beyond_the_limit_do_not_grow_memory(optimized_by, monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
-from tsopt.compiler.structure import flatten
+from tsopt.compiler.structure import Structure, flatten
 from tsopt.compiler.types import TensorType
 from tsopt.errors import SignatureError, TsoptError
 from tsopt.runtime import artifact
@@ -22,7 +24,8 @@ from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
-MAX_FORMS = 16  # captured forms kept; more than that is a model with dynamic shapes
+MAX_FORMS = 16  # kept at a time, those that were called last
+MAX_CAPTURES = 64  # in all: each takes seconds, and who calls with still other forms wants one program for many sizes
 
 
 class Optimized:
@@ -48,7 +51,8 @@ class Optimized:
         self.backend = "eager" if executable is None else executable.backend
         self._executable, self._example = executable, example
         self._another, self._policy = another, on_new_signature
-        self._forms: dict[Any, Callable[..., Any]] = {}
+        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._captures = 0
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,19 +89,28 @@ class Optimized:
             return self._eager
         leaves, structure = flatten((args, kwargs))
         types = tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        form = structure, types
         try:
-            found = self._forms.get((structure, types))
+            found = self._forms.get(form)
         except TypeError:  # a constant that cannot be hashed cannot be recognized again
             return self._eager
-        if found is not None:
-            return found
-        with self._lock:
-            if (structure, types) not in self._forms and len(self._forms) >= MAX_FORMS:
-                self._note("any further form", f"eager, {MAX_FORMS} forms are kept")
-                return self._eager
-            if (structure, types) not in self._forms:
-                self._forms[structure, types] = self._capture(Example(args, kwargs), ", ".join(map(str, types)))
-            return self._forms[structure, types]
+        if found is None:
+            with self._lock:
+                found = self._forms.get(form) or self._add(form, Example(args, kwargs))
+        with contextlib.suppress(KeyError):  # another thread may just have put it away
+            self._forms.move_to_end(form)
+        return found
+
+    def _add(self, form: tuple[Structure, tuple[Any, ...]], example: Example) -> Callable[..., Any]:
+        if self._captures >= MAX_CAPTURES:
+            self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
+            return self._eager
+        self._captures += 1
+        made = self._capture(example, ", ".join(map(str, form[1])))
+        if len(self._forms) >= MAX_FORMS:
+            self._forms.popitem(last=False)
+        self._forms[form] = made
+        return made
 
     def _capture(self, example: Example, form: str) -> Callable[..., Any]:
         try:
