@@ -32,6 +32,11 @@ def specials(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return values.repeat(count // len(SPECIAL) + 1)[:count].reshape(shape).to(dtype)
 
 
+def of_any_dtype(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Specials, or for dtypes that have none, small numbers."""
+    return specials(*shape, dtype=dtype) if dtype.is_floating_point else torch.randint(0, 9, shape).to(dtype)
+
+
 def ops_of(program: Program) -> list[str]:
     """The calls in order, without `aten.`: `["linear", "relu"]`."""
     return [name_of(node).removeprefix("aten.") for node in program.calls()]
