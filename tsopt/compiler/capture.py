@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from tsopt.compiler import ops
+from tsopt.compiler.conditions import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import DECIDED, UNKNOWN_SIZE, explain, size_of_values
@@ -32,7 +33,7 @@ from tsopt.compiler.refusals import check_inputs, check_model, check_result, che
 from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
-from tsopt.compiler.symbols import SYMBOLIC, hinted, is_of_values, is_settled, shapes_of, symbols_of, with_dims
+from tsopt.compiler.symbols import hinted, shapes_of, symbols_of, with_dims
 from tsopt.compiler.types import TensorType
 from tsopt.errors import NotOneGraph, UsageError
 
