@@ -41,7 +41,6 @@ from tsopt.runtime.report import Report
 FRONTENDS = ("auto", "one-graph", *ONE_GRAPH[1:], "parts")
 SINGLE = ("one-graph", "export", "fx")  # where these fail there is nothing else to try
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
-BY_GAIN = ("merge",)  # passes that decide by sizes what pays
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
@@ -219,8 +218,8 @@ class _Request:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
         change = partial(transform_with_records, passes=self.passes, level=self.level, progress=self.tell)
         reasons = []
-        # What pays depends on sizes, for some passes.
-        for left_out in (self.without, (*self.without, *BY_GAIN)) if sized.elsewhere else (self.without,):
+        by_gain = [item.name for item in _flat(self.passes) if getattr(item, "by_gain", False)]
+        for left_out in (self.without, (*self.without, *by_gain)) if sized.elsewhere else (self.without,):
             try:
                 optimized, records = change(sized.program, without=left_out)
                 return optimized, records, sized.checked_with(optimized)

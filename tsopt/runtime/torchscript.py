@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List, Optional  # noqa: F401, UP035 -- names in the source of a script
+from typing import Any
 
 import torch
-from torch import Tensor  # noqa: F401 -- as above
 
 from tsopt.compiler.program import Program, attribute_name
 from tsopt.compiler.signature import Signature

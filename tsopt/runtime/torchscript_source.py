@@ -66,8 +66,8 @@ def _typed(value: Any, kind: str, names: Mapping[fx.Node, str]) -> str:
     """A value for an argument; lists that do not show their type are told it."""
     text = _value(value, names)
     if isinstance(value, (list, tuple)) and (not value or any(item is None for item in value)):
-        inner = "Optional[Tensor]" if "Optional[Tensor]" in kind else "Tensor" if "Tensor" in kind else "int"
-        return f"torch.jit.annotate(List[{inner}], {text})"
+        tensor = "torch.Tensor | None" if "Optional[Tensor]" in kind else "torch.Tensor"
+        return f"torch.jit.annotate(list[{tensor if 'Tensor' in kind else 'int'}], {text})"
     return text
 
 

@@ -11,7 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -68,8 +68,10 @@ class MergeBranches:
         parallel: multiply-adds up to which parallel linear layers are merged.
         memory: bytes of new weights in all. They are copies: the model keeps its own.
         call_bytes: bytes that are copied in the time of a call.
+        by_gain: what it does hangs on what pays, and so on sizes.
     """
 
+    by_gain: ClassVar[bool] = True
     name: str = "merge"
     few: int = 8
     few_rows: int = 4
