@@ -306,7 +306,7 @@ def WholeTransformer():
     return nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
 
 
-@shape((4, 3), one_graph=False)
+@shape((4, 3))
 def ScriptedByValues():
     class Decides(nn.Module):
         def __init__(self):

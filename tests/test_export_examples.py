@@ -16,7 +16,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # What is refused, and by which words. This list may only shrink.
 REFUSED = {
     "assume_constant_result": "depends on values, not on shapes",
-    "cond_closed_over_variable": "cond is control flow",
     "constrain_as_size_example": "a Python number that is computed from values",
     "constrain_as_value_example": "a Python number that is computed from values",
     "dynamic_shape_map": "map is control flow",

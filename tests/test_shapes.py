@@ -31,8 +31,8 @@ def test_one_graph_by_torch_and_by_onnx_runtime(name):
     assert not changed(before, state_of(model, call))
 
 
-# Whose inputs do not begin with one batch, or whose batch torch.export takes for a number.
-ONE_BATCH = {"LstmWithState", "BidirectionalGru"}
+# Whose inputs do not begin with one batch, whose batch torch.export takes for a number, or who decide by values.
+ONE_BATCH = {"LstmWithState", "BidirectionalGru", "ScriptedByValues"}
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_GRAPH if name not in ONE_BATCH])

@@ -39,7 +39,7 @@ from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
 FRONTENDS = ("auto", "one-graph", *ONE_GRAPH[1:], "parts")
-SINGLE = ("one-graph", "export", "fx")  # where these fail there is nothing else to try
+SINGLE = ("one-graph", "export", "strict", "fx")  # where these fail there is nothing else to try
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
@@ -84,11 +84,10 @@ def optimize(
         precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
             all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
             they are away as a whole, 3 % for `bf16` and 1 % for the others.
-        frontend: who reads the model. `export`: torch.export, also in strict mode. `fx`: torch.fx. `torchscript`:
-            torch.jit.script; where values decide, the script runs as it is, with TorchScript's own optimizations.
-            `parts`: dynamo, in graphs with the Python between them; the result runs and cannot be saved. `auto`: the
-            first of export, fx and parts that can; the report says which, and why not one before it. `one-graph`: the
-            same without parts.
+        frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is no single graph
+            for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in graphs
+            with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript, where
+            values decide; parts. The report says which, and why not one before it. `one-graph`: the same without parts.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.

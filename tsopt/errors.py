@@ -44,6 +44,10 @@ class NotOneGraph(CaptureError):
         super().__init__(what, where=where, why=why, fix=f"{fix}; {still}" if fix else still)
 
 
+class DecidedByValues(NotOneGraph):
+    """Python goes on by the values of tensors."""
+
+
 class InvalidProgram(TsoptError):
     """A Program breaks one of its numbered invariants."""
 

@@ -30,21 +30,25 @@ def test_texts_that_are_no_sizes(text):
 
 def test_who_reads_the_model(tsopt, write):
     write(NUMPY)
-    done = tsopt("export", "m.py", "--seconds", "0.1", "--backends", "eager", "--no-isolate", "--no-cache")
+    refused = tsopt("export", "m.py")
+    assert refused.code == 2
+    assert 'frontend="strict"' in refused.err
+    options = ("--seconds", "0.1", "--backends", "eager", "--no-isolate", "--no-cache")
+    done = tsopt("export", "m.py", "--frontend", "strict", *options)
     assert done.code == 0, done.err
-    assert "captured by torch.export in strict mode, because without: the model goes through numpy; m.py:6" in done.out
-    shown = tsopt("inspect", "m.py")
-    assert "aten.maximum" in shown.out
+    assert "captured by torch.export in strict mode" in done.out
+    assert "aten.maximum" in tsopt("inspect", "m.py", "--frontend", "strict").out
     asked = tsopt("export", "m.py", "--frontend", "fx")
     assert asked.code == 2
     assert "torch.fx cannot trace the model" in asked.err
     assert "m.py:6" in asked.err
+    assert tsopt("inspect", "m.py", "--frontend", "one-graph").code == 2
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("magic", "one of: auto, one-graph, export, fx, torchscript, parts"),
+        ("magic", "one of: auto, one-graph, export, strict, fx, torchscript, parts"),
         ("parts", "a model in parts cannot be saved"),
     ],
 )

@@ -416,14 +416,6 @@ def test_an_exported_program_is_taken():
     assert_computes(program, model, [X], exact=True)
 
 
-def test_control_flow_is_refused_with_the_place():
-    def model(self, x):
-        return torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))
-
-    with pytest.raises(CaptureError, match=r"(?s)control flow.*torch.where"):
-        capture(Net(model), X)
-
-
 def test_composites_are_kept_whole():
     q = torch.randn(1, 2, 4, 8)
 

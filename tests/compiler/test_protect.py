@@ -118,17 +118,44 @@ def test_training_flags_come_back_one_by_one():
 
 def test_weights_that_a_model_converts_are_the_old_memory_again():
     model = nn.Linear(2, 2)
-    weight, memory, version = model.weight, model.weight.data_ptr(), model.bias._version
+    weight, memory = model.weight, model.weight.data_ptr()
     with protected(model):
         model.double()
         model.bias.data = torch.zeros(3)
     assert model.weight is weight
     assert (weight.dtype, weight.data_ptr(), weight.requires_grad) == (torch.float32, memory, True)
     assert model.bias.shape == (2,)
-    before = model.bias._version
+    before = model.weight._version
     with protected(model):
         pass
-    assert model.bias._version == before >= version
+    assert model.weight._version == before, "nobody has written it"
+
+
+@pytest.mark.parametrize("change", [lambda data: data.t(), lambda data: data[:1]], ids=["strides", "shape"])
+def test_weights_that_are_seen_otherwise_are_seen_as_before(change):
+    model = nn.Linear(2, 2)
+    with protected(model):
+        model.weight.data = change(model.weight.data)
+    assert (model.weight.shape, model.weight.stride()) == ((2, 2), (2, 1))
+
+
+def test_a_lazy_module_is_left_to_whoever_refuses_it():
+    with protected(nn.LazyLinear(2)):
+        pass
+
+
+def test_a_directory_that_is_gone_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with protected(None):
+        os.chdir(tmp_path)
+        (tmp_path / "here").rmdir()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with protected(None):
+        pass
 
 
 # ---- by capture -------------------------------------------------------------------------------------------

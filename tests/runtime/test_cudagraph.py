@@ -266,7 +266,7 @@ def test_on_a_gpu_a_bundle_is_recorded_again(tmp_path):
 
 
 @needs_gpu
-def test_on_a_gpu_machine_code_is_recorded(tmp_path):
+def test_on_a_gpu_machine_code_is_recorded():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
     x = torch.randn(8, 16, device="cuda")
     made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")

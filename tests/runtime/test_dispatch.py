@@ -150,3 +150,22 @@ def test_its_name_says_what_runs(optimized_by):
 def test_when_eager_won_the_program_is_what_is_saved(optimized_by, mlp, mlp_input, tmp_path):
     loaded = tsopt.load(optimized_by("model").save(tmp_path / "m.tsopt"))
     torch.testing.assert_close(loaded(mlp_input), mlp(mlp_input).detach())
+
+
+def test_a_program_that_is_wrong_is_not_saved(tmp_path):
+    """Eager wins where every candidate is wrong, and what is stored would not be eager."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return x * self.count
+
+    fast = tsopt.optimize(Counting(), torch.ones(3), backends=("eager",), seconds=0.02, isolate=False, cache=False)
+    assert fast.backend == "eager"
+    with pytest.raises(tsopt.AccuracyError, match="does not compute what the model computes"):
+        fast.save(tmp_path / "m.tsopt")
+    assert list(tmp_path.iterdir()) == []

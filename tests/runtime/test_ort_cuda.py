@@ -110,6 +110,10 @@ def test_a_runtime_that_goes_on_without_the_gpu_is_an_error(monkeypatch):
         opened.append(providers)
         return SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
 
+    with pytest.raises(tsopt.BackendError, match=f"built without {PROVIDER}") as caught:
+        open_session(b"", {}, providers=[(PROVIDER, {"device_id": 0}), *ON_CPU])
+    assert "onnxruntime-gpu" in caught.value.fix
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [PROVIDER, *ON_CPU])
     monkeypatch.setattr(ort, "InferenceSession", session)
     assert open_session(b"", {}).session is not None
     with pytest.raises(tsopt.BackendError, match=f"cannot start its {PROVIDER}") as caught:
@@ -118,8 +122,14 @@ def test_a_runtime_that_goes_on_without_the_gpu_is_an_error(monkeypatch):
     assert opened[1][0] == (PROVIDER, {"device_id": 0})
 
 
+def test_a_tensor_that_holds_nothing_is_refused():
+    program = tsopt.capture(nn.ReLU(), torch.ones(0, 2))
+    (found, *_) = refusals_on_gpu(on(program, "cuda:0"), [PROVIDER])
+    assert found.why == "it holds nothing, and has no address"
+
+
 @needs_gpu
-def test_on_a_gpu_it_computes_what_the_model_computes(tmp_path):
+def test_on_a_gpu_it_computes_what_the_model_computes():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
     x = torch.randn(8, 16, device="cuda")
     fast = tsopt.optimize(model, x, backends=("onnxruntime",), seconds=1.0)

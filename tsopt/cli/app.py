@@ -90,6 +90,8 @@ def export(
 ) -> None:
     """Optimize a model, race it against eager, and write the winner."""
     out = _output(json, quiet)
+    if subject.frontend == "parts":
+        raise UsageError("a model in parts cannot be saved", fix="--frontend auto, or tsopt bench to time it")
     if dry_run:
         from tsopt.cli.preview import run
 
@@ -101,8 +103,6 @@ def export(
     places = targets(subject.model, formats, output)
     check_formats(formats, opset)
     options = race_options(subject, timing)
-    if subject.frontend == "parts":
-        raise UsageError("a model in parts cannot be saved", fix="--frontend auto, or tsopt bench to time it")
     if subject.frontend == "auto":
         options["frontend"] = "one-graph"  # a file holds one or nothing
     with out.progress(Path(subject.model).name) as tell:

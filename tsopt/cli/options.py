@@ -55,7 +55,7 @@ Dynamic = Annotated[
 Frontend = Annotated[
     str,
     typer.Option(
-        "--frontend", metavar="NAME", help="Who reads the model: auto, export, fx, torchscript; bench: parts."
+        "--frontend", metavar="NAME", help="Who reads the model: auto, export, strict, fx, torchscript, parts."
     ),
 ]
 Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
@@ -157,7 +157,7 @@ def capture_options(subject: Subject) -> dict[str, Any]:
     """The options of `capture` and `optimize` that all commands share."""
     return {
         "dynamic": read_sizes(subject.dynamic) if subject.dynamic else None,
-        "frontend": subject.frontend,
+        "frontend": "auto" if subject.frontend == "one-graph" else subject.frontend,
         "eval_mode": subject.eval,
         "allow_nan": subject.allow_nan,
     }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, cast
@@ -18,11 +19,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from tsopt.compiler import ops
+from tsopt.compiler import control, ops
 from tsopt.compiler.conditions import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.example import Example, as_examples
-from tsopt.compiler.explain import DECIDED, UNKNOWN_SIZE, explain, size_of_values
+from tsopt.compiler.explain import explain, failure_of_the_model, size_of_values
 from tsopt.compiler.frontends import FRONTENDS, by_fx, by_torchscript, computes_the_same, replayed, strictly
 from tsopt.compiler.infer import fakes
 from tsopt.compiler.origin import origin_in, origin_of_meta
@@ -30,21 +31,22 @@ from tsopt.compiler.program import Program, origin_of, type_of_value
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
+from tsopt.compiler.rewrite import fresh_name
 from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import hinted, shapes_of, symbols_of, with_dims
 from tsopt.compiler.types import TensorType
-from tsopt.errors import NotOneGraph, UsageError
+from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 
 log = logging.getLogger("tsopt")
 # Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
 # an axis too many, every version takes a dropout that does nothing for a copy.
 MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
-# Who reads a model where torch.export does not take it as it is.
-READERS = {"strict": "torch.export in strict mode", "fx": "torch.fx"}
-AFTER = {"auto": ("strict", "fx"), "export": ("strict",)}
+# Who reads a model before torch.export does.
+READERS = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
+TRACING = threading.RLock()  # tracers change modules, and classes, while they look: two at once see each other's marks
 WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
 WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
@@ -68,9 +70,11 @@ def capture(
         dynamic: the sizes that may differ from call to call, by input and axis: `{"x": {0: "batch"}}`, with a range
             `{"x": {0: "batch[1..32]"}}`. Of a range without an end, and of examples, the program promises nothing
             beyond what torch.export has found; `optimize` runs it at several sizes, and promises those.
-        frontend: who reads the model. `export`: torch.export, and where that does not follow its Python, torch.export
-            in strict mode. `fx`: torch.fx. `torchscript`: torch.jit.script. `auto`: the first two, then torch.fx; what
-            either of the later ones reads is compared with the model before it is taken.
+        frontend: who reads the model. `export`: torch.export. `strict`: torch.export in strict mode, which reads numpy,
+            and makes torch.compile forget what it has compiled in this process. `fx`: torch.fx, which takes everything
+            that is no tensor as it is now. `torchscript`: torch.jit.script, whose branches and loops a program keeps.
+            `auto`: torch.export, and TorchScript where values of tensors decide. What strict mode, torch.fx and
+            TorchScript read is compared with the model, in calls one after the other, before it is taken.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: take weights that hold NaN.
 
@@ -93,7 +97,7 @@ def capture(
     wanted = _dynamic(model, examples, dynamic)
     example = examples[0] if wanted is None else wanted.trace
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
-    with protected(model), quiet():
+    with TRACING, protected(model), quiet():
         if training and eval_mode:
             with training_flags(model, False):
                 return _captured(model, example, wanted, frontend)
@@ -105,35 +109,35 @@ def capture(
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
-    """The program by the first front end that can read the model."""
-    if frontend == "fx":
-        return replace(_capture(model, example, wanted, "fx"), frontend=f"by {READERS['fx']}")
-    if frontend == "torchscript" and not isinstance(model, Scripted):
-        script = Scripted(by_torchscript(model))
-        return replace(_capture(script, example, wanted), frontend="by TorchScript")
+    """The program by the front end that is asked for, or by the first that can read the model."""
+    if frontend in READERS and not isinstance(model, Scripted):
+        return _read(model, example, wanted, frontend)
     try:
         return _capture(model, example, wanted)
-    except NotOneGraph as error:
-        # What hangs on values is no single graph, whoever reads it.
-        if isinstance(model, Scripted) or error.why in (DECIDED, UNKNOWN_SIZE):
+    except DecidedByValues as error:
+        if frontend != "auto" or isinstance(model, Scripted):
             raise
-        for reader in AFTER[frontend]:
-            program = _rescued(model, example, wanted, reader)
-            if program is not None:
-                because = "; ".join(filter(None, (error.what, error.where)))
-                return replace(program, frontend=f"by {READERS[reader]}, because without: {because}")
-        raise
+        try:
+            program = _read(model, example, wanted, "torchscript")
+        except CaptureError as failure:  # what counts is why the first one did not read it
+            log.info("TorchScript does not read %s: %s", _model_name(model), failure)
+            raise error from None
+        because = "; ".join(filter(None, (error.what, error.where)))
+        return replace(program, frontend=f"{program.frontend}, because without: {because}")
 
 
-def _rescued(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program | None:
-    if reader == "strict" and wanted is not None:  # it would fix the sizes
-        return None
-    try:
+def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program:
+    """The program by another front end, compared with the model."""
+    with protected(model):  # whatever the reader leaves on the model must not be what it is compared with
         program = _capture(model, example, wanted, reader)
-        return program if computes_the_same(program, model, example) else None
-    except Exception as error:  # theirs, of many kinds; what counts is why the first one did not read it
-        log.info("%s does not read %s: %s", READERS[reader], _model_name(model), error)
-        return None
+    # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
+    if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
+        raise NotOneGraph(
+            f"{READERS[reader]} reads something else than the model",
+            why="in calls one after the other, what it has read gives other results, or leaves other values behind",
+            fix='frontend="auto"',
+        )
+    return replace(program, frontend=f"by {READERS[reader]}")
 
 
 def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:
@@ -178,16 +182,22 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     results: list[Structure] = []
-    called = strictly(model, example) if reader == "strict" else model
-    flat: nn.Module = _Flat(called, outer, lambda structure: results.append(structure))
-    flat.training = False
-    if reader == "fx":
-        flat = by_fx(flat, len(inputs))
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
+        called = model
+        if reader == "strict":
+            called = strictly(model, example, fixed=wanted is None)
+        elif reader == "torchscript":
+            called = Scripted(by_torchscript(model))
+        flat: nn.Module = _Flat(called, outer, lambda structure: results.append(structure))
+        flat.training = False
+        if reader == "fx":
+            flat = by_fx(flat, len(inputs))
         exported = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
         if _needs_functionalization(exported):
             exported = exported.run_decompositions(_secret_writers(exported))
+    except NotOneGraph as error:
+        raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
         raise explain(error, model, example) from error
     result = results[-1]
@@ -201,8 +211,14 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
 def _needs_functionalization(exported: ExportedProgram) -> bool:
     return any(
         ops.is_call(node) and (ops.writes(node.target) or not _known(node) or ops.writes_in_secret(node))
-        for node in exported.graph.nodes
+        for graph in _graphs(exported)
+        for node in graph.nodes
     )
+
+
+def _graphs(exported: ExportedProgram) -> Iterator[fx.Graph]:
+    """The graph, and those of branches and loops."""
+    return (module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
 
 
 def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
@@ -213,8 +229,8 @@ def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
 
 
 def _known(node: fx.Node) -> bool:
-    """Whether a program can hold a call: an op, a choice among its results, or what is computed from sizes."""
-    if ops.is_overload(node.target) or node.target is operator.getitem:
+    """Whether a program can hold a call: an op, a choice among its results, control flow, a number from sizes."""
+    if ops.is_overload(node.target) or node.target is operator.getitem or control.is_higher_order(node.target):
         return True
     return ops.is_number(node) and not is_of_values(node.meta.get("val"))
 
@@ -307,7 +323,10 @@ class _Lowering:
             return
         if not _known(node):
             raise _no_op(node)
-        made = self.graph.node_copy(node, self.mapping.__getitem__)
+        if control.is_higher_order(node.target):
+            made = self._control(node)
+        else:
+            made = self.graph.node_copy(node, self.mapping.__getitem__)
         origin = {} if ops.is_number(node) else origin_in(node.meta)  # torch's own, for what sizes are read for
         made.meta = {"val": self._value(node, made), **origin}
         if ops.writes_in_secret(made):
@@ -328,6 +347,28 @@ class _Lowering:
             if any(is_of_values(size) for size in tensor.shape):
                 raise size_of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
+
+    def _control(self, node: fx.Node) -> fx.Node:
+        """A call of control flow, with the constants of its branches as operands."""
+        if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
+            raise NotOneGraph(
+                f"{ops.name_of(node)} in a program for many sizes",
+                where=origin_of_meta(node.meta) or None,
+                why="the programs within are made for one size",
+                fix="leave dynamic out: each size is captured when it is called",
+            )
+        target, operands, constants = control.from_higher_order(node, self.exported.graph_module)
+        given = [self.mapping[value] for value in operands]
+        for tensor in constants:
+            name = fresh_name("constant", self.weights)
+            held = self.graph.create_node("get_attr", name)
+            held.meta = {"val": given[0].meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
+            self.weights[name] = tensor
+            given.append(held)
+        return self.graph.call_function(target, tuple(given))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (node.meta["val"] for node in self.mapping if node.op == "placeholder")
 
     def _value(self, node: fx.Node, made: fx.Node) -> Any:
         """The fake value of a call: as recorded, or worked out anew where that, or what comes before, is mistaken."""

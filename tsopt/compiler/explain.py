@@ -14,10 +14,10 @@ from typing import Any
 from torch import jit, nn
 
 from tsopt.compiler.example import Example
-from tsopt.compiler.origin import is_library, user_frame
+from tsopt.compiler.origin import is_library, is_python, user_frame
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten, unflatten
-from tsopt.errors import CaptureError, NotOneGraph
+from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph
 
 DECISION = "a Python decision depends on the values of a tensor"
 DECIDED = "it is decided while the model runs; a program is one graph, decided beforehand"
@@ -112,7 +112,8 @@ FAMILIES: tuple[Family, ...] = (
         lambda t: ".numpy() is not supported" in t.text or ("numpy" in t.text and "subclass" in t.text),
         "the model goes through numpy",
         "what numpy computes cannot be seen from a graph of torch calls",
-        "write it with torch functions, or hide it in an op of its own: torch.library.custom_op with register_fake",
+        'torch functions in its place; frontend="strict", which reads most of numpy; or an op of its own: '
+        "torch.library.custom_op with register_fake",
     ),
     Family(
         lambda t: t.kind == "UnsupportedOperatorException" and "aten." not in t.text.split("\n")[0],
@@ -190,14 +191,9 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
     """The user's view of a failed export: his own error if the model fails by itself, else the construct."""
     if isinstance(error, CaptureError):
         return error
-    own = _eager_failure(model, example)
+    own = failure_of_the_model(model, example, error)
     if own is not None:
-        return CaptureError(
-            "the model itself fails on the example input",
-            where=user_frame(own) or user_frame(error),
-            why=f"{type(own).__name__}: {first_lines(own)}",
-            fix="make model(*example) run in plain PyTorch first",
-        )
+        return own
     where = user_frame(error)
     trouble = _trouble(error)
     for family in FAMILIES:
@@ -227,6 +223,19 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
     )
 
 
+def failure_of_the_model(model: Callable[..., Any], example: Example, error: Exception) -> CaptureError | None:
+    """What the model raises by itself, outside of every tracer; None where it runs."""
+    own = _eager_failure(model, example)
+    if own is None:
+        return None
+    return CaptureError(
+        "the model itself fails on the example input",
+        where=user_frame(own) or user_frame(error),
+        why=f"{type(own).__name__}: {first_lines(own)}",
+        fix="make model(*example) run in plain PyTorch first",
+    )
+
+
 def size_of_values(op: str, where: str | None) -> NotOneGraph:
     """The refusal of an op whose result has as many elements as the values of a tensor say."""
     name = op.removeprefix("aten.").removeprefix("_").partition(".")[0].rstrip("2")
@@ -243,12 +252,12 @@ def _decision(line: str, where: str | None) -> NotOneGraph:
     if found is None:
         found = "", "select with torch.where(condition, a, b), or decide on shapes and arguments instead"
     what = f"{DECISION}: {found[0]}" if found[0] else DECISION
-    return NotOneGraph(what, where=where, why=DECIDED, fix=found[1])
+    return DecidedByValues(what, where=where, why=DECIDED, fix=found[1])
 
 
 def _trouble(error: Exception) -> Trouble:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename) and not is_python(frame.filename)]
     return Trouble(
         type(error).__name__,
         str(error),
@@ -265,6 +274,7 @@ def _scripted_part(model: object) -> str:
 
 def _eager_failure(model: Callable[..., Any], example: Example) -> Exception | None:
     args, kwargs = unflatten_clones(example)
+    model = getattr(model, "original", model)  # of what reads TorchScript
     try:
         with protected(model, written=list(model.parameters()) if isinstance(model, nn.Module) else ()):
             model(*args, **kwargs)

@@ -89,6 +89,11 @@ def number_name(target: object) -> str | None:
     return _NUMBERS.get(id(target))
 
 
+def blocks_of(node: fx.Node) -> tuple[Any, ...]:
+    """The programs within a call of control flow; none for any other call."""
+    return getattr(node.target, "blocks", ())
+
+
 def is_call(node: fx.Node) -> bool:
     return node.op == "call_function"
 
@@ -145,7 +150,7 @@ def is_random(node: fx.Node) -> bool:
     """Whether two calls with the same arguments may differ."""
     target = node.target
     if not isinstance(target, OpOverload):
-        return False
+        return any(is_random(inner) for block in blocks_of(node) for inner in block.calls())
     name = target._schema.name
     if is_uninitialized(node):
         return True
@@ -161,7 +166,8 @@ def has_effect(node: fx.Node) -> bool:
     if target is operator.getitem or is_number(node):
         return False
     if not isinstance(target, OpOverload):
-        return True
+        blocks = blocks_of(node)
+        return not blocks or any(has_effect(inner) for block in blocks for inner in block.calls())
     if writes(target) or writes_in_secret(node):
         return True
     return not target._schema.returns or target.namespace not in KNOWN_PURE
@@ -213,6 +219,8 @@ def may_alias(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if target is operator.getitem:
         return [node.args[0]] if isinstance(node.args[0], fx.Node) else []
+    if blocks_of(node):
+        return []  # PyTorch asks that of branches
     if not isinstance(target, OpOverload):
         return list(node.all_input_nodes) if is_call(node) else []
     if target._schema.name in ALWAYS_NEW:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-LIBRARIES = tuple(str(Path(p).resolve().parent) for p in (torch.__file__, np.__file__, Path(__file__).parent))
+LIBRARIES = tuple(Path(p).resolve().parent for p in (torch.__file__, np.__file__, Path(__file__).parent))
+PYTHON = Path(sysconfig.get_path("stdlib")).resolve()
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _SLICED = re.compile(r"\.?slice\([^)]*\)")
 
@@ -35,12 +37,13 @@ def origin_of_meta(meta: dict[str, Any]) -> str:
 
 
 def is_library(file: str) -> bool:
-    return file.startswith("<") or str(Path(file).resolve()).startswith(LIBRARIES)
+    return file.startswith("<") or any(map(Path(file).resolve().is_relative_to, LIBRARIES))
 
 
 def is_python(file: str) -> bool:
     """Whether a file is of Python's own library; packages that are installed beside it are not."""
-    return "/lib/python" in file and "site-packages" not in file
+    path = Path(file).resolve()
+    return path.is_relative_to(PYTHON) and "site-packages" not in path.parts
 
 
 def short_path(file: str) -> str:

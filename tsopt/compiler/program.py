@@ -75,7 +75,12 @@ class Program:
     @property
     def node_count(self) -> int:
         """Calls that do something: not the bookkeeping of multi-output ops."""
-        return sum(1 for node in self.calls() if ops.is_overload(node.target))
+        count = 0
+        for node in self.calls():
+            blocks = ops.blocks_of(node)
+            count += ops.is_overload(node.target) or bool(blocks)
+            count += sum(block.node_count for block in blocks)
+        return count
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -112,7 +117,8 @@ class Program:
                 continue
             line = f"  {self._return_line(names) if node.op == 'output' else _line(node, names)}"
             origin = origin_of(node) if origins and ops.is_call(node) else ""
-            yield f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
+            line = f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
+            yield "\n".join([line, *_lines_within(node, origins=origins)])
 
     def _return_line(self, names: dict[fx.Node, str]) -> str:
         """`return %2`, with what the call writes as `%n <- %0`."""
@@ -208,6 +214,13 @@ def tensor_type(node: fx.Node) -> TensorType:
 def origin_of(node: fx.Node) -> str:
     """`encoder.layer.0.attention, model.py:12`: where in the user's model a value comes from."""
     return ", ".join(part for part in (node.meta.get("module"), node.meta.get("source")) if part)
+
+
+def _lines_within(node: fx.Node, *, origins: bool) -> Iterator[str]:
+    for title, block in zip(getattr(node.target, "titles", ()), ops.blocks_of(node), strict=True):
+        yield f"    {title}:"
+        for line in block.lines(origins=origins):
+            yield from (f"    {part}" for part in line.splitlines())
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:

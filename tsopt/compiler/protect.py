@@ -5,6 +5,7 @@ Owns one context manager; capture, verification and timing run inside it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import warnings
@@ -36,7 +37,8 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
     modules = modules_of(model)
     attributes = [_snapshot(module) for module in modules]
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
-    memory = [(p, p.data) for m in modules for p in m._parameters.values() if p is not None]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
+    memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
     rng, np_rng, py_rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
     cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -47,15 +49,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
             warnings.simplefilter("ignore")
             yield
     finally:
-        for module, saved in zip(modules, attributes, strict=True):
-            _restore(module, saved)
-        with torch.no_grad():
-            for parameter, data in memory:
-                if not _same_memory(parameter, data):
-                    parameter.data = data
-            for tensor, value in values:
-                if not _same_bytes(tensor, value):
-                    tensor.detach().copy_(value)
+        # The process first: whatever becomes of the model, its switches are back.
         torch.set_rng_state(rng)
         np.random.set_state(np_rng)
         random.setstate(py_rng)
@@ -64,11 +58,19 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        if os.environ != variables:
-            os.environ.clear()
-            os.environ.update(variables)
+        _put_back(variables)
         if directory and _directory() != directory:
-            os.chdir(directory)
+            with contextlib.suppress(OSError):  # it may be gone
+                os.chdir(directory)
+        for module, saved in zip(modules, attributes, strict=True):
+            _restore(module, saved)
+        with torch.no_grad():
+            for tensor, data in memory:
+                if not _same_memory(tensor, data):
+                    tensor.data = data
+            for tensor, value in values:
+                if not _same_bytes(tensor, value):
+                    tensor.detach().copy_(value)
 
 
 class InEvalMode:
@@ -102,6 +104,15 @@ def training_flags(model: Any, value: bool) -> Iterator[None]:
             module.training = flag
 
 
+def _put_back(variables: dict[str, str]) -> None:
+    """Environment variables, one by one: other threads read them meanwhile."""
+    for name in {*os.environ, *variables}:
+        if name not in variables:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != variables[name]:
+            os.environ[name] = variables[name]
+
+
 def _directory() -> str:
     """The working directory; an empty text where it was removed."""
     try:
@@ -116,7 +127,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.layout == b.layout and (a.layout != torch.strided or a.data_ptr() == b.data_ptr())
+    kind = a.dtype == b.dtype and a.layout == b.layout and a.shape == b.shape
+    return kind and (not _has_values(a) or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()))
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

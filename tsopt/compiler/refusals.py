@@ -125,4 +125,5 @@ _HARMLESS = frozenset(name.removeprefix("aten::") for name in ops.RANDOM_ONLY_IF
 
 
 def _call_text(node: fx.Node) -> str:
-    return f"{node.target}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"
+    within = [block.text for block in ops.blocks_of(node)]
+    return f"{node.target}{within}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"

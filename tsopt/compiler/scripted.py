@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from tsopt.compiler.origin import is_library, short_path
+from tsopt.compiler.scripted_flow import READINGS, Values, branch, check_numbers, flag_of, loop, readings
 from tsopt.errors import CaptureError, NotOneGraph
 
-# What makes a Python number of a tensor.
+# What makes a Python number of a tensor, and among these a flag.
+_FLAGS = frozenset({"Bool", "is_nonzero"})
 _NUMBERS = frozenset({"Int", "Float", "Bool", "item", "IntImplicit", "FloatImplicit", "ScalarImplicit", "is_nonzero"})
 _PLACE = re.compile(r"# (.+?):(\d+):\d+\s*$")
-Values = dict[str, Any]  # debug name -> value; names are unique within a graph
 
 
 def is_scripted(model: object) -> bool:
@@ -45,7 +46,7 @@ class Scripted(nn.Module):
             raise CaptureError("the TorchScript module has no forward", fix="script a module that has one")
         graph = forward.graph.copy()
         torch._C._jit_pass_inline(graph)
-        self._held = (graph,)  # a tuple: nn.Module must not look into it
+        self._held = (graph, model)  # a tuple: nn.Module must not look into it
         self._has_self = isinstance(model, torch.jit.ScriptModule)
         self.call_signature = _signature(forward.schema, self._has_self)
         self.original_name = str(getattr(model, "original_name", getattr(model, "name", "function")))
@@ -53,13 +54,20 @@ class Scripted(nn.Module):
             _mirror(model, self)
         self.training = bool(getattr(model, "training", False))
 
+    @property
+    def original(self) -> Any:
+        """The TorchScript itself."""
+        return self._held[1]
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.call_signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = (self, *bound.args) if self._has_self else bound.args
-        (graph,) = self._held
+        graph, _ = self._held
         names = [item.debugName() for item in graph.inputs()]
         found = _run(graph, dict(zip(names, given, strict=True)))
+        for item, value in zip(graph.outputs(), found, strict=True):
+            check_numbers(item.type(), value)
         return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -97,6 +105,8 @@ def _run(block: Any, values: Values) -> list[Any]:
     """Runs the nodes of a graph or a block, and returns what it returns."""
     for node in block.nodes():
         kind = node.kind()
+        if kind in READINGS and node.output().debugName() in values:
+            continue  # read before, outside
         inputs = [values[item.debugName()] for item in node.inputs()]
         if kind == "prim::If":
             found = _if(node, inputs, values)
@@ -113,7 +123,11 @@ def _run(block: Any, values: Values) -> list[Any]:
 
 def _if(node: Any, inputs: Sequence[Any], values: Values) -> Any:
     yes, no = node.blocks()
-    found = _run(yes if inputs[0] else no, values)  # a tensor was made a bool before, or refused there
+    if isinstance(inputs[0], torch.Tensor):
+        _read(node, values)
+        found = branch(node, inputs[0], values, _run, _place(node))
+    else:
+        found = _run(yes if inputs[0] else no, values)
     return found[0] if len(found) == 1 else found
 
 
@@ -123,11 +137,23 @@ def _loop(node: Any, inputs: Sequence[Any], values: Values) -> Any:
     most, going, *carried = inputs
     names = [item.debugName() for item in body.inputs()]
     step = 0
-    while step < most and going:
+    while not isinstance(going, torch.Tensor) and step < most and going:
         values.update(zip(names, [step, *carried], strict=True))
         going, *carried = _run(body, values)
         step += 1
+    if isinstance(going, torch.Tensor):
+        _read(node, values)
+        carried = loop(node, [step, most, going, *carried], values, _run, _place(node))
     return carried[0] if len(carried) == 1 else carried
+
+
+def _read(node: Any, values: Values) -> None:
+    """Reads the weights and constants that parts of a node need, so that they can be given to these."""
+    for inner in readings(node):
+        names = [item.debugName() for item in inner.inputs()]
+        if all(name in values for name in names):
+            found = _PRIMS[inner.kind()](inner, [values[name] for name in names])
+            values.setdefault(inner.output().debugName(), found)
 
 
 def _call(node: Any, inputs: list[Any]) -> Any:
@@ -136,6 +162,10 @@ def _call(node: Any, inputs: list[Any]) -> Any:
     name = kind.partition("::")[2]
     if kind.startswith("aten::") and name in _PYTHON and (name not in _TENSOR_TOO or not _is_tensor(inputs)):
         return _PYTHON[name](*inputs)
+    if name in _FLAGS and _is_tensor(inputs):  # a condition stays a tensor, for the branch or loop that it decides
+        return flag_of(inputs[0])
+    if kind.startswith("aten::") and name in _DECIDED and _stands_for_a_number(node, inputs):
+        return _DECIDED[name](*inputs)
     if name in _NUMBERS and _is_tensor(inputs):
         raise NotOneGraph(
             "a decision in TorchScript depends on the values of a tensor",
@@ -154,6 +184,12 @@ def _call(node: Any, inputs: list[Any]) -> Any:
     target, by_name = op
     count = len(inputs) - len(by_name)
     return target(*inputs[:count], **dict(zip(by_name, inputs[count:], strict=True)))
+
+
+def _stands_for_a_number(node: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a tensor is given where the op asks for a number or a flag."""
+    kinds = [str(argument.type) for argument in torch._C.parse_schema(node.schema()).arguments]
+    return any(isinstance(value, torch.Tensor) and kind in _SCALARS for value, kind in zip(inputs, kinds, strict=False))
 
 
 @cache
@@ -246,6 +282,10 @@ def _slice(value: Any, start: Any = None, end: Any = None, step: int = 1) -> Any
     return value[slice(start, end, step)]
 
 
+# TorchScript has dtypes as numbers, in the order of c10::ScalarType.
+_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_DTYPES = {number: getattr(torch, name) for number, name in enumerate(_NAMES)} | {11: torch.bool, 15: torch.bfloat16}
+
 # Containers are Python's own, so that what is appended to one stays there; numbers and flags too.
 _PYTHON: dict[str, Callable[..., Any]] = {
     "__getitem__": operator.getitem,
@@ -294,7 +334,21 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "Int": int,
     "Float": float,
     "Bool": bool,
+    "tensor": lambda data, dtype=None, device=None, requires_grad=False: torch.tensor(
+        data, dtype=None if dtype is None else _DTYPES[dtype], device=device
+    ),
 }
 # Those that are ops of tensors as well, and then called as such.
 _TENSOR_TOO = frozenset(_PYTHON) - {"__is__", "__isnot__", "append", "_set_item", "extend", "insert", "size", "dim"}
 _TENSOR_TOO -= {"pop", "list", "__contains__", "len", "format", "warn", "values", "items", "keys", "get", "copy"}
+# The same of flags and numbers that are tensors, because values decide about them.
+_DECIDED: dict[str, Callable[..., Any]] = {
+    **{name: _PYTHON[name] for name in ("mul", "floordiv", "remainder", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    "add": lambda a, b, alpha=1: a + (b if alpha == 1 else b * alpha),
+    "sub": lambda a, b, alpha=1: a - (b if alpha == 1 else b * alpha),
+    "__not__": torch.logical_not,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
+    "__xor__": operator.xor,
+}
+_SCALARS = frozenset({"int", "bool", "number", "Scalar"})

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsopt.compiler import ops
+from tsopt.compiler.control import KINDS, Control
 from tsopt.compiler.devices import put
 from tsopt.compiler.infer import infer
 from tsopt.compiler.program import Numerics, Program, type_of
@@ -47,15 +48,7 @@ def write_program(program: Program, directory: Path) -> None:
     Raises:
         BackendError: an op outside ATen, which another process would not know.
     """
-    numbers = {node: i for i, node in enumerate(program.graph.nodes)}
-    nodes = [_node_json(node, numbers) | _undecided_type(program, node) for node in program.graph.nodes]
-    data = {
-        "name": program.name,
-        "numerics": program.numerics.name,
-        "signature": program.signature.to_json(),
-        "nodes": nodes,
-    }
-    (directory / GRAPH).write_text(json.dumps(data))
+    (directory / GRAPH).write_text(json.dumps(_program_json(program)))
     tensors = {name: program.weights[name] for name in program.used_weights()}
     # safetensors keeps no strides and no sharing: a view is written as what it shows.
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, directory / WEIGHTS)
@@ -86,6 +79,16 @@ def read_program(directory: Path, state: Sequence[torch.Tensor] = ()) -> Program
         ) from error
 
 
+def _program_json(program: Program) -> dict[str, Any]:
+    numbers = {node: i for i, node in enumerate(program.graph.nodes)}
+    return {
+        "name": program.name,
+        "numerics": program.numerics.name,
+        "signature": program.signature.to_json(),
+        "nodes": [_node_json(node, numbers) | _undecided_type(program, node) for node in program.graph.nodes],
+    }
+
+
 def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     out: dict[str, Any] = {"op": node.op}
     if node.op == "get_attr":
@@ -95,6 +98,9 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     if node.op == "call_function":
         number = ops.number_name(node.target)
         named = f"size.{number}" if number else "getitem" if node.target is operator.getitem else str(node.target)
+        if isinstance(node.target, Control):
+            named = node.target.__name__
+            out["blocks"] = [_program_json(block) for block in node.target.blocks]
         out["target"] = named
         if isinstance(node.target, OpOverload) and node.target.namespace not in ops.KNOWN_PURE:
             raise BackendError(f"{node.target} is a custom op and cannot be stored")
@@ -186,7 +192,8 @@ class _Reader:
             return self.graph.output(*args)
         if item["op"] != "call_function":
             raise ArtifactError(f"a stored node is a {item['op']!r}")
-        made = self.graph.call_function(_overload(item["target"]), args, kwargs)
+        target = _control(item) if item["target"] in KINDS else _overload(item["target"])
+        made = self.graph.call_function(target, args, kwargs)
         if ops.is_number(made):
             self.bits[made] = self._bits(made)
         made.meta = {k: str(v) for k, v in item.get("meta", {}).items() if k in ("module", "source")}
@@ -274,6 +281,13 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 def _bits_of(value: Any) -> int | None:
     """Of a number that is written down; None for what is none."""
     return value.bit_length() if type(value) is int else 0 if type(value) is float else None
+
+
+def _control(item: Any) -> Control:
+    kind, blocks = KINDS[item["target"]], item["blocks"]
+    if len(blocks) != len(kind.titles):
+        raise ArtifactError(f"a stored {item['target']} has {len(blocks)} programs within")
+    return kind(tuple(_Reader(block, {}).program(()) for block in blocks))
 
 
 def _overload(name: Any) -> Any:

@@ -89,11 +89,10 @@ class Signature:
         return tuple(item for item in self.outputs if item.writes is not None)
 
     @property
-    def devices(self) -> dict[str, str]:
-        """Name of each input and output -> where it is."""
-        return {item.name: item.type.device for item in self.inputs} | {
-            item.name: item.type.device for item in self.outputs
-        }
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """The name of each input and output, and where it is."""
+        given = ((item.name, item.type.device) for item in self.inputs)
+        return (*given, *((item.name, item.type.device) for item in self.outputs))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's tensors in graph order.

@@ -51,10 +51,21 @@ def _check_nodes(program: Program) -> None:
         seen.add(node)
         if not ops.is_call(node):
             continue
-        if not ops.is_overload(node.target) and node.target is not operator.getitem and not ops.is_number(node):
+        blocks = ops.blocks_of(node)
+        for block in blocks:
+            _check_block(block)
+        known = blocks or ops.is_overload(node.target) or node.target is operator.getitem or ops.is_number(node)
+        if not known:
             raise _fault(program, node, 2, f"a call of {node.target}, which is no ATen overload")
         if ops.writes(node.target):
             raise _fault(program, node, 2, "it writes one of its arguments")
+
+
+def _check_block(block: Program) -> None:
+    """A program within: as any other, without weights, and without memory of what it is given."""
+    verify_program(block)
+    if block.used_weights() or output_aliases(block):
+        raise InvalidProgram("invariant 2: a program within has weights, or returns what it is given", where=block.name)
 
 
 def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -29,6 +31,7 @@ ORDER = ("bits", "element", "float64", "decision", "limit")
 # are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
+AGAIN = 2  # calls after the first, on the example
 FEW = 2  # input sets: the example, and values drawn from it
 # Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
 PATIENCE, SLOWER = 20.0, 50.0
@@ -65,12 +68,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What eager answered on one input set, and what it left in its inputs and in the model's state."""
+    """What eager answered on one input set, and what it left in its inputs and in the model's state.
+
+    again: its answers to the same call made again, and again, each on what the one before has left in the model.
+    """
 
     inputs: InputSet
     leaves: tuple[torch.Tensor, ...]
     structure: Structure
     written: tuple[torch.Tensor, ...]
+    again: tuple[tuple[torch.Tensor, ...], ...] = ()
 
 
 class Oracle:
@@ -114,11 +121,12 @@ class Oracle:
         start = time.perf_counter()
         try:
             # A loop that values end may go on for ever on values that nobody has meant.
-            with self._frozen(model, state), nullcontext() if is_example else at_most(self._patience):
+            with self._frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
                 call = inputs.clone()
                 leaves, structure = flatten(model(*call.args, **call.kwargs), share=True)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in self._after(call))
+                again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example else 0))
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
                 raise AccuracyError(
@@ -134,15 +142,15 @@ class Oracle:
         if inputs.kind != SPECIAL and floats and not any(bool(leaf.isfinite().any()) for leaf in floats):
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
             return
-        self.expected.append(Expected(inputs, tuple(leaves), structure, written))
+        self.expected.append(Expected(inputs, tuple(leaves), structure, written, again))
 
     def _after(self, call: Example) -> list[torch.Tensor]:
         """The tensors that a call may have written: its inputs, then the model's state."""
         leaves, _ = flatten((call.args, call.kwargs))
         return [*leaves, *self._state]
 
-    def _frozen(self, model: Any, state: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-        return _Seeded(protected(model, written=state), self.seed)
+    def _frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
+        return _Seeded(protected(model, written=state), self.seed, kind)
 
     def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
         """The verdict on a candidate.
@@ -161,10 +169,12 @@ class Oracle:
             if kind == SPECIAL and not exact:
                 continue
             limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
-            with self._frozen(None, self._state):
+            with self._frozen(None, self._state, kind):
                 call = expected.inputs.clone()
                 leaves, structure = flatten(candidate(*call.args, **call.kwargs), share=True)
                 spoilt = self._spoilt(expected, self._after(call), exact, limit)
+                kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                again = [_answers(candidate, expected.inputs) for _ in expected.again]
             done.append(kind)
             first = first or [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
             failure = _structure_fault(structure, expected.structure, leaves, expected.leaves) or spoilt
@@ -179,6 +189,9 @@ class Oracle:
                     reason = f"{name} on the {kind} input: {found.reason}"
                     return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), reason)
                 test = max(test, found.test, key=ORDER.index)
+            failure = _forgetful(expected, kept, again, exact, limit)
+            if failure:
+                return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), failure)
         if not all(bit_equal(leaf, kept) for leaf, kept in first):
             reason = "an output of the first call was overwritten by a later one"
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
@@ -238,7 +251,7 @@ class Oracle:
         program = self.program
         if program is None:
             return False
-        with self._frozen(None, self._state):
+        with self._frozen(None, self._state, expected.inputs.kind):
             values = Values.on(program, laid_out(program, [leaf.clone() for leaf in leaves]))
             mine = [values[node] for node in self._outputs()]
         return all(
@@ -248,17 +261,49 @@ class Oracle:
 
 
 class _Seeded(AbstractContextManager[Any]):
-    """A context entered with the same random state each time, so that dropout draws the same."""
+    """A context entered with the same random state each time, so that dropout draws the same.
 
-    def __init__(self, inner: AbstractContextManager[Any], seed: int) -> None:
-        self.inner, self.seed = inner or nullcontext(), seed
+    Python's and numpy's differ from one kind of input to the next: what was drawn while tracing is not drawn again.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], seed: int, kind: str) -> None:
+        self.inner, self.seed, self.kind = inner or nullcontext(), seed, kind
 
     def __enter__(self) -> None:
         self.inner.__enter__()
         torch.manual_seed(self.seed)
+        random.seed(f"{self.seed} {self.kind}")
+        np.random.seed(random.getrandbits(32))
 
     def __exit__(self, *details: Any) -> bool | None:
         return self.inner.__exit__(*details)
+
+
+def _answers(called: Callable[..., Any], inputs: InputSet) -> tuple[torch.Tensor, ...]:
+    call = inputs.clone()
+    leaves, _ = flatten(called(*call.args, **call.kwargs), share=True)
+    return tuple(leaf.detach().clone() for leaf in leaves)
+
+
+def _forgetful(
+    expected: Expected,
+    first: Sequence[torch.Tensor],
+    again: Sequence[Sequence[torch.Tensor]],
+    exact: bool,
+    limit: float | None,
+) -> str:
+    """What a candidate answers otherwise than eager when it is called again: what Python counts is in no graph."""
+    for number, (mine, theirs) in enumerate(zip(again, expected.again, strict=True), 2):
+        if len(mine) != len(theirs):
+            return f"call {number} in a row returns {len(mine)} tensors, eager {len(theirs)}"
+        for position, (value, reference) in enumerate(zip(mine, theirs, strict=True)):
+            # Where eager answers the same again, so must the candidate, whatever its own first answer was judged by.
+            same = bit_equal(reference, expected.leaves[position])
+            found = compare(value, first[position] if same else reference, exact=exact, limit=limit)
+            if not found.ok:
+                name = dict(expected.structure.paths()).get(position) or "output"
+                return f"{name} in call {number} in a row: {found.reason}"
+    return ""
 
 
 def _structure_fault(mine: Structure, theirs: Structure, leaves: Sequence[Any], expected: Sequence[Any]) -> str:

@@ -77,14 +77,16 @@ def unrecordable(program: Program) -> list[Unsupported]:
     """What no CUDA graph holds."""
     found = [
         Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
-        for name, device in program.signature.devices.items()
+        for name, device in program.signature.devices
         if not device.startswith("cuda")
     ]
     if program.signature.dims:
         found.append(Unsupported("", "a CUDA graph is recorded for one size"))
     for node in program.calls():
         on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
-        if ops.is_random(node):
+        if ops.blocks_of(node):
+            found.append(Unsupported(origin_of(node), f"what {ops.name_of(node)} does is decided in the call"))
+        elif ops.is_random(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
         elif ops.has_effect(node) and not ops.is_settled_check(node):
             found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))

@@ -25,7 +25,7 @@ from tsopt.runtime.report import Report
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
 MAX_FORMS = 16  # kept at a time, those that were called last
-MAX_CAPTURES = 64  # in all: each takes seconds, and who calls with still other forms wants one program for many sizes
+MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
 
 
 class Optimized:
@@ -129,12 +129,13 @@ class Optimized:
     def save(self, path: str | Path) -> Path:
         """Writes a bundle that `tsopt.load` reads; atomically: a complete bundle or none.
 
-        When eager won, the optimized program is stored, to be run by torch.
+        When eager won, the optimized program is stored, to be run by torch, once it has been verified.
 
         Raises:
             ArtifactError: the path cannot be written or holds something else.
+            AccuracyError: eager won, because the program computes something else.
         """
-        executable = self._executable or compile(self.program, "eager")
+        executable = self._executable or self.verified("eager")
         return artifact.save(executable, path, self.model, self._example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
@@ -145,7 +146,7 @@ class Optimized:
             AccuracyError: it computes something else.
         """
         executable = compile(self.program, backend, **options)
-        verify(self.model, executable, self._example)
+        verify(self.model, executable, self._example, program=self.program)
         return executable
 
     def __repr__(self) -> str:

@@ -130,6 +130,12 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
                 fix="leave the sizes out of dynamic: others are captured when they are called",
             )
         elsewhere.append(HeldOut(sizes, oracle))
+    if dims and not elsewhere:
+        raise CaptureError(
+            "no size beside that of the example could be tried",
+            why="the model fails there, or its inputs would be larger than 1 GB",
+            fix="leave dynamic out: each size is captured when it is called",
+        )
     return Sized(program, tuple(elsewhere), tuple(search.notes))
 
 

@@ -58,7 +58,7 @@ def is_on_cpu(example: Example) -> bool:
 
 def can_isolate(program: Program) -> str:
     """Why candidates for a program cannot have processes of their own; an empty text when they can."""
-    return "the model is on a device" if set(program.signature.devices.values()) - {"cpu"} else ""
+    return "the model is on a device" if {device for _, device in program.signature.devices} - {"cpu"} else ""
 
 
 class Workshop:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler import ops
+from tsopt.compiler.control import Control, all_calls, with_blocks
 from tsopt.compiler.generalize import through
 from tsopt.compiler.ops import aten, bind
 from tsopt.compiler.program import Program, attribute_name, origin_of
@@ -112,6 +113,8 @@ def _as_exported(program: Program) -> Program:
             _in_its_dtype(made, node)
         elif ops.is_uninitialized(node):
             _zeros(made, node)
+        elif isinstance(node.target, Control):
+            node.target = with_blocks(node.target, _as_exported)
     return made
 
 
@@ -274,7 +277,7 @@ def _adds_zero(program: Program) -> bool:
     That optimizer is wanted otherwise: it folds the sequences that a split is exported as into one Split.
     """
     sums = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
-    return any(node.target in sums and node.args[1] == 0 for node in program.calls())
+    return any(node.target in sums and node.args[1] == 0 for node in all_calls(program))
 
 
 def _explain(error: Exception, program: Program) -> BackendError:
@@ -298,7 +301,7 @@ _ALIKE = 3  # letters: `eigvalsh` becomes `_linalg_eigh`, `svdvals` becomes `_li
 
 def _place(op: str, program: Program) -> fx.Node | None:
     """The node of an op; failing that, the one that the exporter has most likely decomposed into it."""
-    calls = list(program.calls())
+    calls = list(all_calls(program))
     exact = next((node for node in calls if f"{node.target}.".startswith(f"{op}.")), None)
     if exact is not None:
         return exact

@@ -64,6 +64,7 @@ class OnnxRuntimeBackend:
     def compile(self, program: Program) -> Executable:
         import torch
 
+        from tsopt.compiler.control import all_calls
         from tsopt.compiler.generalize import through
         from tsopt.runtime.onnx_export import four_axes, to_onnx
         from tsopt.runtime.ort_kernels import with_own_operators
@@ -78,9 +79,8 @@ class OnnxRuntimeBackend:
             **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
         }
         session = open_session(proto, options, weights, _providers(program.signature))
-        indexed = any(
-            str(n.target).startswith(("aten.embedding", "aten.index", "aten.gather")) for n in program.calls()
-        )
+        reading = ("aten.embedding", "aten.index", "aten.gather")
+        indexed = any(str(node.target).startswith(reading) for node in all_calls(program))
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -99,6 +99,7 @@ class OnnxRuntimeBackend:
 def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
     """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
     from tsopt.compiler import ops
+    from tsopt.compiler.control import all_calls
     from tsopt.compiler.program import origin_of
 
     found: list[Unsupported] = []
@@ -111,7 +112,7 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
             where = {"cpu": "the CPU", "cuda": "a GPU"}
             places = " or ".join(where[device] for device in devices)
             found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on {places}"))
-    for node in program.calls():
+    for node in all_calls(program):
         if ops.is_random(node) and not ops.is_uninitialized(node):
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
         elif ops.has_effect(node) and not ops.is_settled_check(node):
@@ -143,13 +144,15 @@ def _providers(signature: Signature) -> Sequence[Any]:
     """Who runs a session for these inputs and outputs."""
     if not _is_on_gpu(signature):
         return ON_CPU
+    if tensor_maker() is None:
+        raise BackendError("a model on a GPU needs PyTorch to be called", fix="pip install torch")
     from tsopt.runtime.ort_cuda import providers_for
 
     return providers_for(signature)
 
 
 def _is_on_gpu(signature: Signature) -> bool:
-    return any(device.startswith("cuda") for device in signature.devices.values())
+    return any(device.startswith("cuda") for _, device in signature.devices)
 
 
 def open_session(
@@ -186,13 +189,17 @@ def open_session(
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
     if values:
         wanted.add_external_initializers(list(values), list(values.values()))
+    first = providers[0] if isinstance(providers[0], str) else providers[0][0]
+    if first not in ort.get_available_providers():
+        raise BackendError(
+            f"this ONNX Runtime is built without {first}", fix="pip install onnxruntime-gpu in its place"
+        )
     try:
         session = ort.InferenceSession(model, wanted, providers=list(providers))
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
         raise BackendError(
             "ONNX Runtime refuses the exported model", why=f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
-    first = providers[0] if isinstance(providers[0], str) else providers[0][0]
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
         raise BackendError(
             f"ONNX Runtime cannot start its {first}",

@@ -17,11 +17,17 @@ TO_INSTALL = "this ONNX Runtime is built for the CPU: pip uninstall onnxruntime,
 
 def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsupported]:
     """Why a program whose tensors are on a GPU cannot be run there, by a runtime that is built with these providers."""
-    on_gpu = {name: device for name, device in program.signature.devices.items() if device.startswith("cuda")}
+    on_gpu = [(name, device) for name, device in program.signature.devices if device.startswith("cuda")]
     if PROVIDER not in available:
-        return [Unsupported(name, f"the model is on {device}; {TO_INSTALL}") for name, device in on_gpu.items()]
-    if len(set(on_gpu.values())) > 1:
-        return [Unsupported("", f"the model is on {' and '.join(sorted(set(on_gpu.values())))}")]
+        return [Unsupported(name, f"the model is on {device}; {TO_INSTALL}") for name, device in on_gpu]
+    places = sorted({device for _, device in on_gpu})
+    if len(places) > 1:
+        return [Unsupported("", f"the model is on {' and '.join(places)}")]
+    signature = program.signature
+    empty = [item.name for item in signature.inputs if not item.type.numel]
+    empty += [item.name for item in signature.outputs if not item.type.numel]
+    if empty:
+        return [Unsupported(empty[0], "it holds nothing, and has no address")]
     if program.signature.dims:
         return [Unsupported("", "its outputs are allocated before the call, for one size")]
     return []
@@ -32,7 +38,7 @@ def providers_for(signature: Signature) -> list[Any]:
 
     TensorFloat-32, which the provider takes by itself, is off: PyTorch multiplies matrices in full unless told.
     """
-    place = next(torch.device(device) for device in signature.devices.values() if device.startswith("cuda"))
+    place = next(torch.device(device) for _, device in signature.devices if device.startswith("cuda"))
     return [(PROVIDER, {"device_id": place.index or 0, "use_tf32": 0}), "CPUExecutionProvider"]
 
 
@@ -55,10 +61,9 @@ def bound_runner(held: Any, signature: Signature) -> Runner:
             binding.bind_input(name, *_place_of(value))
         for name, value in zip(outputs, found, strict=True):
             binding.bind_output(name, *_place_of(value))
-        for value in given:
-            if value.is_cuda:  # the session has a stream of its own: what fills the inputs must have come to an end
-                torch.cuda.current_stream(value.device).synchronize()
-                break
+        for device in {value.device for value in (*given, *found) if value.is_cuda}:
+            # The session has a stream of its own: what fills the inputs, or still reads this memory, must be done.
+            torch.cuda.current_stream(device).synchronize()
         session.run_with_iobinding(binding)  # returns when the outputs are there
         return found
 

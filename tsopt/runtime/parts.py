@@ -130,7 +130,11 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
     """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
     if isinstance(model, torch.jit.ScriptFunction):
         return SCRIPT, model
-    if isinstance(model, torch.jit.ScriptModule) and not model.training:
+    if isinstance(model, torch.jit.ScriptModule) and model.training:
+        raise CaptureError(
+            "the TorchScript is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
         return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
     if isinstance(model, InEvalMode):
         return PARTS, InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.program import Program, attribute_name
+from tsopt.compiler import ops
+from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
@@ -38,7 +39,8 @@ class TorchScriptBackend:
         return None if hasattr(torch.jit, "trace") else "this torch has no TorchScript any more"
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return []
+        flow = [node for node in program.calls() if ops.blocks_of(node)]
+        return [Unsupported(origin_of(node), f"a trace holds one branch of {ops.name_of(node)}") for node in flow]
 
     def compile(self, program: Program) -> Executable:
         try:
@@ -88,7 +90,7 @@ def _scripted(program: Program) -> Any:
 
 def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """Reads a saved module and optimizes it for this machine. Runs code from the file: the caller asked for trust."""
-    device = next(iter(signature.devices.values()), "cpu")
+    device = max((device for _, device in signature.devices), key=lambda device: device != "cpu", default="cpu")
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
