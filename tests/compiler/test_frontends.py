@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 import threading
@@ -323,6 +324,38 @@ def test_there_is_no_other():
     with pytest.raises(UsageError, match="frontend='parts'") as caught:
         capture(ByValues(), X, frontend="parts")
     assert caught.value.fix == "one of: auto, export, strict, fx, torchscript"
+
+
+def test_an_exported_program_has_been_read():
+    exported = torch.export.export(Plain().eval(), (X,))
+    with pytest.raises(UsageError, match="frontend='fx' of an exported program"):
+        capture(exported, X, frontend="fx")
+
+
+def test_what_torchscript_does_not_take_for_a_function_is_refused():
+    with pytest.raises(NotOneGraph, match="TorchScript cannot compile the model"):
+        capture(functools.partial(torch.add, X), X, frontend="torchscript")
+
+
+def test_the_models_own_error_is_the_models():
+    def fails(x):
+        raise ValueError("bad shape")
+
+    for name in ("fx", "strict", "torchscript"):
+        with pytest.raises(tsopt.CaptureError, match="the model itself fails"):
+            capture(fails, X, frontend=name)
+
+
+def test_a_script_in_training_mode_is_refused_before_it_runs():
+    class Dropping(nn.Module):
+        def forward(self, x):
+            if float(x.sum()) > 0:
+                return torch.nn.functional.dropout(x, 0.5, self.training)
+            return x
+
+    with pytest.raises(tsopt.CaptureError, match="training mode") as caught:
+        tsopt.optimize(Dropping().train(), X, frontend="torchscript", seconds=0.02, isolate=False)
+    assert "eval_mode=True" in caught.value.fix
 
 
 def test_an_exported_program_keeps_the_places_of_its_calls():

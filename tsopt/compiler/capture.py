@@ -87,6 +87,12 @@ def capture(
         raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
     examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
+        if frontend in READERS:
+            raise UsageError(
+                f"frontend={frontend!r} of an exported program",
+                why="torch.export has read it already",
+                fix='frontend="auto"',
+            )
         model = replayed(model)
         eval_mode = True
     check_model(model, allow_nan=allow_nan)
