@@ -24,7 +24,7 @@ def test_ops_and_backends(tsopt, write, tmp_path):
     write()
     done = tsopt("export", "m.py", "--dry-run", "--backends", "eager,onnxruntime")
     assert done.code == 0, done.err
-    assert "Sequential: captured by torch.export: 3 op nodes, 3 after the passes" in done.out
+    assert "Sequential: 3 op nodes, 3 after the passes; captured by torch.export" in done.out
     rows = [line.split() for line in done.out.splitlines()]
     assert ["aten.linear", "2", "0"] in rows
     assert ["onnxruntime", "yes"] in rows
@@ -55,3 +55,24 @@ def test_what_is_no_single_graph_is_refused_as_by_an_export(tsopt, write, tmp_pa
     assert "m.py:4" in done.err
     assert "runs it in parts" in done.err
     assert left(tmp_path) == ["m.py"]
+
+
+def test_ops_of_branches_are_shown_and_who_has_read_them(tsopt, write):
+    write(
+        """
+import torch
+
+def model(x):
+    if x.sum() > 0:
+        x = x.sin()
+    else:
+        x = x.cos()
+    return x * 2
+
+example_input = torch.ones(2, 3)
+"""
+    )
+    found = tsopt("export", "m.py", "--dry-run", "--backends", "eager,torchscript,onnxruntime", "--json").json
+    assert {"cond", "aten.sin", "aten.cos"} <= {name for name, _, _ in found["ops"]}
+    assert found["frontend"].startswith("by TorchScript, because without: a Python decision")
+    assert [item["takes"] for item in found["backends"]] == [True, False, True]

@@ -11,6 +11,7 @@ from typing import Any
 from tsopt.cli.console import Output
 from tsopt.cli.model_file import load_model_file
 from tsopt.cli.options import Subject, Timing, capture_options, race_options
+from tsopt.compiler.control import all_calls
 from tsopt.compiler.ops import is_number, name_of
 from tsopt.compiler.program import Program, origin_of
 from tsopt.errors import BackendError
@@ -71,7 +72,7 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
 
 def preview(captured: Program, optimized: Program, backends: Iterable[str]) -> Preview:
     """Looks at a program before and after the passes; every file that would be raced through ONNX is made once."""
-    calls = [node for node in optimized.calls() if not is_number(node)]
+    calls = [node for node in all_calls(optimized) if not is_number(node)]
     counts = Counter(map(name_of, calls))
     places = {name_of(node): origin_of(node) for node in reversed(calls)}
     names = dict.fromkeys(split_spec(name)[0] for name in backends)
@@ -102,7 +103,7 @@ def _taker(name: str, program: Program) -> Taker:
 def show(out: Output, found: Preview) -> None:
     """Tables of ops and of backends."""
     out.json(found.to_json())
-    out.say(f"{found.model}: captured {found.frontend}: {found.nodes[0]} op nodes, {found.nodes[1]} after the passes")
+    out.say(f"{found.model}: {found.nodes[0]} op nodes, {found.nodes[1]} after the passes; captured {found.frontend}")
     for dim in found.dims:
         out.say(f"size {dim}")
     out.say()
