@@ -247,6 +247,16 @@ def test_types_are_compared(change, message):
         verify_program(program)
 
 
+def test_strides_are_compared():
+    node = control_of(capture(Branching().eval(), X))
+    predicate, x, *others = [arg.meta["val"] for arg in node.args]
+    with x.fake_mode:
+        transposed = torch.empty_strided((2, 3), (1, 2))
+        assert node.target(predicate, x, *others)[0].shape == (2, 3)
+        with pytest.raises(ValueError, match="not of the types"):
+            node.target(predicate, transposed, *others)
+
+
 def operands(block):
     return [torch.zeros(item.type.shape) for item in block.signature.inputs]
 
