@@ -94,13 +94,54 @@ def held(x: torch.Tensor):
     return x
 
 
+def read_from_a_list(x: torch.Tensor):
+    found = [x + 1, x * 5]
+    y = found[0] * 2 if bool(x.sum() > 0) else found[1] * 3
+    return y
+
+
+def twice_the_same(x: torch.Tensor):
+    y = x
+    if bool(x.sum() > 0):
+        return x + y
+    return x - y
+
+
+def views(x: torch.Tensor):
+    y = x[:1] if bool(x.sum() > 0) else x[1:]
+    return y * 2
+
+
+def remainders(x: torch.Tensor):
+    i = 5
+    while bool(x.sum() > 0):
+        x = x - 1
+        i = i - 2
+    return x + (i % 3) + (i // 2)
+
+
 def implicit(x: torch.Tensor):
     while x.sum() > 1:
         x = x - 1
     return x
 
 
-RIGHT = {item.__name__: item for item in (conditions, counted, broken_off, flagged, several, held, implicit)}
+RIGHT = {
+    item.__name__: item
+    for item in (
+        conditions,
+        counted,
+        broken_off,
+        flagged,
+        several,
+        held,
+        implicit,
+        read_from_a_list,
+        twice_the_same,
+        views,
+        remainders,
+    )
+}
 RIGHT["weighted"] = Weighted().eval()
 
 
@@ -173,6 +214,45 @@ def growing(x: torch.Tensor):
     return x
 
 
+def appending(x: torch.Tensor):
+    found = [x]
+    if bool(x.sum() > 0):
+        found.append(x * 2)
+    else:
+        found.append(x * 3)
+    return torch.stack(found)
+
+
+def in_a_dict(x: torch.Tensor):
+    found = {"a": x}
+    while bool(found["a"].norm() > 1):
+        found["a"] = found["a"] / 2
+    return found["a"]
+
+
+def writing(x: torch.Tensor):
+    y = x * 1
+    if bool(x.sum() > 0):
+        y.add_(1)
+        z = y * 2
+    else:
+        z = y * 3
+    return y + z
+
+
+def writing_in_a_loop(x: torch.Tensor):
+    total = torch.zeros(3)
+    while bool(x.norm() > 1):
+        x = x / 2
+        total += x.sum(0)
+    return total
+
+
+def other_dtypes(x: torch.Tensor):
+    y = x.double() if bool(x.sum() > 0) else x
+    return y.double()
+
+
 def an_item(x: torch.Tensor):
     if x.sum().item() > 0:
         x = x + 1
@@ -189,6 +269,11 @@ def an_item(x: torch.Tensor):
         (a_flag, "a Python number that depends on the input"),
         (flags_of_a_list, "a Python number that depends on the input"),
         (growing, ""),
+        (appending, "changes a list or a dict that was made outside"),
+        (in_a_dict, "changes a list or a dict that was made outside"),
+        (writing, "writes a tensor from outside of it"),
+        (writing_in_a_loop, "writes a tensor from outside of it"),
+        (other_dtypes, "return tensors of different types"),
         (an_item, "a program is decided beforehand"),
     ],
 )

@@ -80,7 +80,7 @@ class Cond(Control):
 
     def _traced(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         predicate, *rest = operands
-        return tuple(higher_order.cond(predicate, *self.modules, _apart(rest)))
+        return tuple(higher_order.cond(predicate, *self.modules, apart(rest)))
 
     def _typed(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         predicate, *rest = operands
@@ -111,7 +111,7 @@ class While(Control):
 
     def _traced(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         going, body = self.modules
-        given = self._split(_apart(operands))
+        given = self._split(apart(operands))
         return tuple(higher_order.while_loop(lambda *values: going(*values)[0], body, *given))
 
     def _split(self, operands: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
@@ -132,7 +132,7 @@ class While(Control):
 KINDS: dict[str, type[Control]] = {"cond": Cond, "while_loop": While}
 
 
-def _apart(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def apart(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Operands that are no two names of one tensor, which PyTorch refuses."""
     seen: set[int] = set()
     found = []

@@ -179,6 +179,20 @@ FAMILIES: tuple[Family, ...] = (
         "use torch.manual_seed instead of a torch.Generator of one's own",
     ),
     Family(
+        lambda t: any(
+            said in t.text for said in ("modifying the input", "copy_.default' is not functional", "hop is expected")
+        ),
+        "a branch or a loop that values decide writes a tensor from outside of it",
+        "control flow returns tensors, and changes none",
+        "y = y + 1 in the place of y += 1 or y.add_(1), in both branches",
+    ),
+    Family(
+        lambda t: "merging two branches" in t.text,
+        "the branches of a decision by values return tensors of different types",
+        "whichever is taken, what follows must be the same program",
+        "the same dtype and shape in both, y.to(x.dtype)",
+    ),
+    Family(
         lambda t: t.kind == "RecursionError",
         "the model nests too deep to be traced",
         "Python's stack has an end",

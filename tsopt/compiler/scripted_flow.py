@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.control import higher_order
+from tsopt.compiler.control import apart, higher_order
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.errors import NotOneGraph
 
@@ -29,12 +29,12 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
     Raises:
         NotOneGraph: the branches return values of different kinds.
     """
-    names = _tensors_used(node, values)
+    used = _Used(node, values, where)
     structures: dict[int, Structure] = {}
 
     def part(place: int, block: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
         def traced(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            found = run(block, values | dict(zip(names, operands, strict=True)))
+            found = used.run(run, block, operands)
             # Which flag it is hangs on the branch.
             flags = [_number(value, predicate) if isinstance(value, bool) else value for value in found]
             leaves, structures[place] = flatten(flags)
@@ -44,7 +44,7 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
 
     parts = [part(place, block) for place, block in enumerate(node.blocks())]
     try:
-        leaves = higher_order.cond(predicate, *parts, tuple(values[name] for name in names))
+        leaves = higher_order.cond(predicate, *parts, apart(used.tensors))
     except NotOneGraph:
         raise
     except Exception as error:  # PyTorch's own words about branches that do not fit
@@ -68,7 +68,7 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
     step, most, going, *carried = state
     (body,) = node.blocks()
     inputs = [item.debugName() for item in body.inputs()]
-    names = [name for name in _tensors_used(node, values) if name not in inputs]
+    used = _Used(node, values, where, without=inputs)
     like = next(leaf for leaf in (going, *flatten(carried)[0]) if isinstance(leaf, torch.Tensor))
     leaves, before = flatten([_number(value, like) for value in (step, going, *carried)])
 
@@ -77,14 +77,15 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
 
     def once(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         step, _, *carried = unflatten(before, operands[: len(leaves)])
-        others = dict(zip(names, operands[len(leaves) :], strict=True))
-        going, *found = run(body, values | others | dict(zip(inputs, [step, *carried], strict=True)))
+        own = dict(zip(inputs, [step, *carried], strict=True))
+        going, *found = used.run(run, body, operands[len(leaves) :], own)
         made, after = flatten([_number(value, operands[0]) for value in (step + 1, going, *found)])
         if after != before:
             raise _refused(f"it carries {before}, and then {after}", where)
         return _own(made, operands)
 
-    found = higher_order.while_loop(goes_on, once, tuple(leaves), tuple(values[name] for name in names))
+    operands = apart([*leaves, *used.tensors])
+    found = higher_order.while_loop(goes_on, once, operands[: len(leaves)], operands[len(leaves) :])
     _, _, *carried = unflatten(before, list(found))
     return carried
 
@@ -113,13 +114,52 @@ def flag_of(value: torch.Tensor) -> torch.Tensor:
     return value if value.dtype == torch.bool else value != 0
 
 
-def _tensors_used(node: Any, values: Values) -> list[str]:
-    """The tensors that blocks of a node read from outside, by name."""
+class _Used:
+    """What the blocks of a node read from outside: tensors, and lists and dicts of tensors.
+
+    Attributes:
+        tensors: all of them, flat.
+    """
+
+    def __init__(self, node: Any, values: Values, where: str | None, without: Sequence[str] = ()) -> None:
+        self.values, self.where = values, where
+        self.names = [name for name in _names_read(node) if name not in without and _holds(values.get(name))]
+        self.tensors, self._structure = flatten([values[name] for name in self.names])
+
+    def run(self, run: Run, block: Any, operands: Sequence[torch.Tensor], own: Values | None = None) -> list[Any]:
+        """Runs a block on operands in the place of the tensors.
+
+        Raises:
+            NotOneGraph: it changes a list or a dict of the outside, which no operator can do.
+        """
+        given = unflatten(self._structure, list(operands))
+        before = _contents(given)
+        found = run(block, self.values | dict(zip(self.names, given, strict=True)) | (own or {}))
+        if _contents(given) != before:
+            raise _refused("it changes a list or a dict that was made outside", self.where)
+        return found
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, dict, tuple))
+
+
+def _contents(value: Any) -> Any:
+    """What is held, by identity."""
+    if isinstance(value, (list, tuple)):
+        return [_contents(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _contents(item) for key, item in value.items()}
+    return id(value)
+
+
+def _names_read(node: Any) -> list[str]:
+    """The values that blocks of a node name."""
     used = dict.fromkeys(item.debugName() for inner in _nodes(node) for item in inner.inputs())
     used |= dict.fromkeys(item.debugName() for block in _blocks(node) for item in block.outputs())
     # Weights and constants are read inside by nodes of their own, which have been run before.
     used |= dict.fromkeys(item.debugName() for inner in _nodes(node) for item in inner.outputs())
-    return [name for name in used if isinstance(values.get(name), torch.Tensor)]
+    return list(used)
 
 
 def _blocks(node: Any) -> Iterator[Any]:
