@@ -7,48 +7,34 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
 
-from tsopt.compiler import control, ops
-from tsopt.compiler.conditions import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.example import Example, as_examples
-from tsopt.compiler.explain import explain, failure_of_the_model, size_of_values
+from tsopt.compiler.explain import explain, failure_of_the_model
 from tsopt.compiler.frontends import FRONTENDS, by_fx, by_torchscript, computes_the_same, replayed, strictly
-from tsopt.compiler.infer import fakes
-from tsopt.compiler.origin import origin_in, origin_of_meta
-from tsopt.compiler.program import Program, origin_of, type_of_value
+from tsopt.compiler.lowering import functional, lower, unique
+from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
-from tsopt.compiler.rewrite import fresh_name
 from tsopt.compiler.scripted import Scripted, is_scripted
-from tsopt.compiler.signature import Input, Output, Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
-from tsopt.compiler.symbols import hinted, shapes_of, symbols_of, with_dims
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
 from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 
 log = logging.getLogger("tsopt")
-# Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
-# an axis too many, every version takes a dropout that does nothing for a copy.
-MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 # Who reads a model before torch.export does.
 READERS = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
 TRACING = threading.RLock()  # tracers change modules, and classes, while they look: two at once see each other's marks
-WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
-WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
 
 
 def capture(
@@ -199,9 +185,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
-        exported = torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
-        if _needs_functionalization(exported):
-            exported = exported.run_decompositions(_secret_writers(exported))
+        exported = functional(torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False))
     except NotOneGraph as error:
         raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
@@ -209,237 +193,9 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     result = results[-1]
     check_result(result)
     if wanted is None:
-        return _lower(exported, names, outer, result, _model_name(model))
+        return lower(exported, names, outer, result, _model_name(model))
     symbols = symbols_of(exported, wanted, names)
-    return with_dims(_lower(exported, names, outer, result, _model_name(model)), symbols)
-
-
-def _needs_functionalization(exported: ExportedProgram) -> bool:
-    return any(
-        ops.is_call(node) and (ops.writes(node.target) or not _known(node) or ops.writes_in_secret(node))
-        for graph in _graphs(exported)
-        for node in graph.nodes
-    )
-
-
-def _graphs(exported: ExportedProgram) -> Iterator[fx.Graph]:
-    """The graph, and those of branches and loops."""
-    return (module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
-
-
-def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
-    """How to take apart the ops whose writes torch.export does not see; the parts write for all to see."""
-    table = torch.export.default_decompositions()
-    found = {node.target for node in exported.graph.nodes if ops.is_call(node) and ops.writes_in_secret(node)}
-    return {target: table[target] for target in found if target in table}
-
-
-def _known(node: fx.Node) -> bool:
-    """Whether a program can hold a call: an op, a choice among its results, control flow, a number from sizes."""
-    if ops.is_overload(node.target) or node.target is operator.getitem or control.is_higher_order(node.target):
-        return True
-    return ops.is_number(node) and not is_of_values(node.meta.get("val"))
-
-
-def _lower(exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str) -> Program:
-    """The exported program with weights as get_attr nodes and written state as inputs and outputs."""
-    signature = exported.graph_signature
-    written = {spec.target for spec in signature.output_specs if spec.kind in WRITES}
-    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
-    users = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
-    held = [spec for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT]
-    states = [spec for spec in held if spec.target in written]
-
-    free = _unique([*names, *(_clean(spec.target) for spec in states)])
-    # By what a write names: the placeholder of a user's input, the path of a state.
-    inputs = {
-        str(spec.target or spec.arg.name): Input(text, _traced_type(nodes[spec.arg.name]), state=spec in states)
-        for spec, text in zip((*users, *states), free, strict=True)
-    }
-    lowering = _Lowering(exported)
-    for spec in (*users, *states):
-        lowering.placeholder(nodes[spec.arg.name])
-    for spec in held:
-        if spec not in states:
-            lowering.weight(nodes[spec.arg.name], str(spec.target))
-    for node in exported.graph.nodes:
-        if node.op == "call_function":
-            lowering.call(node)
-
-    returned = list(exported.graph.output_node().args[0])
-    labels = dict(result.paths())
-    outputs: list[Output] = []
-    for spec, value in zip(signature.output_specs, returned, strict=True):
-        if spec.kind in WRITES:
-            target = inputs[str(spec.target)].name
-            outputs.append(Output(f"{target}.new", _traced_type(lowering.mapping[value]), writes=target))
-        else:
-            position = sum(1 for item in outputs if item.writes is None)
-            outputs.append(Output(labels.get(position) or "output", _traced_type(lowering.mapping[value])))
-    return Program(
-        lowering.finish([lowering.mapping[value] for value in returned]),
-        lowering.weights,
-        Signature(tuple(inputs.values()), tuple(outputs), outer, result),
-        {inputs[str(spec.target)].name: lowering.tensor(str(spec.target)) for spec in states},
-        name=name,
-    )
-
-
-class _Lowering:
-    """Builds the graph of a Program from that of an exported program."""
-
-    def __init__(self, exported: ExportedProgram) -> None:
-        self.exported = exported
-        self.graph = fx.Graph()
-        self.mapping: dict[fx.Node, fx.Node] = {}
-        self.weights: dict[str, torch.Tensor] = {}
-        self.mended: set[fx.Node] = set()  # calls of the exported program with another type than it records
-        self._by_storage: dict[tuple[Any, ...], fx.Node] = {}
-
-    def tensor(self, target: str) -> torch.Tensor:
-        found = self.exported.state_dict.get(target)
-        return self.exported.constants[target] if found is None else found
-
-    def placeholder(self, node: fx.Node) -> None:
-        made = self.graph.placeholder(node.name)
-        made.meta = {"val": node.meta["val"]}
-        self.mapping[node] = made
-
-    def weight(self, node: fx.Node, target: str) -> None:
-        tensor = self.tensor(target)
-        if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
-            raise NotOneGraph(
-                f"the model holds a {type(tensor).__name__}, which is no tensor",
-                why="what it does in a call cannot be part of a program",
-                fix="use torch.manual_seed instead of a torch.Generator of one's own",
-            )
-        tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
-        if tensor.numel() and key in self._by_storage:  # tied weights are one
-            self.mapping[node] = self._by_storage[key]
-            return
-        name = _clean(target)
-        made = self.graph.create_node("get_attr", name)
-        made.meta = {"val": node.meta["val"]}
-        self.weights[name] = tensor
-        self.mapping[node] = self._by_storage[key] = made
-
-    def call(self, node: fx.Node) -> None:
-        if is_settled(node):  # a condition on sizes: the Dims say it
-            return
-        if not _known(node):
-            raise _no_op(node)
-        if control.is_higher_order(node.target):
-            made = self._control(node)
-        else:
-            made = self.graph.node_copy(node, self.mapping.__getitem__)
-        origin = {} if ops.is_number(node) else origin_in(node.meta)  # torch's own, for what sizes are read for
-        made.meta = {"val": self._value(node, made), **origin}
-        if ops.writes_in_secret(made):
-            raise NotOneGraph(
-                f"{ops.name_of(node)} updates its running statistics in the call",
-                where=origin_of(made) or None,
-                why="the program could not say that it does: the op's schema denies it",
-                fix="use the running statistics instead (model.eval()), or none (track_running_stats=False)",
-            )
-        for tensor in ops.tensors_of(node.meta.get("val")):
-            if tensor.layout != torch.strided:
-                raise NotOneGraph(
-                    f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
-                    where=origin_of(made) or None,
-                    why="a program computes with dense tensors",
-                    fix="keep it dense",
-                )
-            if any(is_of_values(size) for size in tensor.shape):
-                raise size_of_values(ops.name_of(node), origin_of(made) or None)
-        self.mapping[node] = made
-
-    def _control(self, node: fx.Node) -> fx.Node:
-        """A call of control flow, with the constants of its branches as operands."""
-        if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
-            raise NotOneGraph(
-                f"{ops.name_of(node)} in a program for many sizes",
-                where=origin_of_meta(node.meta) or None,
-                why="the programs within are made for one size",
-                fix="leave dynamic out: each size is captured when it is called",
-            )
-        target, operands, constants = control.from_higher_order(node, self.exported.graph_module)
-        given = [self.mapping[value] for value in operands]
-        for tensor in constants:
-            name = fresh_name("constant", self.weights)
-            held = self.graph.create_node("get_attr", name)
-            held.meta = {"val": given[0].meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
-            self.weights[name] = tensor
-            given.append(held)
-        return self.graph.call_function(target, tuple(given))
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        return (node.meta["val"] for node in self.mapping if node.op == "placeholder")
-
-    def _value(self, node: fx.Node, made: fx.Node) -> Any:
-        """The fake value of a call: as recorded, or worked out anew where that, or what comes before, is mistaken."""
-        recorded = node.meta.get("val")
-        mistaken = ops.is_overload(node.target) and ops.name_of(node).removeprefix("aten.") in MISTAKEN
-        tensors = ops.tensors_of(recorded)
-        if not tensors or not (mistaken or any(source in self.mended for source in node.all_input_nodes)):
-            return recorded
-        given: Any = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
-        (args, kwargs), target = given, cast(Any, made.target)
-        if target is operator.getitem:
-            value: Any = target(*args)
-        else:
-            with fakes(tensors[0].fake_mode):
-                value = target(*args, **kwargs)
-        if type_of_value(value) != type_of_value(recorded):
-            self.mended.add(node)
-        return value
-
-    def finish(self, outputs: list[fx.Node]) -> fx.Graph:
-        self.graph.output(tuple(outputs))
-        for node in reversed(self.graph.nodes):
-            if node.op == "get_attr" and not node.users:
-                self.graph.erase_node(node)
-                del self.weights[str(node.target)]
-        return self.graph
-
-
-def _no_op(node: fx.Node) -> NotOneGraph:
-    """The refusal of a call that is neither an op nor a choice among its results."""
-    name = getattr(node.target, "__name__", str(node.target))
-    where = origin_of_meta(node.meta) or None
-    if getattr(node.target, "namespace", "") == "higher_order":
-        return NotOneGraph(
-            f"{name.removesuffix('_impl')} is control flow, which a Program cannot hold",
-            where=where,
-            why="a program is one list of calls",
-            fix="compute both branches and select with torch.where; a loop of fixed length in Python",
-        )
-    if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
-        return NotOneGraph(
-            f"a number is computed from sizes in a way that a Program does not know ({name})",
-            where=where,
-            why="a program computes with sizes by arithmetic, min and max",
-            fix="leave dynamic out: each size is captured when it is called",
-        )
-    return NotOneGraph(
-        f"a Python number that is computed from values of a tensor is used ({name})",
-        where=where,
-        why="a program computes with tensors",
-        fix="keep it a tensor: x * scale with scale = t.max() instead of t.max().item()",
-    )
-
-
-def _traced_type(node: fx.Node) -> TensorType:
-    found = TensorType.of(node.meta["val"])
-    return replace(found, shape=tuple(map(hinted, found.shape)), stride=tuple(map(hinted, found.stride)))
-
-
-def _clean(target: object) -> str:
-    """`model.layer1.0.weight` -> `layer1.0.weight`; torch's own constants keep a readable name."""
-    return str(target).removeprefix("model.")
-
-
-# ---- names ------------------------------------------------------------------------------------------------
+    return with_dims(lower(exported, names, outer, result, _model_name(model)), symbols)
 
 
 def _model_name(model: object) -> str:
@@ -464,13 +220,4 @@ def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
         names += [path for _, path in child.paths(prefix)]
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
         names += [path for _, path in child.paths(str(key))]
-    return _unique(names)
-
-
-def _unique(names: list[str]) -> list[str]:
-    seen: dict[str, int] = {}
-    out = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
-    return out
+    return unique(names)
