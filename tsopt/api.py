@@ -13,10 +13,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler import frontends
 from tsopt.compiler.capture import capture
 from tsopt.compiler.example import Example, as_examples
-from tsopt.compiler.frontends import FRONTENDS as ONE_GRAPH
-from tsopt.compiler.frontends import by_torchscript
 from tsopt.compiler.generalize import NotGeneral, through
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
@@ -38,8 +37,8 @@ from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
-FRONTENDS = ("auto", "one-graph", *ONE_GRAPH[1:], "parts")
-SINGLE = ("one-graph", "export", "strict", "fx")  # where these fail there is nothing else to try
+FRONTENDS = (*frontends.FRONTENDS, "one-graph", "parts")
+NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
@@ -122,12 +121,12 @@ def optimize(
         try:
             return request.as_one_graph(*examples)
         except NotOneGraph as error:
-            if frontend in SINGLE:
+            if frontend in NEVER_IN_PARTS:
                 raise
             reason = error
     called = as_eval(model, eval_mode)
     with training_flags(model if eval_mode else None, False):
-        script = by_torchscript(model) if frontend == "torchscript" else None
+        script = frontends.by_torchscript(model) if frontend == "torchscript" else None
     made = optimize_in_parts(
         called, example, request.part, script=script, because=reason, seconds=seconds, seed=seed, progress=tell
     )

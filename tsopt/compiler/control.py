@@ -5,6 +5,7 @@ Such a program within takes tensors and returns tensors, and has no weights: all
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +26,10 @@ from tsopt.compiler.types import TensorType
 from tsopt.errors import NotOneGraph
 
 higher_order = torch.ops.higher_order
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Control:
+class Control(ABC):
     """What a call of control flow is a call of.
 
     Attributes:
@@ -52,19 +52,21 @@ class Control:
         traced = get_proxy_mode() is not None
         if not traced and any(isinstance(value, FakeTensor) for value in operands):
             return self._typed(operands)
-        if traced or any(type(value) not in PLAIN for value in operands):
+        if traced or not all(map(ops.is_plain, operands)):
             return self._traced(operands)
         return self._run(operands)
 
+    @abstractmethod
     def _run(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
+        """What it does, now."""
 
+    @abstractmethod
     def _traced(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        raise NotImplementedError
+        """The call of PyTorch's own operator."""
 
+    @abstractmethod
     def _typed(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Fake values of the types that are recorded within, where the operands are of the recorded types."""
-        raise NotImplementedError
 
 
 class Cond(Control):

@@ -18,6 +18,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tsopt.compiler import ops
 from tsopt.compiler.example import Example
 from tsopt.compiler.explain import first_lines
 from tsopt.compiler.origin import user_frame
@@ -28,7 +29,6 @@ from tsopt.errors import NotOneGraph
 
 FRONTENDS = ("auto", "export", "strict", "fx", "torchscript")
 CALLS, SEED = 3, 20011
-PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def replayed(exported: ExportedProgram) -> nn.Module:
@@ -70,12 +70,7 @@ def strictly(model: Callable[..., Any], example: Example, *, fixed: bool) -> nn.
     try:
         return replayed(torch.export.export(module, args, kwargs, strict=True))
     except Exception as error:  # dynamo's own, of many kinds
-        raise NotOneGraph(
-            "torch.export in strict mode cannot read the model",
-            where=user_frame(error),
-            why=f"{type(error).__name__}: {first_lines(error)}",
-            fix='frontend="auto"',
-        ) from error
+        raise _unread("torch.export in strict mode cannot read the model", error, fix='frontend="auto"') from error
     finally:
         for tensor, held in marks.values():
             tensor.__dict__.clear()
@@ -104,11 +99,8 @@ def by_fx(flat: nn.Module, count: int) -> nn.Module:
     except NotOneGraph:
         raise
     except Exception as error:  # whatever Python does with a Proxy that it takes for a tensor
-        raise NotOneGraph(
-            "torch.fx cannot trace the model",
-            where=user_frame(error),
-            why=f"{type(error).__name__}: {first_lines(error)}",
-            fix='frontend="export", which follows sizes and Python values',
+        raise _unread(
+            "torch.fx cannot trace the model", error, fix='frontend="export", which follows sizes and Python values'
         ) from error
 
     def replay(*leaves: torch.Tensor) -> Any:
@@ -160,12 +152,13 @@ def by_torchscript(model: Callable[..., Any]) -> Any:
             raise TypeError(f"a {type(model).__name__}")
         return script
     except Exception as error:  # the compiler's own, and those of Python's parser
-        raise NotOneGraph(
-            "TorchScript cannot compile the model",
-            where=user_frame(error),
-            why=f"{type(error).__name__}: {first_lines(error)}",
-            fix='frontend="auto", which needs no TorchScript',
+        raise _unread(
+            "TorchScript cannot compile the model", error, fix='frontend="auto", which needs no TorchScript'
         ) from error
+
+
+def _unread(what: str, error: Exception, fix: str) -> NotOneGraph:
+    return NotOneGraph(what, where=user_frame(error), why=f"{type(error).__name__}: {first_lines(error)}", fix=fix)
 
 
 def computes_the_same(program: Program, model: Callable[..., Any], example: Example, *, on_others: bool = True) -> bool:
@@ -204,7 +197,7 @@ def _calls_of_the_model(
             args, kwargs = unflatten(structure, inputs)
             outputs, form = flatten(model(*args, **kwargs), share=True)
             after = [value.detach().clone() for value in (*inputs, *state)]
-            if any(type(value) not in PLAIN for value in outputs):
+            if not all(map(ops.is_plain, outputs)):
                 raise NotOneGraph("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")
             found.append(([value.detach().clone() for value in outputs], form, after))
     return found

@@ -293,3 +293,8 @@ def tensors_of(value: object) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in tensors_of(item)]
     return []
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor of PyTorch's own, not of a subclass: nothing that a tracer puts in its place either."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
