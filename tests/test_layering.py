@@ -40,6 +40,7 @@ ONLY_IN = {
 WITHOUT_TORCH = (
     "__init__.py",
     "errors.py",
+    "compiler/effects.py",
     "compiler/signature.py",
     "compiler/structure.py",
     "compiler/types.py",

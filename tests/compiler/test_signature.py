@@ -71,7 +71,7 @@ def test_json_keeps_the_signature(signature):
     made = Signature.from_json(json.loads(json.dumps(signature.to_json())))
     assert made.inputs == signature.inputs
     assert made.outputs == signature.outputs
-    assert made.unbind([X])["y"] is X
+    assert made.unbind([X], (X,), {"scale": X, "flag": 2})["y"] is X
 
 
 def test_a_signature_read_back_binds_the_same_calls(signature):

@@ -201,8 +201,5 @@ def test_structures_that_cannot_be_built_are_refused_with_a_typed_error(data):
 
 
 def test_texts_are_those_of_calls():
-    assert (
-        str(flatten((A, [1, {"a": B}], Plain(A)))[1])
-        == "(*, [1, {a: *}], Plain{('attr', 'value'): *, ('attr', 'note'): 'kept'})"
-    )
+    assert str(flatten((A, [1, {"a": B}], Plain(A)))[1]) == "(*, [1, {a: *}], Plain{value: *, note: 'kept'})"
     assert str(Structure("leaf", index=0)) == "*"

@@ -48,7 +48,7 @@ def call(program: Program, *args: Any, **kwargs: Any) -> Any:
     flat += [program.state[item.name] for item in program.signature.state_inputs]
     with torch.no_grad():
         values = program.module()(*flat)
-    return program.signature.unbind(values[len(program.signature.writes) :])
+    return program.signature.unbind(values[len(program.signature.writes) :], args, kwargs)
 
 
 def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:

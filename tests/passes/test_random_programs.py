@@ -247,7 +247,7 @@ def test_capture_gives_the_same_numbers(fuzz_factor):
     def check(drawn):
         captured = capture(drawn.program.module(), drawn.inputs)
         # Nested as the model nests them: a tensor that it returns twice is one value of the program.
-        found = captured.signature.unbind(evaluate(captured, drawn.inputs))
+        found = captured.signature.unbind(evaluate(captured, drawn.inputs), tuple(drawn.inputs), {})
         for mine, theirs in zip(found, evaluate(drawn.program, drawn.inputs), strict=True):
             assert_same_bits(mine, theirs)
         after, _ = run(captured, STANDARD, Limits(Numerics.EXACT))

@@ -131,10 +131,8 @@ def _unfit(bundle: Path, why: str) -> ArtifactError:
 
 
 def _answer(executable: Executable, inputs: list[Any], bundle: Path) -> list[Any]:
-    from tsopt.compiler.structure import flatten
-
     try:
-        return flatten(executable.run_leaves(inputs), share=True)[0]
+        return list(executable.run_flat(inputs))
     except TsoptError:
         raise
     except Exception as error:  # the bundle's own failure, in the words of whoever runs it

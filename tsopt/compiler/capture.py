@@ -18,6 +18,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
+from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import explain, failure_of_the_model
 from tsopt.compiler.frontends import FRONTENDS, by_fx, by_torchscript, computes_the_same, replayed, strictly
@@ -144,10 +145,13 @@ def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapp
     return dynamic_of(examples, axes)
 
 
+Outcome = tuple[Structure, tuple[Effect, ...]]  # the form of what a call returns, and of what it leaves in its objects
+
+
 class _Flat(nn.Module):
     """Flat tensors in and out around the user's model, so that no nesting ever reaches torch.export."""
 
-    def __init__(self, model: Callable[..., Any], outer: Structure, record: Callable[[Structure], None]) -> None:
+    def __init__(self, model: Callable[..., Any], outer: Structure, record: Callable[[Outcome], None]) -> None:
         super().__init__()
         self.model = _called_forward(model) if isinstance(model, FunctionType) else model
         self.outer = outer
@@ -155,8 +159,8 @@ class _Flat(nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.outer, leaves)
-        values, structure = flatten(self.model(*args, **kwargs), share=True)
-        self.record(structure)
+        values, result, effects = outcome_of(self.model, args, kwargs)
+        self.record((result, effects))
         return tuple(values)
 
 
@@ -173,7 +177,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     names = _input_names(model, outer)
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
-    results: list[Structure] = []
+    outcomes: list[Outcome] = []
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
         called = model
@@ -181,7 +185,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
             called = strictly(model, example, fixed=wanted is None)
         elif reader == "torchscript":
             called = Scripted(by_torchscript(model))
-        flat: nn.Module = _Flat(called, outer, lambda structure: results.append(structure))
+        flat: nn.Module = _Flat(called, outer, lambda outcome: outcomes.append(outcome))
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
@@ -190,12 +194,10 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
         raise explain(error, model, example) from error
-    result = results[-1]
-    check_result(result)
-    if wanted is None:
-        return lower(exported, names, outer, result, _model_name(model))
-    symbols = symbols_of(exported, wanted, names)
-    return with_dims(lower(exported, names, outer, result, _model_name(model)), symbols)
+    result, effects = outcomes[-1]
+    check_result(result, effects)
+    program = lower(exported, names, outer, result, effects, _model_name(model))
+    return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
 
 
 def _model_name(model: object) -> str:

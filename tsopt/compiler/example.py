@@ -6,16 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tsopt.compiler.structure import flatten, is_leaf
+from tsopt.compiler.structure import flatten, is_leaf, unflatten
 from tsopt.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call: positional and keyword arguments."""
+    """One call: positional and keyword arguments.
+
+    Attributes:
+        written: the call writes to its tensors.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    written: bool = False
+
+    def renewed(self) -> Example:
+        """The same call with what it may change made anew: containers, objects, written tensors; itself without any."""
+        leaves, structure = flatten((self.args, self.kwargs))
+        if self.written:
+            leaves = [leaf.clone() for leaf in leaves]
+        elif all(item.kind in ("leaf", "const") for group in structure.children for item in group.children):
+            return self
+        return Example(*unflatten(structure, leaves))
 
 
 def example(*args: Any, **kwargs: Any) -> Example:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler import ops
+from tsopt.compiler.effects import outcome_of
 from tsopt.compiler.example import Example
 from tsopt.compiler.explain import first_lines
 from tsopt.compiler.origin import user_frame
@@ -181,8 +182,8 @@ def computes_the_same(program: Program, model: Callable[..., Any], example: Exam
     return True
 
 
-# What a call returns, the form of it, and its inputs and the state of the model behind it.
-_Call = tuple[list[torch.Tensor], Structure, list[torch.Tensor]]
+# What a call returns and puts into its objects, the forms of it, and its tensors and the model's state behind it.
+_Call = tuple[list[torch.Tensor], tuple[Any, ...], list[torch.Tensor]]
 
 
 def _calls_of_the_model(
@@ -195,11 +196,11 @@ def _calls_of_the_model(
         for _ in range(CALLS):
             inputs = [value.detach().clone() for value in values]
             args, kwargs = unflatten(structure, inputs)
-            outputs, form = flatten(model(*args, **kwargs), share=True)
+            outputs, *form = outcome_of(model, args, kwargs)
             after = [value.detach().clone() for value in (*inputs, *state)]
             if not all(map(ops.is_plain, outputs)):
                 raise NotOneGraph("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")
-            found.append(([value.detach().clone() for value in outputs], form, after))
+            found.append(([value.detach().clone() for value in outputs], tuple(form), after))
     return found
 
 
@@ -215,7 +216,7 @@ def _calls_of_the_program(program: Program, values: Sequence[torch.Tensor]) -> l
             for item, value in zip(signature.writes, outputs, strict=False):
                 inputs[names.index(str(item.writes))] = value
             state = inputs[len(values) :]
-            found.append((outputs[len(signature.writes) :], signature.result, inputs))
+            found.append((outputs[len(signature.writes) :], (signature.result, signature.effects), inputs))
     return found
 
 

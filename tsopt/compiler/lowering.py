@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from tsopt.compiler import control, ops
 from tsopt.compiler.conditions import SYMBOLIC, is_of_values, is_settled
+from tsopt.compiler.effects import Effect
 from tsopt.compiler.explain import size_of_values
 from tsopt.compiler.infer import fakes
 from tsopt.compiler.origin import origin_in, origin_of_meta
@@ -62,7 +63,14 @@ def _known(node: fx.Node) -> bool:
     return ops.is_number(node) and not is_of_values(node.meta.get("val"))
 
 
-def lower(exported: ExportedProgram, names: list[str], outer: Structure, result: Structure, name: str) -> Program:
+def lower(
+    exported: ExportedProgram,
+    names: list[str],
+    outer: Structure,
+    result: Structure,
+    effects: tuple[Effect, ...],
+    name: str,
+) -> Program:
     """The exported program with weights as get_attr nodes and written state as inputs and outputs."""
     signature = exported.graph_signature
     written = {spec.target for spec in signature.output_specs if spec.kind in WRITES}
@@ -88,7 +96,8 @@ def lower(exported: ExportedProgram, names: list[str], outer: Structure, result:
             lowering.call(node)
 
     returned = list(exported.graph.output_node().args[0])
-    labels = dict(result.paths())
+    labels = {position: f"{path}.new" for effect in effects for position, path in effect.labels()}
+    labels |= dict(result.paths())
     outputs: list[Output] = []
     for spec, value in zip(signature.output_specs, returned, strict=True):
         if spec.kind in WRITES:
@@ -100,7 +109,7 @@ def lower(exported: ExportedProgram, names: list[str], outer: Structure, result:
     return Program(
         lowering.finish([lowering.mapping[value] for value in returned]),
         lowering.weights,
-        Signature(tuple(inputs.values()), tuple(outputs), outer, result),
+        Signature(tuple(inputs.values()), tuple(outputs), outer, result, effects=effects),
         {inputs[str(spec.target)].name: lowering.tensor(str(spec.target)) for spec in states},
         name=name,
     )

@@ -5,12 +5,14 @@ Every message says what, where, why and what to do. Never runs a capture.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
 from torch import fx, nn
 
 from tsopt.compiler import ops
+from tsopt.compiler.effects import Effect
 from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.structure import Structure, flatten
@@ -86,19 +88,30 @@ def check_inputs(model: object, example: Example) -> None:
             )
 
 
-def check_result(result: Structure) -> None:
-    nodes = [result]
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if node.kind == "const" and isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+def check_result(result: Structure, effects: Sequence[Effect]) -> None:
+    if _holds_number(result):
+        raise NotOneGraph(
+            "the model returns a Python number that depends on the input",
+            why="a program returns tensors; the number would be frozen",
+            fix="return the tensor instead of tensor.item()",
+        )
+    for effect in effects:
+        if _holds_number(effect.parts):
             raise NotOneGraph(
-                "the model returns a Python number that depends on the input",
-                why="a program returns tensors; the number would be frozen",
-                fix="return the tensor instead of tensor.item()",
+                "the model keeps a Python number that depends on the input in an object that it is given",
+                where=f"input {effect}",
+                why="a program makes tensors; the number would be frozen",
+                fix="keep a tensor: torch.tensor(0) in the place of 0, tensor in the place of tensor.item()",
             )
-    if result.leaf_count == 0:
+    if result.leaf_count == 0 and not any(effect.parts.leaf_count for effect in effects):
         raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
+
+
+def _holds_number(node: Structure) -> bool:
+    """Whether a Python number among what is returned is none: it stands for one that is known in the call."""
+    if node.kind == "const":
+        return isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return any(map(_holds_number, node.children))
 
 
 def check_training(trained: Program, evaluated: Program) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tsopt.compiler.structure import Structure, flatten, from_json, to_json, unflatten
+from tsopt.compiler.effects import Effect, finish
+from tsopt.compiler.structure import Structure, flatten, from_json, to_json
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.errors import ArtifactError, SignatureError
 
@@ -66,8 +67,8 @@ class Output:
 class Signature:
     """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
 
-    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns. `dims` are the sizes that
-    may differ from call to call.
+    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns, and `effects` those that
+    it puts into objects of the call. `dims` are the sizes that may differ from call to call.
     """
 
     inputs: tuple[Input, ...]
@@ -75,6 +76,7 @@ class Signature:
     outer: Structure
     result: Structure
     dims: tuple[Dim, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:
@@ -145,9 +147,13 @@ class Signature:
             dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
         )
 
-    def unbind(self, values: Sequence[Any]) -> Any:
-        """The user's return value around the graph's returned tensors."""
-        return unflatten(self.result, values)
+    def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The user's return value around the graph's returned tensors; objects of the call are changed as by the model.
+
+        Args:
+            args, kwargs: the call, which `bind` has taken.
+        """
+        return finish(self.result, self.effects, values, (args, kwargs))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -155,7 +161,9 @@ class Signature:
             "outputs": [{"name": o.name, "type": _type_json(o), "writes": o.writes} for o in self.outputs],
             "outer": to_json(self.outer),
             "result": to_json(self.result),
-        } | ({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {})
+            **({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {}),
+            **({"effects": [effect.to_json() for effect in self.effects]} if self.effects else {}),
+        }
 
     @classmethod
     def from_json(cls, data: Any) -> Signature:
@@ -171,7 +179,10 @@ class Signature:
                 Output(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED}))
                 for o in data["outputs"]
             )
-            made = cls(inputs, outputs, from_json(data["outer"]), from_json(data["result"]), dims)
+            outer, objects = from_json(data["outer"]), [0]
+            result = from_json(data["result"], objects)
+            effects = tuple(Effect.from_json(item, outer, objects) for item in data.get("effects", ()))
+            made = cls(inputs, outputs, outer, result, dims, effects)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
@@ -181,7 +192,10 @@ class Signature:
         returned = len(self.outputs) - len(self.writes)
         if {dim.name for dim in self.dims} != {name for item in self.user_inputs for name in item.axes if name}:
             raise ArtifactError("the stored sizes are damaged", why="they are not those of the inputs")
-        for structure, count, what in ((self.outer, len(self.user_inputs), "input"), (self.result, returned, "output")):
+        for structure, count, what in (
+            (self.outer, len(self.user_inputs), "input"),
+            *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
+        ):
             if any(index >= count for index, _ in structure.paths()):
                 raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
 

@@ -26,7 +26,8 @@ class Structure:
     kind is `leaf` (a tensor, `index` into the flat list), `const` (a value kept as it was), `tuple`,
     `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping,
     if it is one, then attributes). Two structures are equal when the same call would be made: constants
-    count by type and value. An object met twice is `same` the second time, by the number of the first.
+    count by type and value. An object met twice is `same` the second time, by the number of the first; one of the
+    call itself is `given`, and `keys` are the path to it.
     """
 
     kind: str
@@ -36,27 +37,30 @@ class Structure:
     index: int = -1
     value: Any = None
     contents: str = ""
+    named: str = ""  # the class of an object, or one that is a constant, where a file names what cannot be had
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._key() == other._key()
+        return isinstance(other, Structure) and self._key() == other._key() and _same_class(self, other)
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.cls, self.keys, self.index, len(self.children)))
+        return hash((self.kind, self.keys, self.index, len(self.children)))
 
     def _key(self) -> tuple[Any, ...]:
-        value = _identity(self.value) if self.kind == "const" else None
-        return self.kind, self.cls, self.keys, self.children, self.index, value, self.contents
+        by_name = self.named or isinstance(self.value, type)
+        value = _identity(self.value) if self.kind == "const" and not by_name else None
+        return self.kind, self.keys, self.children, self.index, value, self.contents
 
     def __str__(self) -> str:
-        if self.kind in ("leaf", "same"):
+        if self.kind in ("leaf", "same", "given"):
             return "*"
         if self.kind == "const":
-            return repr(self.value)
+            return repr(self.value) if not isinstance(self.value, type) else _name_of(self.value)
         if self.kind in ("tuple", "list"):
             inner = ", ".join(str(child) for child in self.children)
             return f"({inner})" if self.kind == "tuple" else f"[{inner}]"
-        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
+        inner = ", ".join(f"{key}: {child}" for key, child in zip(self._labels(), self.children, strict=True))
         name = "" if self.kind == "dict" or self.cls is None else self.cls.__name__
+        name = name or self.named.rpartition(":")[2]
         return f"{name}{{{inner}}}"
 
     @property
@@ -67,14 +71,25 @@ class Structure:
         """(index, readable path) of each leaf, in order; a shared leaf comes up more than once."""
         if self.kind == "leaf":
             yield self.index, prefix
-            return
         for key, child in zip(self._labels(), self.children, strict=True):
             yield from child.paths(f"{prefix}.{key}" if prefix else str(key))
 
     def _labels(self) -> Sequence[Any]:
-        if self.kind in ("tuple", "list"):
+        if self.kind in ("tuple", "list", "given"):
             return range(len(self.children))
         return [key[1] if self.kind == "object" else key for key in self.keys]
+
+
+def _same_class(a: Structure, b: Structure) -> bool:
+    """Whether two nodes are of one class, or are one class; by name, where one of them is from a file."""
+    mine, theirs = (node.value if isinstance(node.value, type) else node.cls for node in (a, b))
+    if a.named or b.named:
+        return (a.named or _name_of(mine)) == (b.named or _name_of(theirs))
+    return mine is theirs
+
+
+def _name_of(cls: type | None) -> str:
+    return "" if cls is None else f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _identity(value: Any) -> Any:
@@ -94,15 +109,30 @@ def _const(value: Any) -> Structure:
     return Structure("const", type(value), value=value, contents=repr(vars(value)) if _has_contents(value) else "")
 
 
+Path = tuple[tuple[str, Any], ...]  # steps from a container to one of its parts: ("item", key) or ("attr", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands for a part of the call in what is flattened behind it."""
+
+    path: Path
+
+
 def is_leaf(value: object) -> bool:
     return hasattr(value, "__dlpack__")
 
 
-def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure]:
+def flatten(
+    value: object, *, share: bool = False, given: Mapping[int, Path] | None = None
+) -> tuple[list[Any], Structure]:
     """Splits a nesting into its tensors and its Structure.
 
     Args:
-        share: a tensor met twice is one leaf (outputs: the caller gets the same object twice again).
+        share: a tensor met twice is one leaf, an object without tensors is itself (outputs: the caller gets the same
+            object twice again). Without, an object that is nothing but data is taken apart (inputs: a call may change
+            an empty cache, and must not change that of the example).
+        given: paths of objects of the call, by identity.
 
     Raises:
         CaptureError: the value contains itself.
@@ -119,10 +149,14 @@ def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure
         leaves.append(item)
         return Structure("leaf", index=len(leaves) - 1)
 
+    known = given or {}
+
     def walk(item: Any) -> Structure:
         if is_leaf(item):
             return leaf(item)
-        parts = _parts(item)
+        if isinstance(item, Given) or id(item) in known:
+            return Structure("given", keys=item.path if isinstance(item, Given) else known[id(item)])
+        parts = parts_of(item)
         if parts is None:
             return _const(item)
         if id(item) in open_ids:
@@ -137,7 +171,7 @@ def flatten(value: object, *, share: bool = False) -> tuple[list[Any], Structure
         kind, keys, children = parts
         nodes = tuple(walk(child) for child in children)
         open_ids.discard(id(item))
-        if kind == "object" and not _holds_leaf(nodes):
+        if kind == "object" and not _holds_leaf(nodes) and (share or not _is_data(item, nodes)):
             return _const(item)
         if kind == "object":
             objects[id(item)] = len(objects)
@@ -150,7 +184,27 @@ def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
     return any(node.kind == "leaf" or _holds_leaf(node.children) for node in nodes)
 
 
-def _parts(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
+def _is_data(item: Any, nodes: tuple[Structure, ...]) -> bool:
+    """Whether an object is no more than its attributes, and these are plain values, however deep."""
+    return _is_its_attributes(type(item)) and all(map(_is_plain, nodes))
+
+
+def _is_its_attributes(cls: type) -> bool:
+    """Whether objects of a class can be made from their attributes, and have nothing else to say of themselves."""
+    if cls is SimpleNamespace:
+        return True
+    plain = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
+    slots = any(vars(base).get("__slots__") for base in cls.__mro__) and not dataclasses.is_dataclass(cls)
+    return plain and not slots and cls.__new__ in (object.__new__, dict.__new__, OrderedDict.__new__)
+
+
+def _is_plain(node: Structure) -> bool:
+    if node.kind != "const":
+        return all(map(_is_plain, node.children))
+    return isinstance(node.value, (*SCALARS, type)) or type(node.value).__module__ == "torch"
+
+
+def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     """(kind, keys, children) of a container; None for what is kept as a constant."""
     if isinstance(item, (*SCALARS, type, FunctionType, ModuleType)) or type(item).__name__.startswith("Sym"):
         return None  # torch's symbolic numbers among them: capture refuses these by name
@@ -169,17 +223,31 @@ def _parts(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     )
     names += [name for name in getattr(item, "__dict__", ()) if name not in names]
     pairs = items + [(("attr", name), getattr(item, name)) for name in names]
-    if not pairs:
+    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(type(item))):
         return None
     return "object", tuple(key for key, _ in pairs), [child for _, child in pairs]
 
 
-def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
-    """The inverse of `flatten`: the same types, keys and constants around other tensors."""
-    return _unflatten(structure, leaves, [])
+def at_path(value: Any, path: Path) -> Any:
+    """The part of a nesting that a path leads to."""
+    for place, key in path:
+        if place == "attr":
+            value = getattr(value, key)
+        else:
+            value = dict.__getitem__(value, key) if isinstance(value, dict) else value[key]
+    return value
 
 
-def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Sequence[Any], call: Any = None) -> Any:
+    """The inverse of `flatten`: the same types, keys and constants around other tensors.
+
+    Args:
+        call: `(args, kwargs)`, where the paths of what is `given` begin.
+    """
+    return _unflatten(structure, leaves, call, [])
+
+
+def _unflatten(structure: Structure, leaves: Sequence[Any], call: Any, objects: list[Any]) -> Any:
     kind = structure.kind
     if kind == "leaf":
         return leaves[structure.index]
@@ -187,7 +255,9 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) 
         return structure.value
     if kind == "same":
         return objects[structure.index]
-    children = [_unflatten(child, leaves, objects) for child in structure.children]
+    if kind == "given":
+        return at_path(call, structure.keys)
+    children = [_unflatten(child, leaves, call, objects) for child in structure.children]
     if kind == "list":
         return children
     cls = structure.cls
@@ -208,12 +278,17 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], objects: list[Any]) 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
     # NOTE: never through __init__: it may check, copy or count, and ran already in the user's model.
     made: Any = cls.__new__(cls)  # type: ignore[call-overload]
-    for (place, key), child in zip(keys, children, strict=True):
-        if place == "item" and isinstance(made, dict):
-            (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__(made, key, child)
-        else:
-            object.__setattr__(made, key, child)
+    put(made, keys, children)
     return made
+
+
+def put(target: Any, keys: Sequence[tuple[str, Any]], children: Sequence[Any]) -> None:
+    """Sets the items and attributes of an object, past whatever its class does when they are set."""
+    for (place, key), child in zip(keys, children, strict=True):
+        if place == "item" and isinstance(target, dict):
+            (OrderedDict if isinstance(target, OrderedDict) else dict).__setitem__(target, key, child)
+        else:
+            object.__setattr__(target, key, child)
 
 
 def to_json(structure: Structure) -> dict[str, Any]:
@@ -221,10 +296,12 @@ def to_json(structure: Structure) -> dict[str, Any]:
     out: dict[str, Any] = {"kind": structure.kind}
     if structure.kind in ("leaf", "same"):
         return out | {"index": structure.index}
+    if structure.kind == "given":
+        return out | {"keys": [list(step) for step in structure.keys]}
     if structure.kind == "const":
         return out | _const_to_json(structure.value)
     if structure.kind in ("namedtuple", "object") and structure.cls is not None:
-        out["class"] = f"{structure.cls.__module__}:{structure.cls.__qualname__}"
+        out["class"] = _name_of(structure.cls)
     if structure.keys:
         out["keys"] = [list(key) if isinstance(key, tuple) else key for key in structure.keys]
     return out | {"children": [to_json(child) for child in structure.children]}
@@ -235,16 +312,22 @@ def _const_to_json(value: object) -> dict[str, Any]:
         return {"value": value}
     if type(value) is float:
         return {"float": value.hex()}
+    if isinstance(value, type):
+        return {"class": _name_of(value)}
     if type(value).__module__ == "torch":
         return {"torch": type(value).__name__, "text": str(value)}
     return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
 
 
-def from_json(data: Any) -> Structure:
+def from_json(data: Any, objects: list[int] | None = None) -> Structure:
     """Reads what `to_json` wrote, from a file that nobody vouches for.
 
     A class is looked up among the modules already imported and taken only when it is a named tuple or a
-    dataclass; anything else comes back as a plain namespace with the same attributes. Nothing is imported.
+    dataclass; anything else is compared by the name of its class, and comes back as a plain namespace with the same
+    attributes. Nothing is imported.
+
+    Args:
+        objects: how many objects there are before it, in a list; those in it are added.
 
     Raises:
         ArtifactError: the data is not a structure.
@@ -252,7 +335,7 @@ def from_json(data: Any) -> Structure:
     try:
         made = _from_json(data)
         hash(made)
-        _check_same(made, [0])
+        _check_same(made, [0] if objects is None else objects)
     except (TypeError, ValueError, KeyError, RuntimeError, RecursionError) as error:
         raise ArtifactError("the stored structure is damaged", why=str(error)[:200]) from error
     return made
@@ -262,7 +345,11 @@ def _from_json(data: Any) -> Structure:
     match data:
         case {"kind": "leaf" | "same" as kind, "index": int(index)} if index >= 0:
             return Structure(kind, index=index)
+        case {"kind": "given", "keys": list(steps)}:
+            return Structure("given", keys=tuple((str(place), key) for place, key in steps))
         case {"kind": "const"}:
+            if "class" in data:
+                return Structure("const", type, named=str(data["class"]))
             value = _const_from_json(data)
             return Structure("const", type(value), value=value)
         case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
@@ -270,16 +357,18 @@ def _from_json(data: Any) -> Structure:
             cls = dict if kind == "dict" else tuple if kind == "tuple" else _known_class(str(data.get("class", "")))
             if kind == "namedtuple" and cls is not None and not issubclass(cls, tuple):
                 cls = None  # a dataclass under this kind would have its __init__ called
-            _check_keys(kind, keys, len(children), cls)
+            check_keys(kind, keys, len(children), cls)
             nodes = tuple(_from_json(child) for child in children)
             if kind == "namedtuple" and cls is None:
                 keys, kind = tuple(("attr", key) for key in keys), "object"
-            return Structure(kind, list if kind == "list" else cls, keys, nodes)
+            named = str(data.get("class", "")) if kind == "object" and cls is None else ""
+            return Structure(kind, list if kind == "list" else cls, keys, nodes, named=named)
         case _:
             raise ValueError(f"not a structure: {str(data)[:80]}")
 
 
-def _check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -> None:
+def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -> None:
+    """Raises ValueError for keys that a container of this kind and size cannot have."""
     if kind in ("tuple", "list"):
         if keys:
             raise ValueError(f"a {kind} with keys")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.origin import user_frame
 from tsopt.compiler.program import Numerics, Program
@@ -70,14 +71,27 @@ class Verdict:
 class Expected:
     """What eager answered on one input set, and what it left in its inputs and in the model's state.
 
+    leaves: what it returned, then what it has put into objects of the call.
     again: its answers to the same call made again, and again, each on what the one before has left in the model.
     """
 
     inputs: InputSet
     leaves: tuple[torch.Tensor, ...]
     structure: Structure
+    effects: tuple[Effect, ...]
     written: tuple[torch.Tensor, ...]
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
+
+    def call(self) -> Example:
+        """The call, to be made again and again."""
+        leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))
+        written = not all(map(bit_equal, leaves, self.written))
+        return replace(self.inputs.clone(), written=written)
+
+    def name(self, position: int) -> str:
+        """What one of the leaves is called."""
+        labels = {index: f"{path}.new" for effect in self.effects for index, path in effect.labels()}
+        return (labels | dict(self.structure.paths())).get(position) or "output"
 
 
 class Oracle:
@@ -123,9 +137,10 @@ class Oracle:
             # A loop that values end may go on for ever on values that nobody has meant.
             with self._frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
                 call = inputs.clone()
-                leaves, structure = flatten(model(*call.args, **call.kwargs), share=True)
+                given, _ = flatten((call.args, call.kwargs))
+                leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
                 leaves = [leaf.detach().clone() for leaf in leaves]
-                written = tuple(tensor.detach().clone() for tensor in self._after(call))
+                written = tuple(tensor.detach().clone() for tensor in (*given, *self._state))
                 again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example else 0))
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
@@ -142,12 +157,7 @@ class Oracle:
         if inputs.kind != SPECIAL and floats and not any(bool(leaf.isfinite().any()) for leaf in floats):
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
             return
-        self.expected.append(Expected(inputs, tuple(leaves), structure, written, again))
-
-    def _after(self, call: Example) -> list[torch.Tensor]:
-        """The tensors that a call may have written: its inputs, then the model's state."""
-        leaves, _ = flatten((call.args, call.kwargs))
-        return [*leaves, *self._state]
+        self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, again))
 
     def _frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
         return _Seeded(protected(model, written=state), self.seed, kind)
@@ -171,13 +181,14 @@ class Oracle:
             limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
             with self._frozen(None, self._state, kind):
                 call = expected.inputs.clone()
-                leaves, structure = flatten(candidate(*call.args, **call.kwargs), share=True)
-                spoilt = self._spoilt(expected, self._after(call), exact, limit)
+                given, _ = flatten((call.args, call.kwargs))
+                leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
+                spoilt = self._spoilt(expected, [*given, *self._state], exact, limit)
                 kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
                 again = [_answers(candidate, expected.inputs) for _ in expected.again]
             done.append(kind)
             first = first or [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            failure = _structure_fault(structure, expected.structure, leaves, expected.leaves) or spoilt
+            failure = _structure_fault(structure, effects, leaves, expected) or spoilt
             if failure:
                 return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), f"{failure} ({kind} input)")
             for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
@@ -185,7 +196,7 @@ class Oracle:
                 if kind != "large":
                     worst = max(worst, found.max_difference)
                 if not found.ok:
-                    name = dict(expected.structure.paths()).get(position) or "output"
+                    name = expected.name(position)
                     reason = f"{name} on the {kind} input: {found.reason}"
                     return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), reason)
                 test = max(test, found.test, key=ORDER.index)
@@ -281,7 +292,7 @@ class _Seeded(AbstractContextManager[Any]):
 
 def _answers(called: Callable[..., Any], inputs: InputSet) -> tuple[torch.Tensor, ...]:
     call = inputs.clone()
-    leaves, _ = flatten(called(*call.args, **call.kwargs), share=True)
+    leaves, *_ = outcome_of(called, call.args, call.kwargs)
     return tuple(leaf.detach().clone() for leaf in leaves)
 
 
@@ -301,15 +312,19 @@ def _forgetful(
             same = bit_equal(reference, expected.leaves[position])
             found = compare(value, first[position] if same else reference, exact=exact, limit=limit)
             if not found.ok:
-                name = dict(expected.structure.paths()).get(position) or "output"
+                name = expected.name(position)
                 return f"{name} in call {number} in a row: {found.reason}"
     return ""
 
 
-def _structure_fault(mine: Structure, theirs: Structure, leaves: Sequence[Any], expected: Sequence[Any]) -> str:
-    if len(leaves) != len(expected):
-        return f"{len(leaves)} output tensors, eager returns {len(expected)}"
-    return "" if mine == theirs else f"output of the form {mine}, eager returns {theirs}"[:300]
+def _structure_fault(structure: Structure, effects: Sequence[Effect], leaves: Sequence[Any], expected: Expected) -> str:
+    if effects != expected.effects:
+        changed, by_eager = (", ".join(map(str, found)) or "nothing" for found in (effects, expected.effects))
+        return f"an input is not left as eager leaves it: {changed} changed, by eager {by_eager}"[:300]
+    if len(leaves) != len(expected.leaves):
+        return f"{len(leaves)} output tensors, eager returns {len(expected.leaves)}"
+    theirs = expected.structure
+    return "" if structure == theirs else f"output of the form {structure}, eager returns {theirs}"[:300]
 
 
 def verify(

@@ -164,6 +164,7 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example, state:
     import torch
     from safetensors.torch import save_file
 
+    from tsopt.compiler.effects import outcome_of
     from tsopt.compiler.protect import protected
     from tsopt.compiler.structure import flatten, unflatten
 
@@ -172,7 +173,7 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example, state:
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
     with protected(model, written=state):
         torch.manual_seed(0)
-        outputs, _ = flatten(model(*args, **kwargs), share=True)
+        outputs, *_ = outcome_of(model, args, kwargs)
     tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
     save_file(tensors, path)
 

@@ -116,7 +116,7 @@ class Executable:
         self._writes = len(signature.writes)
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
-        self._single = signature.result.kind == "leaf" and not self._writes
+        self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
         self.quick = self._quick() if self._single and not self.state and self._guard.count == 1 else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ class Executable:
         leaves = self._guard.leaves(args, kwargs)
         if leaves is None:
             leaves = self.bind(args, kwargs)
-        return self.run_leaves(leaves)
+        return self.run_leaves(leaves, args, kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The call's tensors in signature order, after a thorough look. Raises SignatureError."""
@@ -145,19 +145,22 @@ class Executable:
         """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
         return self._guard.leaves(args, kwargs)
 
-    def run_leaves(self, leaves: Sequence[Any]) -> Any:
-        """Runs on tensors that fit, in signature order."""
+    def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs on the tensors of a call that fits, in signature order; what the model would return."""
+        outputs = self.run_flat(leaves)
+        return outputs[0] if self._single else self.signature.unbind(outputs, args, kwargs)
+
+    def run_flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs on tensors that fit; the tensors that the signature returns, in its order, without what is written."""
         inputs = [*leaves, *self.state] if self.state else leaves
         outputs = self._run(inputs)
         if len(outputs) != len(self._outputs):
             raise self._broken(outputs)
         if not self._as_promised(outputs):
             raise self._broken(outputs)
-        if self._single:
-            return outputs[0]
         for position, value in zip(self._targets, outputs, strict=False):
             _write(inputs[position], value)
-        return self.signature.unbind(outputs[self._writes :])
+        return outputs[self._writes :] if self._writes else outputs
 
     def _as_promised(self, outputs: Sequence[Any]) -> bool:
         if not self._axes:

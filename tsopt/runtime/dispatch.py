@@ -68,7 +68,7 @@ class Optimized:
                 return result
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
-            return executable.run_leaves(leaves)
+            return executable.run_leaves(leaves, args, kwargs)
         return self._thorough(executable, args, kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class Optimized:
             if self._policy == "error":
                 raise
             return self._form(args, kwargs)(*args, **kwargs)
-        return executable.run_leaves(leaves)
+        return executable.run_leaves(leaves, args, kwargs)
 
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":

@@ -21,7 +21,7 @@ from tsopt.compiler.sizes import at, traced_sizes, type_at
 from tsopt.compiler.structure import flatten
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.accuracy import Oracle, Verdict
-from tsopt.runtime.backend import FULL, compile
+from tsopt.runtime.backend import FULL, Executable, compile
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
@@ -51,7 +51,7 @@ class Judge:
     @property
     def inputs(self) -> list[Example]:
         """Calls that the model takes, to start and to time candidates with."""
-        return [expected.inputs.clone() for expected in self.oracle.expected[:TIMED]]
+        return [expected.call() for expected in self.oracle.expected[:TIMED]]
 
     def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
         """Raises Exception: whatever the candidate raises."""
@@ -112,7 +112,8 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
         CaptureError: it is not right between the ends.
     """
     asked = _Asked(model, examples[0], seed)
-    program = _tied(asked, program)
+    run = compile(program, "eager")
+    program = _tied(asked, program, run, examples)
     known = [sizes_in(program.signature, item) for item in examples]
     search = _Search(asked, program, compile(program, "eager"), known[0])
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
@@ -161,20 +162,29 @@ class _Asked:
             return None
 
 
-def _tied(asked: _Asked, program: Program) -> Program:
-    """The program, with one Dim for sizes that are the same wherever the model runs, though its graph does not say so.
+def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
+    """The program, with one Dim for sizes that are the same wherever the model runs and the program is right.
 
-    A mask that is read by positions may have more rows than the tokens, as far as the graph goes.
+    The graph need not say that they are: a mask that is read by positions may have more rows than the tokens, and
+    kernels read what they need of keys and values that do not fit.
     """
     traced = traced_sizes(program.signature)
+    known = [traced, *(sizes_in(program.signature, item) for item in examples)]
+    captured = program
     for first, second in itertools.combinations(traced, 2):
         dims = {dim.name: dim for dim in program.signature.dims}
-        if first not in dims or second not in dims or traced[first] != traced[second]:
+        if first not in dims or second not in dims or any(sizes[first] != sizes[second] for sizes in known):
             continue
         apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
-        if any(asked.at(program, sizes) is None for sizes in apart) and asked.at(program, traced) is not None:
+        if not all(_right(asked, captured, run, sizes) for sizes in apart) and _right(asked, captured, run, traced):
             program = replace(program, signature=program.signature.tied(dims[first], dims[second]))
     return program
+
+
+def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
+    """Whether the model runs at these sizes, and the program as it does."""
+    oracle = asked.at(program, sizes)
+    return oracle is not None and not _failure(run, oracle)
 
 
 def _beside(dim: Dim, size: int) -> int:

@@ -255,7 +255,7 @@ class Isolated:
             for mine, theirs in zip(given, after, strict=True):
                 if not bit_equal(mine, theirs):
                     mine.copy_(theirs)
-        return program.signature.unbind(outputs)
+        return program.signature.unbind(outputs, args, kwargs)
 
     def saved(self) -> Path:
         """A directory with the files that the candidate can be made from again; it goes with the workshop."""
@@ -344,7 +344,7 @@ def _flat(program: Program) -> Program:
     outputs = tuple(torch.empty(0) for _ in whole[len(given.writes) :])
     _, outer = flatten((inputs, {}))
     _, result = flatten(outputs[0] if len(outputs) == 1 else outputs)
-    return replace(program, signature=replace(given, outer=outer, result=result))
+    return replace(program, signature=replace(given, outer=outer, result=result, effects=()))
 
 
 def _roomiest(program: Program) -> str | None:

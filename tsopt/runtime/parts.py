@@ -103,7 +103,7 @@ def optimize_in_parts(
         title, run = _compiled(model if script is None else script, backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
-        inputs = [expected.inputs.clone() for expected in oracle.expected[:3]]
+        inputs = [expected.call() for expected in oracle.expected[:3]]
         try:
             with torch.no_grad(), protected(model):
                 cold = cold_start(run, inputs, device_wait(example_input))

@@ -203,25 +203,39 @@ def _time(
 ) -> float:
     if isinstance(call, Elsewhere):
         return call.seconds(inputs, times, untimed)
-    return seconds_of_calls(call, [(item.args, item.kwargs) for item in inputs], times, untimed, wait)
+    return seconds_of_calls(call, inputs, times, untimed, wait)
 
 
 def seconds_of_calls(
     call: Callable[..., Any],
-    inputs: Sequence[tuple[Sequence[Any], Mapping[str, Any]]],
+    inputs: Sequence[Example],
     times: int,
     untimed: int = 0,
     wait: Callable[[], None] = lambda: None,
 ) -> float:
-    """How long so many calls in a row take, right after `untimed` others; on the arguments of `inputs` in turn."""
-    turns = itertools.cycle(inputs)
-    for args, kwargs in itertools.islice(turns, untimed):
+    """How long so many calls in a row take, right after `untimed` others; on the arguments of `inputs` in turn.
+
+    No call sees what another has done to what it was given: with a cache that has grown it would be another call.
+    """
+    if any(item.renewed() is not item for item in inputs):
+        turns = (item.renewed() for item in itertools.cycle(inputs))
+        return sum([_seconds_of_one(call, next(turns), wait) for _ in range(untimed + times)][untimed:])
+    arguments = itertools.cycle([(item.args, item.kwargs) for item in inputs])
+    for args, kwargs in itertools.islice(arguments, untimed):
         call(*args, **kwargs)
     wait()
-    timed = itertools.islice(turns, times)
+    timed = itertools.islice(arguments, times)
     start = time.perf_counter()
     for args, kwargs in timed:
         call(*args, **kwargs)
+    wait()
+    return time.perf_counter() - start
+
+
+def _seconds_of_one(call: Callable[..., Any], item: Example, wait: Callable[[], None]) -> float:
+    args, kwargs = item.args, item.kwargs
+    start = time.perf_counter()
+    call(*args, **kwargs)
     wait()
     return time.perf_counter() - start
 

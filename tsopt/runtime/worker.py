@@ -24,6 +24,7 @@ from typing import NoReturn
 
 import torch
 
+from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
@@ -205,11 +206,13 @@ class _Candidate:
     def time(self, message: Message) -> Message:
         """Seconds of so many calls in a row. Answers once its threads are at rest: the cores are another's now."""
         assert self.executable is not None
-        inputs = len(self.program.signature.user_inputs)
+        names = [item.name for item in self.program.signature.user_inputs]
+        inputs = len(names)
         chosen = [self.examples[place] for place in message["examples"]]
         if state := chosen[0][inputs:]:
             self.executable.state[:] = [value.clone() for value in state]
-        calls: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]] = [(item[:inputs], {}) for item in chosen]
+        written = any(item.writes in names for item in self.program.signature.writes)
+        calls = [Example(tuple(item[:inputs]), written=written) for item in chosen]
         with torch.inference_mode() if message["inference"] else torch.no_grad():
             seconds = seconds_of_calls(self.executable, calls, message["times"], message["untimed"])
         rest()

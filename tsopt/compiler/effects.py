@@ -1,0 +1,241 @@
+"""What a call does to the objects that it is given, beside writing to tensors: a cache grows, a list is appended to.
+
+Needs no torch: a bundle does the same to the objects of its caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from tsopt.compiler.structure import (
+    SCALARS,
+    Given,
+    Path,
+    Structure,
+    at_path,
+    check_keys,
+    flatten,
+    from_json,
+    parts_of,
+    put,
+    to_json,
+    unflatten,
+)
+from tsopt.errors import CaptureError
+
+CHANGEABLE = ("list", "dict", "object")
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What one object of a call holds behind the call: a list, a dict, or an object with attributes.
+
+    Attributes:
+        path: where in `(args, kwargs)` the object is.
+        kind, keys: of the object then, as in its `Structure`.
+        parts: a tuple of its parts; those of kind `given` are parts of the call as it was before.
+    """
+
+    path: Path
+    kind: str
+    keys: tuple[Any, ...]
+    parts: Structure
+
+    def labels(self) -> Iterator[tuple[int, str]]:
+        """(index, readable path) of each tensor that it holds then."""
+        for (_, key), child in zip(
+            steps_of(self.kind, self.keys, len(self.parts.children)), self.parts.children, strict=True
+        ):
+            yield from child.paths(f"{self}.{key}")
+
+    def __str__(self) -> str:
+        return _text(self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        keys = [list(key) if isinstance(key, tuple) else key for key in self.keys]
+        return {"path": list(map(list, self.path)), "kind": self.kind, "keys": keys, "parts": to_json(self.parts)}
+
+    @classmethod
+    def from_json(cls, data: Any, outer: Structure, made: list[int]) -> Effect:
+        """Reads what nobody vouches for: only objects of the call itself can be changed, and no inner workings.
+
+        Args:
+            outer: the form of the call.
+            made: how many objects there are before it, as `structure.from_json` counts them.
+        """
+        path = tuple((str(place), key) for place, key in data["path"])
+        keys = tuple(tuple(key) if isinstance(key, list) else key for key in data["keys"])
+        parts, kind = from_json(data["parts"], made), str(data["kind"])
+        check_keys(kind, keys, len(parts.children), None)
+        hidden = [key for place, key in keys if str(key).startswith("__")] if kind == "object" else []
+        if len(path) < 2 or kind not in CHANGEABLE or _node_at(outer, path).kind != kind or hidden:
+            raise ValueError(f"no object of the call: {str(path)[:80]}")
+        _check_given(parts, outer)
+        return cls(path, kind, keys, parts)
+
+
+class _Before:
+    """The objects of a call `(args, kwargs)` before it is made, and what each of them holds.
+
+    A context, in which the call is made: what cannot be copied from call to call is left as it was.
+    """
+
+    def __init__(self, call: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
+        self._held: dict[int, tuple[Path, Any, str, tuple[Any, ...], list[Any]]] = {}
+        self._shared: list[tuple[Path, Any, Any]] = []
+        whole = (tuple(call[0]), dict(call[1]))
+        todo: list[tuple[Path, Any, Structure]] = [((), whole, flatten(whole)[1])]
+        seen: dict[int, Any] = {}  # held on to: what is gone could have its id taken
+        while todo:
+            path, item, node = todo.pop()
+            if node.kind == "leaf" or id(item) in seen:
+                continue
+            seen[id(item)] = item
+            if node.kind == "const":
+                if (contents := _contents(item)) is not None:
+                    self._shared.append((path, item, contents))
+                continue
+            kind, keys, children = parts_of(item) or (node.kind, (), ())
+            if kind in CHANGEABLE and len(path) > 1:
+                self._held[id(item)] = path, item, kind, keys, list(children)
+            paths = ((*path, step) for step in steps_of(kind, keys, len(children)))
+            todo += list(zip(paths, children, node.children, strict=True))[::-1]
+
+    def __enter__(self) -> _Before:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        for _, item, contents in self._shared:
+            if not _alike(_contents(item), contents):
+                _refill(item, contents)
+
+    def flatten(self, result: Any) -> tuple[list[Any], Structure, tuple[Effect, ...]]:
+        """The tensors of what the call has returned, and of what it has put into its objects; the forms of both.
+
+        Raises:
+            CaptureError: it has changed an object that cannot be copied.
+        """
+        for path, item, contents in self._shared:
+            if not _alike(_contents(item), contents):
+                raise CaptureError(
+                    f"the call changes a {type(item).__name__} that it is given",
+                    where=f"input {_text(path)}",
+                    why="such an object cannot be copied, and every comparison would change it again",
+                    fix="keep what changes in tensors, lists, dicts, dataclasses or objects with plain attributes",
+                )
+        changed: list[tuple[Path, str, tuple[Any, ...]]] = []
+        kept: list[tuple[Any, ...]] = []
+        for path, item, kind, keys, children in self._held.values():
+            _, now, parts = parts_of(item) or (kind, (), ())
+            if now == keys and len(parts) == len(children) and all(map(_same, parts, children)):
+                continue
+            before = dict(zip(steps_of(kind, keys, len(children)), children, strict=True))
+            changed.append((path, kind, now))
+            kept.append(
+                tuple(
+                    Given((*path, step)) if step in before and _same(part, before[step]) else part
+                    for step, part in zip(steps_of(kind, now, len(parts)), parts, strict=True)
+                )
+            )
+        paths = {key: path for key, (path, *_) in self._held.items()}
+        leaves, whole = flatten((result, *kept), share=True, given=paths)
+        returned, *parts_then = whole.children
+        effects = (Effect(*where, then) for where, then in zip(changed, parts_then, strict=True))
+        return leaves, returned, tuple(effects)
+
+
+def outcome_of(
+    called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], Structure, tuple[Effect, ...]]:
+    """Makes a call; the tensors and the forms of what it returns and of what it leaves in its objects.
+
+    Raises:
+        CaptureError: it changes an object that cannot be copied, which is put back.
+        Exception: whatever the call raises.
+    """
+    with _Before((args, kwargs)) as before:
+        return before.flatten(called(*args, **kwargs))
+
+
+def finish(result: Structure, effects: Sequence[Effect], leaves: Sequence[Any], call: Any) -> Any:
+    """What a call returns, around the tensors that a program has made for it; its objects are changed as they were."""
+    whole = Structure("tuple", tuple, (), (result, *(effect.parts for effect in effects)))
+    # All of it is put together before anything is changed: paths lead through the call as it was.
+    returned, *parts = unflatten(whole, leaves, call)
+    targets = [at_path(call, effect.path) for effect in effects]
+    for effect, target, children in zip(effects, targets, parts, strict=True):
+        _change(target, effect, children)
+    return returned
+
+
+def _change(target: Any, effect: Effect, children: Sequence[Any]) -> None:
+    if effect.kind == "list":
+        target[:] = children
+        return
+    if effect.kind == "dict":
+        target.clear()
+        target.update(zip(effect.keys, children, strict=True))
+        return
+    _, keys, _ = parts_of(target) or ("", (), ())
+    for place, key in keys:
+        if (place, key) not in effect.keys:
+            (dict.__delitem__ if place == "item" else object.__delattr__)(target, key)
+    put(target, effect.keys, children)
+
+
+def _contents(item: Any) -> Any:
+    """What an object that is one to all calls holds, where that can change."""
+    if isinstance(item, dict):
+        return dict(item)
+    if isinstance(item, (set, deque, bytearray)):
+        return list(item)
+    if isinstance(item, (type, FunctionType, ModuleType)) or hasattr(item, "named_parameters"):
+        return None
+    return dict(vars(item)) if hasattr(item, "__dict__") else None
+
+
+def _alike(mine: Any, other: Any) -> bool:
+    if isinstance(mine, dict):
+        return list(mine) == list(other) and all(map(_same, mine.values(), other.values()))
+    return len(mine) == len(other) and all(map(_same, mine, other))
+
+
+def _refill(item: Any, contents: Any) -> None:
+    target = item if isinstance(item, (dict, set, deque, bytearray)) else vars(item)
+    target.clear()
+    (target.extend if isinstance(target, (deque, bytearray)) else target.update)(contents)
+
+
+def _same(part: Any, other: Any) -> bool:
+    if part is other:
+        return True
+    return isinstance(part, SCALARS) and type(part) is type(other) and bool(part == other)
+
+
+def steps_of(kind: str, keys: Sequence[Any], count: int) -> list[tuple[str, Any]]:
+    """The last steps of the paths to the parts of a container."""
+    if kind == "object":
+        return list(keys)
+    return [("item", key) for key in (keys if kind == "dict" else range(count))]
+
+
+def _text(path: Path) -> str:
+    return ".".join([*["args"] * (path[0][1] == 0), *(str(key) for _, key in path[1:])])
+
+
+def _node_at(outer: Structure, path: Path) -> Structure:
+    node = outer
+    for step in path:
+        node = node.children[steps_of(node.kind, node.keys, len(node.children)).index(step)]
+    return node
+
+
+def _check_given(node: Structure, outer: Structure) -> None:
+    if node.kind == "given":
+        _node_at(outer, node.keys)
+    for child in node.children:
+        _check_given(child, outer)
