@@ -36,7 +36,6 @@ def chosen():
 VALUES = "a Python decision depends on the values of a tensor"
 NUMBER = "a Python number that is computed from values of a tensor"
 EXPORT = "torch.export cannot capture the model"
-CACHE = "an input is not left as eager leaves it"  # a cache that is passed in grows in place
 EXPERTS = "grouped_mm_fallback would be lost"  # an operator of transformers' own
 # What is no single graph, and by which words it is refused. This list may only shrink.
 NOT_ONE_GRAPH = {
@@ -52,7 +51,7 @@ NOT_ONE_GRAPH = {
     "autoformer": EXPORT,
 }
 # What is not verified after the passes, and why: outputs or inputs that only eager gives. May only shrink.
-NOT_BY_TORCH = dict.fromkeys(("llama_step", "gpt2_step", "qwen3_step"), CACHE)
+NOT_BY_TORCH: dict[str, str] = {}
 # What ONNX Runtime does not take, or answers otherwise, and why. May only shrink.
 NOT_BY_ONNX_RUNTIME = NOT_BY_TORCH | {
     "falcon": "Could not find an implementation for Mul",

@@ -1,4 +1,4 @@
-"""Who may import whom: cli -> sweeps, dynamo, hybrid -> api -> passes, runtime -> compiler -> errors.
+"""Who may import whom: cli -> sweeps, dynamo, hybrid -> background -> api -> passes, runtime -> compiler -> errors.
 
 And where heavy libraries live.
 """
@@ -23,7 +23,8 @@ MAY = {
     "api": {"api", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},
     "dynamo": {"dynamo", "api", "runtime", "compiler", "root"},
-    "hybrid": {"hybrid", "api", "runtime", "compiler", "root"},
+    "background": {"background", "api", "runtime", "compiler", "root"},
+    "hybrid": {"hybrid", "background", "api", "runtime", "compiler", "root"},
     "cli": {"cli", "sweeps", "api", "passes", "runtime", "compiler", "root"},
 }
 ONLY_IN = {
@@ -33,6 +34,7 @@ ONLY_IN = {
     "onnxruntime": {"runtime/ort.py"},
     "openvino": {"runtime/openvino.py"},
     "pandas": {"runtime/report.py"},
+    "cloudpickle": {"background.py"},
     "typer": {"cli/app.py", "cli/options.py"},
     "rich": {"cli/console.py"},
 }
@@ -116,5 +118,6 @@ def test_the_library_prints_nothing_and_sets_up_no_logger(path):
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func) for call in calls}
     assert not names & {"print", "logging.basicConfig", "log.addHandler", "log.setLevel", "exec", "eval"}
-    assert not [name for name in names if name.startswith("pickle.")]
+    # What `background.py` reads comes from its own process, through a directory that only its user can enter.
+    assert path.name == "background.py" or not [name for name in names if name.startswith("pickle.")]
     assert not {"torch.load", "os.system"} & names

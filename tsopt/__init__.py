@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         TsoptError,
         UsageError,
     )
-    from tsopt.hybrid import hybridize
+    from tsopt.hybrid import hybridize, wait
     from tsopt.passes import STANDARD
     from tsopt.runtime.accuracy import verify
     from tsopt.runtime.artifact import load
@@ -71,6 +71,7 @@ _PLACES = {
     "TsoptError": "tsopt.errors",
     "UsageError": "tsopt.errors",
     "hybridize": "tsopt.hybrid",
+    "wait": "tsopt.hybrid",
     "optimize": "tsopt.api",
     "transform": "tsopt.api",
     "STANDARD": "tsopt.passes",
@@ -138,4 +139,5 @@ __all__ = [
     "sweep",
     "transform",
     "verify",
+    "wait",
 ]

@@ -37,7 +37,7 @@ from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
 
-FRONTENDS = (*frontends.FRONTENDS, "one-graph", "parts")
+FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TsoptError(Exception):
     """What went wrong, where, why, and what to do about it.
@@ -26,6 +28,16 @@ class TsoptError(Exception):
         self.what, self.where, self.why, self.fix = what, where, why, fix
         rows = (("where", where), ("why", why), ("fix", fix))
         super().__init__("\n".join([what, *(f"  {name}: {text}" for name, text in rows if text)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.what, self.where, self.why, self.fix)
+
+
+def _again(cls: type[TsoptError], what: str, where: str | None, why: str | None, fix: str | None) -> TsoptError:
+    """An error as it was when it was pickled: past the words that classes add."""
+    made = cls.__new__(cls)
+    TsoptError.__init__(made, what, where=where, why=why, fix=fix)
+    return made
 
 
 class UsageError(TsoptError):

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
+from tsopt.background import InBackground
 from tsopt.compiler.example import Example
 from tsopt.compiler.structure import flatten
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.parts import InParts
+from tsopt.runtime.watch import Watch, tensors_of
 
 log = logging.getLogger("tsopt")
 SECONDS = 2.0  # of timing, where the caller does not say: somebody waits for the first call
@@ -27,14 +29,14 @@ Model = TypeVar("Model", bound=Callable[..., Any])
 
 
 @overload
-def hybridize(model: Model, *, active: bool = True, **options: Any) -> Model: ...
+def hybridize(model: Model, *, active: bool = True, background: bool = False, **options: Any) -> Model: ...
 
 
 @overload
-def hybridize(*, active: bool = True, **options: Any) -> Callable[[Model], Model]: ...
+def hybridize(*, active: bool = True, background: bool = False, **options: Any) -> Callable[[Model], Model]: ...
 
 
-def hybridize(model: Any = None, *, active: bool = True, **options: Any) -> Any:
+def hybridize(model: Any = None, *, active: bool = True, background: bool = False, **options: Any) -> Any:
     """The same model or function, optimized at its first call and verified before it is used.
 
     A module comes back as an object of its own class that shares everything with it: attributes, parameters, hooks,
@@ -45,21 +47,41 @@ def hybridize(model: Any = None, *, active: bool = True, **options: Any) -> Any:
     Args:
         model: an nn.Module or a function; None: for use as a decorator with options.
         active: False gives back what a hybrid was made from.
+        background: compile in another process; eager runs until that is ready, and a call takes over what it has made.
+            The model is sent there by cloudpickle. `tsopt.wait` waits for it.
         options: of `optimize`; about 2 seconds of timing are the default here.
 
     Raises:
         UsageError: it is neither a module nor a function.
     """
     if model is None:
-        return functools.partial(hybridize, active=active, **options)
+        return functools.partial(hybridize, active=active, background=background, **options)
     original = original_of(model)
     if not active:
         return original
     if isinstance(original, nn.Module):
-        return _module(original, options)
+        return _module(original, Compiled(original, background, options))
     if not callable(original):
         raise UsageError(f"a {type(original).__name__} cannot be hybridized", fix="pass an nn.Module or a function")
-    return _function(original, options)
+    return _function(original, Compiled(original, background, options))
+
+
+def wait(model: Any, seconds: float | None = None) -> bool:
+    """Waits for what a hybrid compiles in the background.
+
+    Args:
+        seconds: to wait at most; None: until it is ready.
+
+    Returns:
+        Whether nothing is on its way any more: from then on calls are served by what was made, or by eager for good.
+
+    Raises:
+        UsageError: the model is no hybrid, or an option of it is not what it must be.
+    """
+    compiled = compiled_of(model)
+    if compiled is None:
+        raise UsageError(f"a {type(model).__name__} compiles nothing", fix="tsopt.hybridize(model, background=True)")
+    return compiled.fast.wait(seconds) if isinstance(compiled.fast, InBackground) else True
 
 
 def original_of(model: Any) -> Any:
@@ -82,11 +104,11 @@ class Compiled:
         why_eager: why eager runs for good.
     """
 
-    def __init__(self, model: Callable[..., Any], options: dict[str, Any]) -> None:
-        self.model, self.options = model, {"seconds": SECONDS} | options
-        self.fast: Optimized | InParts | None = None
+    def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
+        self.model, self.background, self.options = model, background, {"seconds": SECONDS} | options
+        self.fast: Optimized | InParts | InBackground | None = None
         self.why_eager = ""
-        self._weights: list[tuple[torch.Tensor, int, int]] = []
+        self._watch: Watch | InBackground | None = None
         self._changes = 0
         self._said: set[str] = set()
         self._lock = threading.RLock()
@@ -97,7 +119,7 @@ class Compiled:
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | InParts | None:
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | InParts | InBackground | None:
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
             self._say(reason)
@@ -111,7 +133,7 @@ class Compiled:
                 self._say(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
-                self._optimize(Example(args, kwargs))
+                self._begin() if self.background else self._optimize(Example(args, kwargs))
             return self.fast
 
     def _optimize(self, example: Example) -> None:
@@ -123,13 +145,14 @@ class Compiled:
             self.why_eager = "; ".join(filter(None, (error.what, error.where)))
             self._say(self.why_eager)
             return
-        written = {id(value) for value in fast.program.state.values()} if isinstance(fast, Optimized) else set()
-        held = (t for t in _tensors(self.model) if id(t) not in written)
-        self._weights = [(tensor, tensor._version, tensor.data_ptr()) for tensor in held]
+        self._watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         self.fast = fast
 
+    def _begin(self) -> None:
+        self.fast = self._watch = InBackground(self.model, self.options, self._say)
+
     def _changed(self) -> bool:
-        return any(tensor._version != version or tensor.data_ptr() != at for tensor, version, at in self._weights)
+        return self._watch is not None and self._watch.changed()
 
     def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this call is eager's."""
@@ -141,7 +164,7 @@ class Compiled:
         return ""
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if any(tensor.requires_grad for tensor in _tensors(self.model)):
+        if any(tensor.requires_grad for tensor in tensors_of(self.model)):
             return True
         return any(getattr(leaf, "requires_grad", False) for leaf in flatten((args, kwargs))[0])
 
@@ -150,10 +173,6 @@ class Compiled:
             self._said.add(reason)
             name = getattr(self.model, "__name__", type(self.model).__name__)
             warnings.warn(f"tsopt: {name} runs eager: {reason}", stacklevel=5)
-
-
-def _tensors(model: Any) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
 
 
 class _Hybrid:
@@ -167,24 +186,22 @@ class _Hybrid:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         compiled = self._tsopt_compiled
-        return hybridize(copy.deepcopy(compiled.model, memo), **compiled.options)
+        return hybridize(copy.deepcopy(compiled.model, memo), background=compiled.background, **compiled.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as what it was made from: compiled forms belong to a process."""
         return original_of, (self._tsopt_compiled.model,)
 
 
-def _module(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
     cls = type(model)
-    names = {"_tsopt_compiled": Compiled(model, options), "__module__": cls.__module__, "__doc__": cls.__doc__}
+    names = {"_tsopt_compiled": compiled, "__module__": cls.__module__, "__doc__": cls.__doc__}
     made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
     made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
     return made
 
 
-def _function(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    compiled = Compiled(function, options)
-
+def _function(function: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
     @functools.wraps(function)
     def hybrid(*args: Any, **kwargs: Any) -> Any:
         return compiled(args, kwargs, function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -125,9 +126,48 @@ def test_what_contains_itself_is_refused(make):
         flatten(value)
 
 
-def test_objects_without_tensors_are_constants():
+class Slots:
+    __slots__ = ("x",)
+
+
+class Checked:
+    def __new__(cls, x):
+        return object.__new__(cls)
+
+
+class Reduced:
+    def __reduce__(self):
+        return Reduced, ()
+
+
+def test_objects_without_tensors_are_constants_in_outputs():
     value = SimpleNamespace(x=1)
+    leaves, structure = flatten((A, value), share=True)
+    assert unflatten(structure, leaves)[1] is value
+
+
+def test_objects_without_tensors_are_copied_in_inputs():
+    value = SimpleNamespace(x=1, inner={"y": [None, torch.float32, int]}, empty=Bag())
+    leaves, structure = flatten((A, value))
+    made = unflatten(structure, leaves)[1]
+    assert made is not value
+    assert made.inner is not value.inner
+    assert (made.x, made.inner, type(made.empty)) == (value.x, value.inner, Bag)
+    assert flatten((A, made))[1] == structure
+
+
+@pytest.mark.parametrize("value", [Slots(), Checked(1), Reduced(), SimpleNamespace(lock=threading.Lock())])
+def test_objects_that_are_more_than_plain_attributes_are_constants(value):
     assert flatten((A, value))[1].children[1].kind == "const"
+
+
+def test_classes_are_compared_by_identity_and_those_of_files_by_name():
+    one, other = (flatten((A, type("Same", (), {"__module__": "m"})))[1] for _ in range(2))
+    stored = from_json(to_json(one))
+    assert one != other
+    assert stored == one
+    assert stored == other
+    assert stored != flatten((A, int))[1]
 
 
 @pytest.mark.parametrize("value", [v for v in VALUES if not isinstance(v, (Bag, SimpleNamespace))][:-1], ids=str)

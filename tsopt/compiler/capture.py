@@ -21,7 +21,7 @@ from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import explain, failure_of_the_model
-from tsopt.compiler.frontends import FRONTENDS, by_fx, by_torchscript, computes_the_same, replayed, strictly
+from tsopt.compiler.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
 from tsopt.compiler.lowering import functional, lower, unique
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected, training_flags
@@ -34,7 +34,7 @@ from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 
 log = logging.getLogger("tsopt")
 # Who reads a model before torch.export does.
-READERS = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
+BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
 TRACING = threading.RLock()  # tracers change modules, and classes, while they look: two at once see each other's marks
 
 
@@ -70,11 +70,11 @@ def capture(
         CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
             of them, where the model itself runs.
     """
-    if frontend not in FRONTENDS:
-        raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
+    if frontend not in ("auto", *READERS):
+        raise UsageError(f"frontend={frontend!r}", fix=f"one of: auto, {', '.join(READERS)}")
     examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
-        if frontend in READERS:
+        if frontend in BEFORE_EXPORT:
             raise UsageError(
                 f"frontend={frontend!r} of an exported program",
                 why="torch.export has read it already",
@@ -103,7 +103,7 @@ def capture(
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
     """The program by the front end that is asked for, or by the first that can read the model."""
-    if frontend in READERS and not isinstance(model, Scripted):
+    if frontend in BEFORE_EXPORT and not isinstance(model, Scripted):
         return _read(model, example, wanted, frontend)
     try:
         return _capture(model, example, wanted)
@@ -126,11 +126,11 @@ def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, r
     # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
     if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
         raise NotOneGraph(
-            f"{READERS[reader]} reads something else than the model",
+            f"{BEFORE_EXPORT[reader]} reads something else than the model",
             why="in calls one after the other, what it has read gives other results, or leaves other values behind",
             fix='frontend="auto"',
         )
-    return replace(program, frontend=f"by {READERS[reader]}")
+    return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
 
 
 def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:

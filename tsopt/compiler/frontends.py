@@ -28,7 +28,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.errors import NotOneGraph
 
-FRONTENDS = ("auto", "export", "strict", "fx", "torchscript")
+READERS = ("export", "strict", "fx", "torchscript")
 CALLS, SEED = 3, 20011
 
 

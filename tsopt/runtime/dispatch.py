@@ -28,6 +28,14 @@ MAX_FORMS = 16  # kept at a time, those that were called last
 MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
 
 
+Form = tuple[Structure, tuple[Any, ...]]  # what calls that can be served alike have in common
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    leaves, structure = flatten((args, kwargs))
+    return structure, tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+
+
 class Optimized:
     """A drop-in for the model it was made from: called the same, returns the same, without gradients.
 
@@ -87,9 +95,7 @@ class Optimized:
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
-        leaves, structure = flatten((args, kwargs))
-        types = tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-        form = structure, types
+        form = form_of(args, kwargs)
         try:
             found = self._forms.get(form)
         except TypeError:  # a constant that cannot be hashed cannot be recognized again
@@ -101,7 +107,7 @@ class Optimized:
             self._forms.move_to_end(form)
         return found
 
-    def _add(self, form: tuple[Structure, tuple[Any, ...]], example: Example) -> Callable[..., Any]:
+    def _add(self, form: Form, example: Example) -> Callable[..., Any]:
         if self._captures >= MAX_CAPTURES:
             self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
             return self._eager

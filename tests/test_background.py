@@ -1,0 +1,202 @@
+"""`hybridize(background=True)`: eager serves until what another process has made is ready."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt import background
+from tsopt.hybrid import compiled_of
+
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("onnxruntime",), "background": True}
+X = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, size=256):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size)) for _ in range(4)))
+        self.register_buffer("x", torch.zeros(()))  # called as the input is
+
+    def forward(self, x):
+        self.x += 1
+        return self.layers(x)
+
+
+class Decides(Net):
+    def forward(self, x):
+        return self.layers(x) if float(x.sum()) > 0 else x
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def reports(net):
+    return compiled_of(net).fast.reports
+
+
+def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    wanted = Net().eval().layers(X)
+    assert torch.equal(net(X), wanted)
+    assert reports(net) == []
+    assert tsopt.wait(net, 0.0) is False
+    assert tsopt.wait(net) is True
+    assert reports(net)[0].winner.startswith("ONNX Runtime"), reports(net)[0]
+    assert torch.equal(net(X[:1]), Net().eval().layers(X[:1])), "another form is eager's until it is ready as well"
+    assert tsopt.wait(net) is True
+    monkeypatch.setattr(Net, "forward", None)
+    for rows in (4, 1):
+        torch.testing.assert_close(net(X[:rows]), wanted[:rows])
+    assert net.x == 4, "the buffers that a call writes are those of the model"
+
+
+def test_weights_that_change_meanwhile_or_later_are_used():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    net.layers[0][1].weight.mul_(2)
+    tsopt.wait(net)
+    assert reports(net) == [], "it was made of other weights"
+    torch.testing.assert_close(net(X), net.layers(X))
+    tsopt.wait(net)
+    assert len(reports(net)) == 1
+    torch.testing.assert_close(net(X), net.layers(X))
+    net.layers[0][1].weight.mul_(2)
+    torch.testing.assert_close(net(X), net.layers(X))
+    assert reports(net) == []
+
+
+def refused(net, words):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = net(X)
+        tsopt.wait(net)
+        assert torch.equal(net(X), found)
+    said = [str(item.message) for item in caught if "tsopt" in str(item.message)]
+    assert len(said) == 1
+    assert words in said[0]
+
+
+def test_what_cannot_be_sent_runs_eager_and_says_why():
+    model = Net().eval()
+    model.lock = threading.Lock()
+    refused(tsopt.hybridize(model, **QUICK), "it cannot be sent to another process; TypeError: cannot pickle")
+
+
+def test_what_is_no_single_graph_runs_eager_and_says_why():
+    refused(tsopt.hybridize(Decides().eval(), **QUICK), "a Python decision depends on the values of a tensor")
+
+
+def test_parts_run_eager_and_it_says_why():
+    net = tsopt.hybridize(Decides().eval(), **QUICK, frontend="parts")
+    refused(net, "Python between graphs stays where it is; in parts")
+
+
+def test_a_process_that_is_killed_is_told():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net(X)
+        process = compiled_of(net).fast._job[0]._process
+        os.kill(process.pid, signal.SIGKILL)
+        tsopt.wait(net)
+        net(X)
+    assert "the process that optimizes it has ended without an answer; status -9" in str(caught[-1].message)
+
+
+def test_a_wrong_option_is_an_error():
+    net = tsopt.hybridize(Net().eval(), **QUICK | {"backends": ("nonsense",)})
+    net(X)
+    for _ in range(2):
+        with pytest.raises(tsopt.UsageError, match="no backend is called 'nonsense'"):
+            tsopt.wait(net)
+    with pytest.raises(tsopt.UsageError, match="nonsense"):
+        net(X)
+
+
+def test_nothing_is_left_behind():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    job = compiled_of(net).fast._job[0]
+    process, directory = job._process, job.directory
+    assert directory.exists()
+    compiled_of(net).fast = compiled_of(net)._watch = None
+    del job, net
+    assert process.poll() is not None
+    assert not directory.exists()
+
+
+def test_forms_are_limited(monkeypatch):
+    monkeypatch.setattr(background, "MAX_CAPTURES", 0)
+    refused(tsopt.hybridize(Net().eval(), **QUICK), "0 forms of call were compiled")
+
+
+def test_wait_is_for_hybrids():
+    with pytest.raises(tsopt.UsageError, match="compiles nothing"):
+        tsopt.wait(nn.Linear(2, 2))
+    assert tsopt.wait(tsopt.hybridize(nn.Linear(2, 2))) is True
+
+
+SCRIPT = """
+import sys, time, torch, tsopt
+from torch import nn
+
+class Mine(nn.Module):
+    def forward(self, x):
+        return x.exp() + offset
+
+offset = 3
+net = tsopt.hybridize(Mine().eval(), background=True, seconds=0.05, isolate=False, cache=False, backends=("eager",))
+with torch.no_grad():
+    net(torch.ones(2))
+    if sys.argv[1] == "wait":
+        tsopt.wait(net)
+        print(net(torch.ones(2)).tolist()[0] > 5, len(net._tsopt_compiled.fast.reports))
+    else:
+        print(net._tsopt_compiled.fast._job[0]._process.pid, flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return [sys.executable, str(path)]
+
+
+def test_a_class_of_the_script_itself_without_a_main_guard(script):
+    done = subprocess.run([*script, "wait"], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "1"], done.stderr
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_the_process_ends_with_its_caller(script, end):
+    with subprocess.Popen([*script, "stay"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as caller:
+        pid = int(caller.stdout.readline())
+        caller.send_signal(end)
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("it is still there")
