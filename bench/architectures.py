@@ -445,16 +445,47 @@ add("decision", "decision_transformer", "DecisionTransformerModel",
 # ---- a step with a cache -------------------------------------------------------------------------------------------
 
 
-def step(layers: int, heads: int, size: int, vocabulary: int = 99) -> dict[str, Any]:
-    """One more token after six that are in the cache."""
-    cache = transformers.DynamicCache()
+def filled(cache: Any, layers: int, heads: int, size: int) -> Any:
+    """A cache with six tokens in it."""
     for layer in range(layers):
         cache.update(torch.randn(2, heads, 6, size), torch.randn(2, heads, 6, size), layer)
+    return cache
+
+
+def step(layers: int, heads: int, size: int, cache: Any = None) -> dict[str, Any]:
+    """One more token after six that are in the cache."""
+    cache = filled(cache or transformers.DynamicCache(), layers, heads, size)
     mask = torch.ones(2, 7, dtype=torch.long)
-    return {"input_ids": torch.randint(5, vocabulary, (2, 1)), "past_key_values": cache, "attention_mask": mask}
+    return {"input_ids": torch.randint(5, 99, (2, 1)), "past_key_values": cache, "attention_mask": mask}
+
+
+def step_without_mask(cache: Any) -> dict[str, Any]:
+    given = step(2, 2, 8, cache)
+    return {key: value for key, value in given.items() if key != "attention_mask"}
+
+
+def decoder_step(size: int) -> dict[str, Any]:
+    """One more token of a target: its cache, the cache of what was read of the source, and the source."""
+    caches = (filled(transformers.DynamicCache(), 2, 4, size) for _ in range(2))
+    return {
+        "encoder_outputs": (torch.randn(2, 6, 32),),
+        "decoder_input_ids": torch.randint(5, 99, (2, 1)),
+        "past_key_values": transformers.EncoderDecoderCache(*caches),
+    }
 
 
 add("cache", "llama_step", "LlamaForCausalLM", lambda: step(2, 2, 8), **LLAMA)
 add("cache", "gpt2_step", "GPT2LMHeadModel", lambda: step(2, 4, 8), "GPT2Config",
     n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=99)  # fmt: skip
 add("cache", "qwen3_step", "Qwen3ForCausalLM", lambda: step(2, 2, 8), **LLAMA, head_dim=8)
+add("cache", "llama_first", "LlamaForCausalLM",
+    lambda: {**ids(length=6), "past_key_values": transformers.DynamicCache(), "use_cache": True}, **LLAMA)  # fmt: skip
+add("cache", "llama_static", "LlamaForCausalLM",
+    lambda: step_without_mask(transformers.StaticCache(config=_config("LlamaConfig", **LLAMA), max_cache_len=16)),
+    **LLAMA)  # fmt: skip
+add("cache", "mistral_window", "MistralForCausalLM",
+    lambda: step_without_mask(
+        transformers.DynamicCache(config=_config("MistralConfig", **LLAMA, sliding_window=4))),
+    **LLAMA, sliding_window=4)  # fmt: skip
+add("cache", "bart_step", "BartForConditionalGeneration", lambda: decoder_step(8), **SEQ2SEQ)
+add("cache", "t5_step", "T5ForConditionalGeneration", lambda: decoder_step(8), **T5)
