@@ -36,7 +36,6 @@ def chosen():
 VALUES = "a Python decision depends on the values of a tensor"
 NUMBER = "a Python number that is computed from values of a tensor"
 EXPORT = "torch.export cannot capture the model"
-EXPERTS = "grouped_mm_fallback would be lost"  # an operator of transformers' own
 # What is no single graph, and by which words it is refused. This list may only shrink.
 NOT_ONE_GRAPH = {
     "longformer": VALUES,
@@ -54,12 +53,6 @@ NOT_ONE_GRAPH = {
 NOT_BY_TORCH: dict[str, str] = {}
 # What ONNX Runtime does not take, or answers otherwise, and why. May only shrink.
 NOT_BY_ONNX_RUNTIME = NOT_BY_TORCH | {
-    "falcon": "Could not find an implementation for Mul",
-    "mixtral": EXPERTS,
-    "qwen2_moe": EXPERTS,
-    "olmoe": EXPERTS,
-    "gpt_oss": EXPERTS,
-    "deepseek_v3": EXPERTS,
     "bit": "beyond rtol",
 }
 

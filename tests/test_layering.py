@@ -29,7 +29,7 @@ MAY = {
 }
 ONLY_IN = {
     "onnx": {"runtime/onnx_export.py"},
-    "onnxscript": set(),
+    "onnxscript": {"runtime/onnx_translations.py"},
     "onnx_ir": {"runtime/onnx_export.py"},
     "onnxruntime": {"runtime/ort.py"},
     "openvino": {"runtime/openvino.py"},

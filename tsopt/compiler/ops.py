@@ -57,6 +57,7 @@ SECRET_WRITES = {
 
 # Namespaces whose functional ops do what their schema says; a custom op may log, count or talk to a device.
 KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
+KNOWN_PURE_OPS = frozenset({"transformers::grouped_mm_fallback"})  # products of experts, in a loop of Python
 
 # Composite ops that compute, whatever their arguments, and are too frequent to be asked (see `may_alias`).
 ALWAYS_NEW = frozenset(
@@ -170,7 +171,8 @@ def has_effect(node: fx.Node) -> bool:
         return not blocks or any(has_effect(inner) for block in blocks for inner in block.calls())
     if writes(target) or writes_in_secret(node):
         return True
-    return not target._schema.returns or target.namespace not in KNOWN_PURE
+    pure = target.namespace in KNOWN_PURE or target._schema.name in KNOWN_PURE_OPS
+    return not target._schema.returns or not pure
 
 
 def is_check(node: fx.Node) -> bool:

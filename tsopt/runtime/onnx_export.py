@@ -23,6 +23,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.rewrite import new_call
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.inputs import exported
+from tsopt.runtime.onnx_translations import translations
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
@@ -81,6 +82,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
                 verbose=False,
                 optimize=not _adds_zero(program),
                 opset_version=opset,
+                custom_translation_table=translations(),
             )
     except Exception as error:
         raise _explain(error, program) from error

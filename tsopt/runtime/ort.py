@@ -67,12 +67,14 @@ class OnnxRuntimeBackend:
         from tsopt.compiler.control import all_calls
         from tsopt.compiler.generalize import through
         from tsopt.runtime.onnx_export import four_axes, to_onnx
+        from tsopt.runtime.ort_bfloat16 import widened
         from tsopt.runtime.ort_kernels import with_own_operators
 
         def lowered(program: Program) -> Program:
-            return with_own_operators(four_axes(program))
+            program = program if _is_on_gpu(program.signature) else widened(program)
+            return with_own_operators(four_axes(program)) if self.fused else program
 
-        model = to_onnx(through(program, lowered) if self.fused else program, self.opset)
+        model = to_onnx(through(program, lowered), self.opset)
         proto, weights = model.detached()
         options = {
             "threads": self.threads or torch.get_num_threads(),

@@ -1,0 +1,45 @@
+"""ONNX for ops that torch's exporter does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from onnxscript import opset18
+
+op: Any = opset18
+FLOAT, INT64 = 1, 7  # as onnx.TensorProto numbers them
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What the exporter is given: by op, of those whose libraries are imported."""
+    found: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        found[torch.ops.transformers.grouped_mm_fallback.default] = _grouped_mm
+    return found
+
+
+def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Rows in groups, each group times a matrix of its own; `offs` are the ends of the groups.
+
+    Zeros for the rows behind the last group: those of transformers' op, where torch's own leaves anything.
+    """
+    if offs is None or bias is not None or out_dtype is not None or (len(rows.shape), len(matrices.shape)) != (2, 3):
+        raise NotImplementedError("_grouped_mm of rows in groups alone")
+    count = matrices.shape[0]
+    if str(rows.dtype) != "BFLOAT16":
+        return _in_groups(rows, matrices, offs, count)
+    # Wide, then rounded: runtimes for CPUs have no kernels for it.
+    return op.CastLike(_in_groups(op.Cast(rows, to=FLOAT), op.Cast(matrices, to=FLOAT), offs, count), rows)
+
+
+def _in_groups(rows: Any, matrices: Any, offs: Any, count: int) -> Any:
+    axis, end, parts = op.Constant(value_ints=[0]), op.Constant(value_ints=[0]), []
+    for number in range(count):
+        place, start = op.Constant(value_ints=[number]), end
+        end = op.Cast(op.Gather(offs, place), to=INT64)
+        parts.append(op.MatMul(op.Slice(rows, start, end, axis), op.Squeeze(op.Gather(matrices, place), axis)))
+    left = op.Sub(op.Shape(rows, start=0, end=1), end)
+    shape = op.Concat(left, op.Shape(matrices, start=2, end=3), axis=0)
+    return op.Concat(*parts, op.Expand(op.CastLike(op.Constant(value_float=0.0), rows), shape), axis=0)
