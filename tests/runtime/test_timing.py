@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from tsopt.compiler.example import Example
 from tsopt.runtime import timing
@@ -228,3 +229,41 @@ def test_first_calls_rotate_the_inputs(clock):
     log: list = []
     cold_start(clock.taking(1e-3, log, "a"), INPUTS)
     assert [args[0] for _, args, _ in log[:4]] == [0, 1, 2, 0]
+
+
+# ---- calls that change what they are given --------------------------------------------------------------------------
+
+
+def test_every_call_gets_the_objects_as_they_were_at_first(clock):
+    seen: list[tuple[int, int]] = []
+
+    def call(items, cache):
+        clock.now += 1e-3
+        seen.append((len(items), len(cache)))
+        items.append(1)
+        cache["new"] = 1
+
+    measure({"eager": call, "other": call}, [Example(([],), {"cache": {}})], seconds=1e-9)
+    assert set(seen) == {(0, 0)}
+
+
+def test_every_call_gets_written_tensors_as_they_were_at_first(clock):
+    seen: list[float] = []
+
+    def call(x):
+        clock.now += 1e-3
+        seen.append(float(x))
+        x += 1
+
+    measure({"eager": call, "other": call}, [Example((torch.zeros(()),), written=True)], seconds=1e-9)
+    assert set(seen) == {0.0}
+
+
+def test_the_time_to_make_them_anew_does_not_count(clock, monkeypatch):
+    def slowly(self):
+        clock.now += 0.1
+        return Example(([],))
+
+    monkeypatch.setattr(Example, "renewed", slowly)
+    timings = measure({"eager": clock.taking(1e-3)}, [Example(([],))], seconds=1e-9)
+    assert timings["eager"].samples == pytest.approx([1.0] * len(timings["eager"].samples))
