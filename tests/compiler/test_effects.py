@@ -347,20 +347,3 @@ def test_one_program_serves_a_cache_that_grows(backend):
             torch.testing.assert_close(run(x, mine), model(x, theirs))
     torch.testing.assert_close(mine["v"], theirs["v"])
     assert mine["v"].shape == (1, 8, 8)
-
-
-class Ring(nn.Module):
-    """Writes where a counter among its inputs says, and counts on: another call would write elsewhere."""
-
-    def forward(self, x, ring, position):
-        ring.index_copy_(0, position, x)
-        position += 1
-        return ring.sum(0)
-
-
-@pytest.mark.parametrize("isolate", [True, False])
-def test_calls_that_write_to_their_tensors_are_timed_on_what_they_were(isolate):
-    example = torch.ones(1, 4), torch.zeros(3, 4), torch.tensor([2])
-    fast = tsopt.optimize(Ring(), example, seconds=0.1, isolate=isolate, cache=False, backends=("eager", "onnxruntime"))
-    assert [row.status for row in fast.report.rows] == ["ok"] * 3, fast.report
-    assert example[2] == 2

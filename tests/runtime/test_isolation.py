@@ -338,3 +338,20 @@ def test_a_candidate_with_a_process_of_its_own_is_right_at_all_sizes():
     assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"], fast.report
     assert not fast.report.together
     assert fast.report.sizes == "batch: 1..10, checked at 1, 2, 7, 10"
+
+
+class Ring(nn.Module):
+    """Writes where a counter among its inputs says, and counts on: another call would write elsewhere."""
+
+    def forward(self, x, ring, position):
+        ring[position] = x
+        position += 1
+        return ring.sum(0)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_calls_that_write_to_their_tensors_are_timed_on_what_they_were(isolate):
+    example = torch.ones(1, 4), torch.zeros(3, 4), torch.tensor([2])
+    fast = tsopt.optimize(Ring(), example, seconds=0.1, isolate=isolate, cache=False, backends=("eager", "onnxruntime"))
+    assert [row.status for row in fast.report.rows] == ["ok"] * 3, fast.report
+    assert example[2] == 2
