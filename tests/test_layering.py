@@ -42,6 +42,7 @@ ONLY_IN = {
 WITHOUT_TORCH = (
     "__init__.py",
     "errors.py",
+    "compiler/contents.py",
     "compiler/effects.py",
     "compiler/signature.py",
     "compiler/structure.py",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.contents import held_by
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_examples
@@ -26,7 +27,7 @@ from tsopt.compiler.lowering import functional, lower, unique
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
-from tsopt.compiler.refusals import check_inputs, check_model, check_result, check_training
+from tsopt.compiler.refusals import check_apart, check_inputs, check_model, check_result, check_training
 from tsopt.compiler.scripted import Scripted, is_scripted
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
@@ -151,15 +152,17 @@ Outcome = tuple[Structure, tuple[Effect, ...]]  # the form of what a call return
 class _Flat(nn.Module):
     """Flat tensors in and out around the user's model, so that no nesting ever reaches torch.export."""
 
-    def __init__(self, model: Callable[..., Any], outer: Structure, record: Callable[[Outcome], None]) -> None:
+    def __init__(
+        self, model: Callable[..., Any], outer: Structure, held: Container[int], record: Callable[[Outcome], None]
+    ) -> None:
         super().__init__()
         self.model = _called_forward(model) if isinstance(model, FunctionType) else model
-        self.outer = outer
+        self.outer, self.held = outer, held
         self.record = record  # a function: torch.export puts attributes that change back as they were
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.outer, leaves)
-        values, result, effects = outcome_of(self.model, args, kwargs)
+        values, result, effects = outcome_of(self.model, args, kwargs, self.held)
         self.record((result, effects))
         return tuple(values)
 
@@ -178,6 +181,8 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     outcomes: list[Outcome] = []
+    held = held_by(model)
+    check_apart(example, held)
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
         called = model
@@ -185,7 +190,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
             called = strictly(model, example, fixed=wanted is None)
         elif reader == "torchscript":
             called = Scripted(by_torchscript(model))
-        flat: nn.Module = _Flat(called, outer, lambda outcome: outcomes.append(outcome))
+        flat: nn.Module = _Flat(called, outer, held, lambda outcome: outcomes.append(outcome))
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
@@ -195,7 +200,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     except Exception as error:
         raise explain(error, model, example) from error
     result, effects = outcomes[-1]
-    check_result(result, effects)
+    check_result(result, effects, held)
     program = lower(exported, names, outer, result, effects, _model_name(model))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
 

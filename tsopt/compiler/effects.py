@@ -5,14 +5,13 @@ Needs no torch: a bundle does the same to the objects of its caller.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 
+from tsopt.compiler.contents import Kept, attributes_of, refill_items, same
 from tsopt.compiler.structure import (
-    SCALARS,
+    CHANGEABLE,
     Given,
     Path,
     Structure,
@@ -20,14 +19,14 @@ from tsopt.compiler.structure import (
     check_keys,
     flatten,
     from_json,
+    key_from,
     parts_of,
+    path_from,
     put,
     to_json,
     unflatten,
 )
 from tsopt.errors import CaptureError
-
-CHANGEABLE = ("list", "dict", "object")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Effect:
             yield from child.paths(f"{self}.{key}")
 
     def __str__(self) -> str:
-        return _text(self.path)
+        return text_of(self.path)
 
     def to_json(self) -> dict[str, Any]:
         keys = [list(key) if isinstance(key, tuple) else key for key in self.keys]
@@ -67,14 +66,12 @@ class Effect:
             outer: the form of the call.
             made: how many objects there are before it, as `structure.from_json` counts them.
         """
-        path = tuple((str(place), key) for place, key in data["path"])
-        keys = tuple(tuple(key) if isinstance(key, list) else key for key in data["keys"])
+        path, keys = path_from(data["path"]), tuple(map(key_from, data["keys"]))
         parts, kind = from_json(data["parts"], made), str(data["kind"])
         check_keys(kind, keys, len(parts.children), None)
-        hidden = [key for place, key in keys if str(key).startswith("__")] if kind == "object" else []
-        if len(path) < 2 or kind not in CHANGEABLE or _node_at(outer, path).kind != kind or hidden:
+        if len(path) < 2 or kind not in CHANGEABLE or _node_at(outer, path).kind != kind or parts.kind != "tuple":
             raise ValueError(f"no object of the call: {str(path)[:80]}")
-        _check_given(parts, outer)
+        check_given(parts, outer)
         return cls(path, kind, keys, parts)
 
 
@@ -84,24 +81,21 @@ class _Before:
     A context, in which the call is made: what cannot be copied from call to call is left as it was.
     """
 
-    def __init__(self, call: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
-        self._held: dict[int, tuple[Path, Any, str, tuple[Any, ...], list[Any]]] = {}
-        self._shared: list[tuple[Path, Any, Any]] = []
+    def __init__(self, call: tuple[Sequence[Any], Mapping[str, Any]], held: Container[int]) -> None:
+        self._changeable: dict[int, tuple[Path, Any, str, tuple[Any, ...], list[Any]]] = {}
+        self._constant: list[tuple[Path, Any, Kept]] = []
+        self._outlive = held
         whole = (tuple(call[0]), dict(call[1]))
         todo: list[tuple[Path, Any, Structure]] = [((), whole, flatten(whole)[1])]
-        seen: dict[int, Any] = {}  # held on to: what is gone could have its id taken
         while todo:
             path, item, node = todo.pop()
-            if node.kind == "leaf" or id(item) in seen:
-                continue
-            seen[id(item)] = item
             if node.kind == "const":
-                if (contents := _contents(item)) is not None:
-                    self._shared.append((path, item, contents))
+                self._constant.append((path, item, Kept(item)))
+            if node.kind in ("const", "leaf", "shared"):
                 continue
             kind, keys, children = parts_of(item) or (node.kind, (), ())
             if kind in CHANGEABLE and len(path) > 1:
-                self._held[id(item)] = path, item, kind, keys, list(children)
+                self._changeable[id(item)] = path, item, kind, keys, list(children)
             paths = ((*path, step) for step in steps_of(kind, keys, len(children)))
             todo += list(zip(paths, children, node.children, strict=True))[::-1]
 
@@ -109,9 +103,8 @@ class _Before:
         return self
 
     def __exit__(self, *details: object) -> None:
-        for _, item, contents in self._shared:
-            if not _alike(_contents(item), contents):
-                _refill(item, contents)
+        for _, _, kept in self._constant:
+            kept.restore()
 
     def flatten(self, result: Any) -> tuple[list[Any], Structure, tuple[Effect, ...]]:
         """The tensors of what the call has returned, and of what it has put into its objects; the forms of both.
@@ -119,46 +112,55 @@ class _Before:
         Raises:
             CaptureError: it has changed an object that cannot be copied.
         """
-        for path, item, contents in self._shared:
-            if not _alike(_contents(item), contents):
+        for path, item, kept_now in self._constant:
+            if kept_now.changed():
                 raise CaptureError(
                     f"the call changes a {type(item).__name__} that it is given",
-                    where=f"input {_text(path)}",
+                    where=f"input {text_of(path)}",
                     why="such an object cannot be copied, and every comparison would change it again",
                     fix="keep what changes in tensors, lists, dicts, dataclasses or objects with plain attributes",
                 )
         changed: list[tuple[Path, str, tuple[Any, ...]]] = []
         kept: list[tuple[Any, ...]] = []
-        for path, item, kind, keys, children in self._held.values():
+        for path, item, kind, keys, children in self._changeable.values():
             _, now, parts = parts_of(item) or (kind, (), ())
-            if now == keys and len(parts) == len(children) and all(map(_same, parts, children)):
+            if now == keys and len(parts) == len(children) and all(map(same, parts, children)):
                 continue
             before = dict(zip(steps_of(kind, keys, len(children)), children, strict=True))
             changed.append((path, kind, now))
             kept.append(
                 tuple(
-                    Given((*path, step)) if step in before and _same(part, before[step]) else part
+                    Given((*path, step)) if step in before and same(part, before[step]) else part
                     for step, part in zip(steps_of(kind, now, len(parts)), parts, strict=True)
                 )
             )
-        paths = {key: path for key, (path, *_) in self._held.items()}
-        leaves, whole = flatten((result, *kept), share=True, given=paths)
+        paths = {key: path for key, (path, *_) in self._changeable.items()}
+        paths |= {id(item): path for path, item, kept_now in self._constant if kept_now}
+        leaves, whole = flatten((result, *kept), share=True, given=paths, held=self._outlive)
         returned, *parts_then = whole.children
         effects = (Effect(*where, then) for where, then in zip(changed, parts_then, strict=True))
         return leaves, returned, tuple(effects)
 
 
 def outcome_of(
-    called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    called: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], held: Container[int] = ()
 ) -> tuple[list[Any], Structure, tuple[Effect, ...]]:
     """Makes a call; the tensors and the forms of what it returns and of what it leaves in its objects.
+
+    Args:
+        held: ids of what the model holds.
 
     Raises:
         CaptureError: it changes an object that cannot be copied, which is put back.
         Exception: whatever the call raises.
     """
-    with _Before((args, kwargs)) as before:
+    with _Before((args, kwargs), held) as before:
         return before.flatten(called(*args, **kwargs))
+
+
+def containers_of(call: tuple[Sequence[Any], Mapping[str, Any]]) -> list[Any]:
+    """The lists, dicts and objects of a call that are copied from call to call."""
+    return [item for _, item, *_ in _Before(call, ())._changeable.values()]
 
 
 def finish(result: Structure, effects: Sequence[Effect], leaves: Sequence[Any], call: Any) -> Any:
@@ -177,43 +179,12 @@ def _change(target: Any, effect: Effect, children: Sequence[Any]) -> None:
         target[:] = children
         return
     if effect.kind == "dict":
-        target.clear()
-        target.update(zip(effect.keys, children, strict=True))
+        refill_items(target, dict(zip(effect.keys, children, strict=True)))
         return
-    _, keys, _ = parts_of(target) or ("", (), ())
-    for place, key in keys:
-        if (place, key) not in effect.keys:
-            (dict.__delitem__ if place == "item" else object.__delattr__)(target, key)
+    for name in attributes_of(target):
+        if ("attr", name) not in effect.keys:
+            object.__delattr__(target, name)
     put(target, effect.keys, children)
-
-
-def _contents(item: Any) -> Any:
-    """What an object that is one to all calls holds, where that can change."""
-    if isinstance(item, dict):
-        return dict(item)
-    if isinstance(item, (set, deque, bytearray)):
-        return list(item)
-    if isinstance(item, (type, FunctionType, ModuleType)) or hasattr(item, "named_parameters"):
-        return None
-    return dict(vars(item)) if hasattr(item, "__dict__") else None
-
-
-def _alike(mine: Any, other: Any) -> bool:
-    if isinstance(mine, dict):
-        return list(mine) == list(other) and all(map(_same, mine.values(), other.values()))
-    return len(mine) == len(other) and all(map(_same, mine, other))
-
-
-def _refill(item: Any, contents: Any) -> None:
-    target = item if isinstance(item, (dict, set, deque, bytearray)) else vars(item)
-    target.clear()
-    (target.extend if isinstance(target, (deque, bytearray)) else target.update)(contents)
-
-
-def _same(part: Any, other: Any) -> bool:
-    if part is other:
-        return True
-    return isinstance(part, SCALARS) and type(part) is type(other) and bool(part == other)
 
 
 def steps_of(kind: str, keys: Sequence[Any], count: int) -> list[tuple[str, Any]]:
@@ -223,7 +194,8 @@ def steps_of(kind: str, keys: Sequence[Any], count: int) -> list[tuple[str, Any]
     return [("item", key) for key in (keys if kind == "dict" else range(count))]
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """A path in a call, as a user writes it."""
     return ".".join([*["args"] * (path[0][1] == 0), *(str(key) for _, key in path[1:])])
 
 
@@ -234,8 +206,11 @@ def _node_at(outer: Structure, path: Path) -> Structure:
     return node
 
 
-def _check_given(node: Structure, outer: Structure) -> None:
+def check_given(node: Structure, outer: Structure | None) -> None:
+    """Raises ValueError where what is `given` is no part of the call; without a call, where anything is."""
     if node.kind == "given":
+        if outer is None:
+            raise ValueError("a part of the call is given by the call")
         _node_at(outer, node.keys)
     for child in node.children:
-        _check_given(child, outer)
+        check_given(child, outer)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tsopt.compiler.structure import flatten, is_leaf, unflatten
+from tsopt.compiler.contents import is_leaf
+from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import UsageError
 
 

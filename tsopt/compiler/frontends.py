@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler import ops
+from tsopt.compiler.contents import held_by
 from tsopt.compiler.effects import outcome_of
 from tsopt.compiler.example import Example
 from tsopt.compiler.explain import first_lines
@@ -191,12 +192,13 @@ def _calls_of_the_model(
 ) -> list[_Call]:
     state, found = list(program.state.values()), []
     model = getattr(model, "original", model)
+    held = held_by(model)
     with protected(model, written=state):
         _seed()
         for _ in range(CALLS):
             inputs = [value.detach().clone() for value in values]
             args, kwargs = unflatten(structure, inputs)
-            outputs, *form = outcome_of(model, args, kwargs)
+            outputs, *form = outcome_of(model, args, kwargs, held)
             after = [value.detach().clone() for value in (*inputs, *state)]
             if not all(map(ops.is_plain, outputs)):
                 raise NotOneGraph("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")

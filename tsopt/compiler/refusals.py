@@ -5,14 +5,15 @@ Every message says what, where, why and what to do. Never runs a capture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from tsopt.compiler import ops
-from tsopt.compiler.effects import Effect
+from tsopt.compiler.effects import Effect, containers_of
 from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.structure import Structure, flatten
@@ -88,7 +89,18 @@ def check_inputs(model: object, example: Example) -> None:
             )
 
 
-def check_result(result: Structure, effects: Sequence[Effect]) -> None:
+def check_apart(example: Example, held: Container[int]) -> None:
+    """Refuses a call that is given an object of the model's own: the objects of a program are apart from the model."""
+    given = next((item for item in containers_of((example.args, example.kwargs)) if id(item) in held), None)
+    if given is not None:
+        raise NotOneGraph(
+            f"the model holds the {type(given).__name__} that it is given",
+            why="a program is made for objects that are apart",
+            fix="pass a copy, or leave it out of the call",
+        )
+
+
+def check_result(result: Structure, effects: Sequence[Effect], held: Container[int]) -> None:
     if _holds_number(result):
         raise NotOneGraph(
             "the model returns a Python number that depends on the input",
@@ -103,8 +115,24 @@ def check_result(result: Structure, effects: Sequence[Effect]) -> None:
                 why="a program makes tensors; the number would be frozen",
                 fix="keep a tensor: torch.tensor(0) in the place of 0, tensor in the place of tensor.item()",
             )
+    for structure in (result, *(effect.parts for effect in effects)):
+        for value in _changing(structure):
+            if id(value) not in held:
+                raise NotOneGraph(
+                    f"the model makes a {type(value).__name__} in the call",
+                    why="what it returns or keeps would be the same object in every call",
+                    fix="use tensors, lists, dicts, dataclasses or objects with plain attributes",
+                )
     if result.leaf_count == 0 and not any(effect.parts.leaf_count for effect in effects):
         raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
+
+
+def _changing(node: Structure) -> Iterator[Any]:
+    """Constants that can change."""
+    if node.kind == "const" and node.contents:
+        yield node.value
+    for child in node.children:
+        yield from _changing(child)
 
 
 def _holds_number(node: Structure) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tsopt.compiler.effects import Effect, finish
+from tsopt.compiler.effects import Effect, check_given, finish
 from tsopt.compiler.structure import Structure, flatten, from_json, to_json
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.errors import ArtifactError, SignatureError
@@ -182,8 +182,12 @@ class Signature:
             outer, objects = from_json(data["outer"]), [0]
             result = from_json(data["result"], objects)
             effects = tuple(Effect.from_json(item, outer, objects) for item in data.get("effects", ()))
+            check_given(outer, None)
+            check_given(result, outer)
+            if len({effect.path for effect in effects}) != len(effects):
+                raise ValueError("an object is changed twice")
             made = cls(inputs, outputs, outer, result, dims, effects)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
         return made

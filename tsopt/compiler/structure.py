@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+from tsopt.compiler.contents import FIXED, attributes_of, holders, is_leaf, refill_items, set_attribute, told
 from tsopt.errors import ArtifactError, CaptureError
-
-SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,8 +25,8 @@ class Structure:
     kind is `leaf` (a tensor, `index` into the flat list), `const` (a value kept as it was), `tuple`,
     `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping,
     if it is one, then attributes). Two structures are equal when the same call would be made: constants
-    count by type and value. An object met twice is `same` the second time, by the number of the first; one of the
-    call itself is `given`, and `keys` are the path to it.
+    count by type and value. A list, a dict or an object met twice is `shared` the second time, by the number of the
+    first; one of the call itself is `given`, and `keys` are the path to it.
     """
 
     kind: str
@@ -51,7 +50,7 @@ class Structure:
         return self.kind, self.keys, self.children, self.index, value, self.contents
 
     def __str__(self) -> str:
-        if self.kind in ("leaf", "same", "given"):
+        if self.kind in ("leaf", "shared", "given"):
             return "*"
         if self.kind == "const":
             return repr(self.value) if not isinstance(self.value, type) else _name_of(self.value)
@@ -96,19 +95,17 @@ def _identity(value: Any) -> Any:
     """What a constant is compared by: bits for floats (-0.0 is not 0.0, NaN is NaN), itself for an object."""
     if isinstance(value, (float, complex)):
         return repr(value)
-    return id(value) if _has_contents(value) else value
-
-
-def _has_contents(value: Any) -> bool:
-    plain = isinstance(value, (*SCALARS, type, FunctionType, ModuleType))
-    return not plain and hasattr(value, "__dict__") and not hasattr(value, "named_parameters")
+    return value if isinstance(value, FIXED) or next(holders(value), None) is None else id(value)
 
 
 def _const(value: Any) -> Structure:
     """A constant, with what it holds now: a configuration object that is changed later is another constant."""
-    return Structure("const", type(value), value=value, contents=repr(vars(value)) if _has_contents(value) else "")
+    simple = isinstance(value, FIXED) or type(value).__module__ == "torch"
+    return Structure("const", type(value), value=value, contents="" if simple else told(value))
 
 
+PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
+CHANGEABLE = ("list", "dict", "object")
 Path = tuple[tuple[str, Any], ...]  # steps from a container to one of its parts: ("item", key) or ("attr", name)
 
 
@@ -119,20 +116,15 @@ class Given:
     path: Path
 
 
-def is_leaf(value: object) -> bool:
-    return hasattr(value, "__dlpack__")
-
-
 def flatten(
-    value: object, *, share: bool = False, given: Mapping[int, Path] | None = None
+    value: object, *, share: bool = False, given: Mapping[int, Path] | None = None, held: Container[int] = ()
 ) -> tuple[list[Any], Structure]:
     """Splits a nesting into its tensors and its Structure.
 
     Args:
-        share: a tensor met twice is one leaf, an object without tensors is itself (outputs: the caller gets the same
-            object twice again). Without, an object that is nothing but data is taken apart (inputs: a call may change
-            an empty cache, and must not change that of the example).
+        share: a tensor met twice is one leaf (outputs: the caller gets the same object twice again).
         given: paths of objects of the call, by identity.
+        held: ids of objects that outlive the call: where they have no tensors, they are themselves.
 
     Raises:
         CaptureError: the value contains itself.
@@ -165,15 +157,18 @@ def flatten(
                 why="inputs and outputs must be trees of tensors",
                 fix="pass the tensors it holds instead",
             )
-        if share and id(item) in objects:
-            return Structure("same", index=objects[id(item)])
+        if id(item) in objects:
+            return Structure("shared", index=objects[id(item)])
         open_ids.add(id(item))
         kind, keys, children = parts
+        count = len(objects)
         nodes = tuple(walk(child) for child in children)
         open_ids.discard(id(item))
-        if kind == "object" and not _holds_leaf(nodes) and (share or not _is_data(item, nodes)):
+        if kind == "object" and not _holds_leaf(nodes) and (id(item) in held or not _is_its_attributes(type(item))):
+            for inner in [key for key, number in objects.items() if number >= count]:
+                del objects[inner]
             return _const(item)
-        if kind == "object":
+        if kind in CHANGEABLE:
             objects[id(item)] = len(objects)
         return Structure(kind, type(item), keys, nodes)
 
@@ -181,12 +176,7 @@ def flatten(
 
 
 def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
-    return any(node.kind == "leaf" or _holds_leaf(node.children) for node in nodes)
-
-
-def _is_data(item: Any, nodes: tuple[Structure, ...]) -> bool:
-    """Whether an object is no more than its attributes, and these are plain values, however deep."""
-    return _is_its_attributes(type(item)) and all(map(_is_plain, nodes))
+    return any(node.kind in ("leaf", "shared", "given") or _holds_leaf(node.children) for node in nodes)
 
 
 def _is_its_attributes(cls: type) -> bool:
@@ -198,15 +188,9 @@ def _is_its_attributes(cls: type) -> bool:
     return plain and not slots and cls.__new__ in (object.__new__, dict.__new__, OrderedDict.__new__)
 
 
-def _is_plain(node: Structure) -> bool:
-    if node.kind != "const":
-        return all(map(_is_plain, node.children))
-    return isinstance(node.value, (*SCALARS, type)) or type(node.value).__module__ == "torch"
-
-
 def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     """(kind, keys, children) of a container; None for what is kept as a constant."""
-    if isinstance(item, (*SCALARS, type, FunctionType, ModuleType)) or type(item).__name__.startswith("Sym"):
+    if isinstance(item, FIXED) or type(item).__name__.startswith("Sym"):
         return None  # torch's symbolic numbers among them: capture refuses these by name
     cls = type(item)
     if isinstance(item, tuple):
@@ -215,15 +199,11 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
         return "list", (), item
     if cls in (dict, OrderedDict):
         return "dict", tuple(item), list(item.values())
-    if hasattr(item, "named_parameters"):
-        return None  # an nn.Module in a call is configuration, not data
-    items = [(("item", key), child) for key, child in item.items()] if isinstance(item, dict) else []
-    names = (
-        [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)] if dataclasses.is_dataclass(item) else []
-    )
-    names += [name for name in getattr(item, "__dict__", ()) if name not in names]
-    pairs = items + [(("attr", name), getattr(item, name)) for name in names]
-    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(type(item))):
+    if hasattr(item, "named_parameters") or isinstance(item, (list, set, deque, bytearray, defaultdict)):
+        return None  # an nn.Module in a call is configuration, not data; the others are more than their attributes
+    items = [(("item", key), child) for key, child in dict.items(item)] if isinstance(item, dict) else []
+    pairs = items + [(("attr", name), child) for name, child in attributes_of(item).items()]
+    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(cls)):
         return None
     return "object", tuple(key for key, _ in pairs), [child for _, child in pairs]
 
@@ -232,7 +212,7 @@ def at_path(value: Any, path: Path) -> Any:
     """The part of a nesting that a path leads to."""
     for place, key in path:
         if place == "attr":
-            value = getattr(value, key)
+            value = attributes_of(value)[key]
         else:
             value = dict.__getitem__(value, key) if isinstance(value, dict) else value[key]
     return value
@@ -253,19 +233,25 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], call: Any, objects: 
         return leaves[structure.index]
     if kind == "const":
         return structure.value
-    if kind == "same":
+    if kind == "shared":
         return objects[structure.index]
     if kind == "given":
         return at_path(call, structure.keys)
     children = [_unflatten(child, leaves, call, objects) for child in structure.children]
+    made = _made(structure, children)
+    if kind in CHANGEABLE:
+        objects.append(made)
+    return made
+
+
+def _made(structure: Structure, children: list[Any]) -> Any:
+    kind, cls = structure.kind, structure.cls
     if kind == "list":
         return children
-    cls = structure.cls
     if kind == "tuple":
         return tuple(children) if cls is None else cls(children)
     if kind == "object":
-        objects.append(_rebuild(cls or SimpleNamespace, structure.keys, children))
-        return objects[-1]
+        return _rebuild(cls or SimpleNamespace, structure.keys, children)
     if cls is None:
         raise ArtifactError("the stored output structure is damaged", why=f"a {kind} without a class")
     if kind == "dict":
@@ -283,24 +269,29 @@ def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
 
 
 def put(target: Any, keys: Sequence[tuple[str, Any]], children: Sequence[Any]) -> None:
-    """Sets the items and attributes of an object, past whatever its class does when they are set."""
-    for (place, key), child in zip(keys, children, strict=True):
-        if place == "item" and isinstance(target, dict):
-            (OrderedDict if isinstance(target, OrderedDict) else dict).__setitem__(target, key, child)
-        else:
-            object.__setattr__(target, key, child)
+    """Makes an object hold these items and attributes."""
+    pairs = list(zip(keys, children, strict=True))
+    if isinstance(target, dict):
+        refill_items(target, {key: child for (place, key), child in pairs if place == "item"})
+    for (place, key), child in pairs:
+        if place == "attr" or not isinstance(target, dict):
+            set_attribute(target, key, child)
 
 
 def to_json(structure: Structure) -> dict[str, Any]:
-    """A JSON value. Classes are named, not stored; constants must be JSON scalars, dtypes or devices."""
+    """A JSON value. Classes are named, not stored.
+
+    Raises:
+        ArtifactError: a constant is no plain value, dtype, device or class.
+    """
     out: dict[str, Any] = {"kind": structure.kind}
-    if structure.kind in ("leaf", "same"):
+    if structure.kind in ("leaf", "shared"):
         return out | {"index": structure.index}
     if structure.kind == "given":
         return out | {"keys": [list(step) for step in structure.keys]}
     if structure.kind == "const":
         return out | _const_to_json(structure.value)
-    if structure.kind in ("namedtuple", "object") and structure.cls is not None:
+    if structure.kind in ("namedtuple", "object", "dict") and structure.cls not in (None, dict):
         out["class"] = _name_of(structure.cls)
     if structure.keys:
         out["keys"] = [list(key) if isinstance(key, tuple) else key for key in structure.keys]
@@ -316,7 +307,13 @@ def _const_to_json(value: object) -> dict[str, Any]:
         return {"class": _name_of(value)}
     if type(value).__module__ == "torch":
         return {"torch": type(value).__name__, "text": str(value)}
-    return {"opaque": f"{type(value).__module__}.{type(value).__qualname__}"}
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    raise ArtifactError(
+        f"the call takes, returns or keeps a {type(value).__name__}, which no file can hold",
+        where=repr(value)[:80],
+        fix="use a plain value: a number, a string, a dtype",
+    )
 
 
 def from_json(data: Any, objects: list[int] | None = None) -> Structure:
@@ -335,7 +332,7 @@ def from_json(data: Any, objects: list[int] | None = None) -> Structure:
     try:
         made = _from_json(data)
         hash(made)
-        _check_same(made, [0] if objects is None else objects)
+        _check_shared(made, [0] if objects is None else objects)
     except (TypeError, ValueError, KeyError, RuntimeError, RecursionError) as error:
         raise ArtifactError("the stored structure is damaged", why=str(error)[:200]) from error
     return made
@@ -343,18 +340,20 @@ def from_json(data: Any, objects: list[int] | None = None) -> Structure:
 
 def _from_json(data: Any) -> Structure:
     match data:
-        case {"kind": "leaf" | "same" as kind, "index": int(index)} if index >= 0:
+        case {"kind": "leaf" | "shared" as kind, "index": int(index)} if index >= 0:
             return Structure(kind, index=index)
         case {"kind": "given", "keys": list(steps)}:
-            return Structure("given", keys=tuple((str(place), key) for place, key in steps))
+            return Structure("given", keys=path_from(steps))
         case {"kind": "const"}:
             if "class" in data:
                 return Structure("const", type, named=str(data["class"]))
             value = _const_from_json(data)
             return Structure("const", type(value), value=value)
         case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
-            keys = tuple(tuple(key) if isinstance(key, list) else key for key in data.get("keys", ()))
-            cls = dict if kind == "dict" else tuple if kind == "tuple" else _known_class(str(data.get("class", "")))
+            keys = tuple(map(key_from, data.get("keys", ())))
+            cls = _known_class(str(data.get("class", ""))) if kind in ("namedtuple", "object") else PLAIN[kind]
+            if data.get("class") == _name_of(OrderedDict) and kind == "dict":
+                cls = OrderedDict
             if kind == "namedtuple" and cls is not None and not issubclass(cls, tuple):
                 cls = None  # a dataclass under this kind would have its __init__ called
             check_keys(kind, keys, len(children), cls)
@@ -362,9 +361,19 @@ def _from_json(data: Any) -> Structure:
             if kind == "namedtuple" and cls is None:
                 keys, kind = tuple(("attr", key) for key in keys), "object"
             named = str(data.get("class", "")) if kind == "object" and cls is None else ""
-            return Structure(kind, list if kind == "list" else cls, keys, nodes, named=named)
+            return Structure(kind, cls, keys, nodes, named=named)
         case _:
             raise ValueError(f"not a structure: {str(data)[:80]}")
+
+
+def path_from(steps: Sequence[Any]) -> Path:
+    """A path as JSON has it; raises ValueError for anything else."""
+    return tuple((str(place), key_from(key)) for place, key in steps)
+
+
+def key_from(key: Any) -> Any:
+    """A key as JSON has it: tuples are lists there."""
+    return tuple(map(key_from, key)) if isinstance(key, list) else key
 
 
 def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -> None:
@@ -378,26 +387,34 @@ def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -
     if len(set(keys)) != count:
         raise ValueError("a key twice")
     pairs = all(isinstance(key, tuple) and len(key) == 2 and key[0] in ("item", "attr") for key in keys)
-    if kind == "object" and not (pairs and all(isinstance(key[1], str) for key in keys)):
+    if kind == "object" and not pairs:
         raise ValueError("a key of an object is no item or attribute")
+    if kind == "object" and any(place == "attr" and not _is_plain_name(key) for place, key in keys):
+        raise ValueError("an attribute is no plain name")
     if kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
         raise ValueError("a field of a named tuple is no name")
     if kind == "namedtuple" and cls is not None and getattr(cls, "_fields", None) != keys:
         raise ValueError(f"{cls.__name__} has other fields here")
 
 
-def _check_same(structure: Structure, made: list[int]) -> None:
-    """`same` must name an object that is complete before it."""
-    if structure.kind == "same" and structure.index >= made[0]:
+def _is_plain_name(key: Any) -> bool:
+    return isinstance(key, str) and not (key.startswith("__") and key.endswith("__"))
+
+
+def _check_shared(structure: Structure, made: list[int]) -> None:
+    """`shared` must name a container that is complete before it."""
+    if structure.kind == "shared" and structure.index >= made[0]:
         raise ValueError("an object is used before it is made")
     for child in structure.children:
-        _check_same(child, made)
-    made[0] += structure.kind == "object"
+        _check_shared(child, made)
+    made[0] += structure.kind in CHANGEABLE
 
 
 def _const_from_json(data: Mapping[str, Any]) -> Any:
     if "float" in data:
         return float.fromhex(str(data["float"]))
+    if "bytes" in data:
+        return bytes.fromhex(str(data["bytes"]))
     if "torch" in data and data["torch"] in ("dtype", "device") and "torch" in sys.modules:
         torch = sys.modules["torch"]
         text = str(data["text"])
@@ -407,7 +424,7 @@ def _const_from_json(data: Mapping[str, Any]) -> Any:
         if not isinstance(found, torch.dtype):
             raise ValueError(f"no dtype {text[:40]!r}")
         return found
-    value = data.get("value")
+    value = data["value"]
     if not isinstance(value, (bool, int, str, type(None))):
         raise ValueError(f"not a constant: {str(value)[:40]}")
     return value

@@ -57,7 +57,7 @@ class Optimized:
     ) -> None:
         self.model, self.program, self.report = model, program, report
         self.backend = "eager" if executable is None else executable.backend
-        self._executable, self._example = executable, example
+        self._executable, self._example = executable, example.renewed()  # what the user makes of theirs is their own
         self._another, self._policy = another, on_new_signature
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._captures = 0

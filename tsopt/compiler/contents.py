@@ -1,0 +1,162 @@
+"""What objects hold that are handed on as they are: found however deep, told in a line, compared, put back.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+FIXED = (*SCALARS, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, PurePath, range, slice)
+ORDERED, UNORDERED = (list, deque, bytearray), (set,)
+
+
+def is_leaf(value: object) -> bool:
+    """Whether it is a tensor or an array: whatever speaks DLPack."""
+    return hasattr(value, "__dlpack__")
+
+
+def attributes_of(item: Any) -> dict[str, Any]:
+    """What is set on an object itself, by name: past properties, with slots."""
+    slots = [
+        name
+        for base in type(item).__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and not name.startswith("__") and hasattr(item, name)
+    ]
+    return {name: getattr(item, name) for name in slots} | dict(getattr(item, "__dict__", {}))
+
+
+def set_attribute(item: Any, name: str, value: Any) -> None:
+    """Past properties and whatever its class does when an attribute is set."""
+    if hasattr(item, "__dict__") and not isinstance(getattr(type(item), name, None), MemberDescriptorType):
+        item.__dict__[name] = value
+    else:
+        object.__setattr__(item, name, value)
+
+
+def _elements(item: Any) -> list[Any] | dict[Any, Any] | None:
+    if isinstance(item, dict):
+        return dict(dict.items(item))
+    return list(item) if isinstance(item, (*ORDERED, *UNORDERED)) else None
+
+
+def _parts(item: Any) -> list[Any]:
+    elements = _elements(item)
+    found = list(item) if isinstance(item, (tuple, frozenset)) else []
+    found += elements.values() if isinstance(elements, dict) else elements or []
+    return [*found, *attributes_of(item).values()]
+
+
+def holders(*roots: Any) -> Iterator[Any]:
+    """Everything below and among these that can change: containers, and objects with attributes; each once."""
+    todo, seen = list(roots)[::-1], {}
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
+            continue
+        seen[id(item)] = item  # held on to: what is gone could have its id taken
+        if not isinstance(item, (tuple, frozenset)):
+            yield item
+        todo += _parts(item)[::-1]
+
+
+def held_by(model: Any) -> set[int]:
+    """The ids of what a model holds: below a module's attributes, or around a function."""
+    roots, todo = [], [model]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, MethodType):
+            todo += [item.__self__, item.__func__]
+        elif isinstance(item, partial):
+            todo += [item.func, item.args, item.keywords]
+        elif isinstance(item, FunctionType):
+            todo += [*inspect.getclosurevars(item).nonlocals.values(), *(item.__defaults__ or ())]
+        else:
+            roots.append(item)
+    return set(map(id, holders(*roots)))
+
+
+def told(item: Any) -> str:
+    """All that an object holds, in a line that changes when it does."""
+    found = list(holders(item))
+    places = {id(holder): number for number, holder in enumerate(found)}
+
+    def said(part: Any) -> str:
+        if id(part) in places:
+            return f"#{places[id(part)]}"
+        if isinstance(part, SCALARS):
+            return repr(part)
+        if isinstance(part, (tuple, frozenset)):
+            return f"({', '.join(map(said, part))})"
+        return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '')}"
+
+    def line(holder: Any) -> str:
+        elements = _elements(holder) or []
+        pairs = list(elements.items()) if isinstance(elements, dict) else list(enumerate(elements))
+        texts = [f"{said(key)}: {said(part)}" for key, part in (*pairs, *attributes_of(holder).items())]
+        return f"{type(holder).__name__}({', '.join(sorted(texts) if isinstance(holder, set) else texts)})"
+
+    return "; ".join(map(line, found))
+
+
+class Kept:
+    """What an object holds now, however deep, to be compared and put back."""
+
+    def __init__(self, item: Any) -> None:
+        self._shallow = [(holder, _elements(holder), attributes_of(holder)) for holder in holders(item)]
+
+    def __bool__(self) -> bool:
+        return bool(self._shallow)
+
+    def changed(self) -> bool:
+        return not all(
+            _alike(_elements(holder), elements) and _alike(attributes_of(holder), attributes)
+            for holder, elements, attributes in self._shallow
+        )
+
+    def restore(self) -> None:
+        for holder, elements, attributes in self._shallow:
+            if not _alike(_elements(holder), elements):
+                _refill(holder, elements)
+            for name in attributes_of(holder).keys() - attributes.keys():
+                object.__delattr__(holder, name)
+            for name, value in attributes.items():
+                set_attribute(holder, name, value)
+
+
+def _alike(mine: Any, other: Any) -> bool:
+    if isinstance(mine, dict):
+        return list(mine) == list(other) and all(map(same, mine.values(), other.values()))
+    return mine is other or (len(mine) == len(other) and all(map(same, mine, other)))
+
+
+def _refill(holder: Any, elements: Any) -> None:
+    if isinstance(holder, dict):
+        refill_items(holder, elements)
+        return
+    holder.clear()
+    (holder.update if isinstance(holder, set) else holder.extend)(elements)
+
+
+def refill_items(target: dict[Any, Any], items: dict[Any, Any]) -> None:
+    """Makes a dict hold these, past whatever its class does when they are set."""
+    plain: Any = OrderedDict if isinstance(target, OrderedDict) else dict
+    plain.clear(target)
+    for key, value in items.items():
+        plain.__setitem__(target, key, value)
+
+
+def same(part: Any, other: Any) -> bool:
+    """Whether a part is the one that was there: itself, or the same plain value."""
+    if part is other:
+        return True
+    return isinstance(part, SCALARS) and type(part) is type(other) and bool(part == other)
