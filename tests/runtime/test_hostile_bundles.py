@@ -184,7 +184,7 @@ def test_every_field_of_the_manifest_may_be_missing(bundle):
         lambda s: s["outputs"].append(s["outputs"][0]),
         lambda s: s.update(result={"kind": "leaf", "index": 7}),
         lambda s: s.update(result={"kind": "leaf", "index": -1}),
-        lambda s: s.update(result={"kind": "same", "index": 3}),
+        lambda s: s.update(result={"kind": "shared", "index": 3}),
         lambda s: s.update(result={"kind": "evil", "children": []}),
         lambda s: s.update(result={"kind": "dict", "keys": ["a"], "children": []}),
         lambda s: s.update(result={"kind": "const", "float": "zero"}),

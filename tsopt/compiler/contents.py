@@ -26,13 +26,13 @@ def is_leaf(value: object) -> bool:
 
 def attributes_of(item: Any) -> dict[str, Any]:
     """What is set on an object itself, by name: past properties, with slots."""
-    slots = [
-        name
-        for base in type(item).__mro__
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType) and not name.startswith("__") and hasattr(item, name)
-    ]
-    return {name: getattr(item, name) for name in slots} | dict(getattr(item, "__dict__", {}))
+    slots = {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
+    return slots | dict(getattr(item, "__dict__", {}))
+
+
+def _slots(cls: type) -> list[str]:
+    members = ((name, member) for base in cls.__mro__ for name, member in vars(base).items())
+    return [name for name, member in members if isinstance(member, MemberDescriptorType) and not name.startswith("__")]
 
 
 def set_attribute(item: Any, name: str, value: Any) -> None:
@@ -64,7 +64,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if not isinstance(item, (tuple, frozenset)):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots(type(item)):
             yield item
         todo += _parts(item)[::-1]
 
