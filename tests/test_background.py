@@ -10,7 +10,10 @@ import textwrap
 import threading
 import time
 import warnings
+from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from torch import nn
 import tsopt
 from tsopt import background
 from tsopt.hybrid import compiled_of
+from tsopt.runtime.watch import Watch
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("onnxruntime",), "background": True}
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
@@ -200,3 +204,72 @@ def test_the_process_ends_with_its_caller(script, end):
             return
         time.sleep(0.1)
     pytest.fail("it is still there")
+
+
+def test_what_is_another_model_there_is_not_taken(monkeypatch):
+    monkeypatch.setattr(torch, "ambient", 5.0, raising=False)  # a global of a module, set at run time
+    net = tsopt.hybridize(Ambient().eval(), **QUICK)
+    refused(net, "in another process it is another model")
+
+
+class Ambient(Net):
+    def forward(self, x):
+        return self.layers(x) * getattr(torch, "ambient", 1.0)
+
+
+class Answer(Enum):
+    YES = 1
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Chooses(Net):
+    def forward(self, x, answer):
+        y = self.layers(x)
+        return Pair(y, {"answer": answer, "ordered": OrderedDict(a=y + 1)}) if answer is Answer.YES else y
+
+
+def test_calls_take_and_return_what_no_file_holds():
+    net = tsopt.hybridize(Chooses().eval(), **QUICK)
+    net(X, Answer.YES)
+    tsopt.wait(net)
+    assert len(reports(net)) == 1
+    found = net(X, Answer.YES)
+    assert type(found) is Pair
+    assert found.b["answer"] is Answer.YES
+    assert type(found.b["ordered"]) is OrderedDict
+
+
+def test_weights_that_are_put_in_the_place_of_others_are_used(monkeypatch):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    tsopt.wait(net)
+    assert not compiled_of(net).fast.changed()
+    changes = [
+        lambda: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}, assign=True),
+        lambda: setattr(net.layers[1], "1", nn.Linear(256, 256)),
+        lambda: net.layers.__setitem__(0, nn.Identity()),
+    ]
+    for change in changes:
+        watch = Watch(net)
+        assert not watch.changed()
+        change()
+        assert watch.changed()
+    torch.testing.assert_close(net(X), net.layers(X))
+
+
+def test_autocast_is_eager():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):
+        assert net(X).dtype == Net()(X).dtype
+    assert compiled_of(net).fast is None
+
+
+def test_an_argument_that_contains_itself_is_eager():
+    cycle: list[object] = []
+    cycle.append(cycle)
+    net = tsopt.hybridize(lambda x, y: x * 2, **QUICK)
+    assert torch.equal(net(X, cycle), X * 2)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ from torch import nn
 
 from tsopt.api import optimize
 from tsopt.compiler.example import Example
-from tsopt.errors import CaptureError, NotOneGraph, TsoptError, UsageError
-from tsopt.runtime.artifact import load
+from tsopt.compiler.signature import Signature
+from tsopt.compiler.structure import Structure
+from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, TsoptError, UsageError
+from tsopt.runtime.accuracy import Oracle
+from tsopt.runtime.artifact import load, save
 from tsopt.runtime.backend import Executable
-from tsopt.runtime.dispatch import MAX_CAPTURES, MAX_FORMS, Optimized, form_of
+from tsopt.runtime.dispatch import MAX_CAPTURES, MAX_FORMS, Form, Optimized, form_of
 from tsopt.runtime.processes import descendants, kill
 from tsopt.runtime.report import Report
 from tsopt.runtime.watch import Watch
@@ -39,14 +43,31 @@ REQUEST, ANSWER, FORM, OUTPUT = "request", "answer", "form.tsopt", "output"
 TAIL = 300  # characters of what a process that has failed has printed
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a process says of a form.
+
+    Attributes:
+        written: the names that the model has for the state of the program, in its order.
+        signature: of the winner, which is in a bundle beside it; None where eager has won.
+    """
+
+    report: Report
+    written: tuple[str, ...] = ()
+    signature: Signature | None = None
+
+
 class Job:
     """One form, in its process."""
 
     def __init__(self, model: Callable[..., Any], example: Example, options: dict[str, Any]) -> None:
         """Raises TsoptError when the model cannot be sent."""
+        # As they are now: in the call that follows, the caller may change what is in them.
+        self.example, self.watch = example.renewed(), Watch(model)
         self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-"))
-        self._forget = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-        _write(self.directory / REQUEST, (sys.path, torch.get_num_threads()), (model, example, options))
+        self._forget = weakref.finalize(self, _remove, self.directory, os.getpid())
+        ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()
+        _write(self.directory / REQUEST, ambient, (model, self.example, options))
         with (self.directory / OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tsopt.background", str(self.directory)],
@@ -56,7 +77,7 @@ class Job:
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        self._stop = weakref.finalize(self, _end, self._process)
+        self._stop = weakref.finalize(self, _end, self._process, os.getpid())
 
     def wait(self, seconds: float | None) -> bool:
         """Whether it has ended, after so many seconds at most."""
@@ -68,32 +89,38 @@ class Job:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def answer(self) -> tuple[Executable | None, Report, list[str]]:
-        """What became of it: the winner, None where that is eager; the report; the tensors of the model it writes to.
+    def answer(self) -> Answer:
+        """What became of it.
 
         Raises:
             TsoptError: as `optimize` did; or the process has ended without an answer.
         """
         self._stop()
         try:
-            found = pickle.loads((self.directory / ANSWER).read_bytes())
-        except OSError as error:
-            printed = (self.directory / OUTPUT).read_text(errors="replace")[-TAIL:].strip()
+            found: Answer | TsoptError = pickle.loads((self.directory / ANSWER).read_bytes())
+        except Exception as error:  # no file, half a file
+            printed = ""
+            with contextlib.suppress(OSError):
+                printed = (self.directory / OUTPUT).read_text(errors="replace")[-TAIL:].strip()
             why = f"status {self._process.returncode}; {printed or error}"
             raise CaptureError("the process that optimizes it has ended without an answer", why=why) from error
         if isinstance(found, TsoptError):
             raise found
-        report, written = found
-        if not (self.directory / FORM).exists():
-            return None, report, written
-        return load(self.directory / FORM, trust=True), report, written  # it comes from a process of one's own
+        return found
+
+    def made(self, signature: Signature, structure: Structure) -> Executable:
+        """The winner, for calls of this form here."""
+        found = load(self.directory / FORM, trust=True)  # it comes from a process of one's own
+        return found.called_as(replace(signature, outer=structure))
 
 
-def _write(path: Path, *values: tuple[Any, ...]) -> None:
+def _write(path: Path, *values: Any) -> None:
+    """All or nothing."""
     try:
-        with path.open("wb") as file:
+        with path.with_suffix(".part").open("wb") as file:
             for value in values:
                 cloudpickle.dump(value, file)  # with the classes of the user's script, which nobody else can import
+        path.with_suffix(".part").replace(path)
     except OSError:
         raise
     except Exception as error:  # whatever an object says that cannot be pickled
@@ -104,7 +131,14 @@ def _write(path: Path, *values: tuple[Any, ...]) -> None:
         ) from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the owner has the same finalizers
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
     if process.poll() is None:
         for pid in (*descendants(process.pid), process.pid):
             kill(pid)
@@ -125,7 +159,7 @@ class InBackground:
         self._say = say
         self._forms: OrderedDict[Any, tuple[Callable[..., Any], Job | None]] = OrderedDict()
         self._latest: Executable | None = None
-        self._job: tuple[Job, Any, Watch] | None = None  # with the form that it is for, and the weights then
+        self._job: tuple[Job, Form] | None = None
         self._started = 0
         self._refused: UsageError | None = None
         self._lock = threading.Lock()
@@ -154,10 +188,10 @@ class InBackground:
         return True
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        form = form_of(args, kwargs)
         try:
+            form = form_of(args, kwargs)
             found = self._forms.get(form)
-        except TypeError:  # a constant that cannot be hashed cannot be recognized again
+        except (TypeError, CaptureError):  # what cannot be hashed, or told, cannot be recognized again
             return self.model
         # Where another thread is at it, it does so for all.
         if found is None and self._lock.acquire(blocking=False):
@@ -168,16 +202,19 @@ class InBackground:
             finally:
                 self._lock.release()
             found = self._forms.get(form)
-        return self.model if found is None else found[0]
+        if found is None:
+            return self.model
+        with contextlib.suppress(KeyError):  # another thread may just have put it away
+            self._forms.move_to_end(form)
+        return found[0]
 
-    def _start(self, form: Any, example: Example) -> None:
+    def _start(self, form: Form, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
             self._say(f"{MAX_CAPTURES} forms of call were compiled; dynamic= makes one program for many")
-            self._keep(form, self.model)
             return
         self._started += 1
         try:
-            self._job = Job(self.model, example, self.options), form, Watch(self.model)
+            self._job = Job(self.model, example, self.options), form
         except (TsoptError, OSError) as error:
             self._fail(form, error)
 
@@ -187,35 +224,50 @@ class InBackground:
             raise self._refused
         if self._job is None or not self._job[0].ended:
             return
-        job, form, watch = self._job
+        job, form = self._job
         self._job = None
         try:
-            executable, report, written = job.answer()
-            if executable is not None:
-                held = _tensors(self.model)
-                executable.state[:] = [held[name] for name in written]  # those of the file are copies
-                watch.leave_out(executable.state)
+            answer = job.answer()
+            executable = None
+            if answer.signature is not None:
+                executable = self._checked(job, answer, job.made(answer.signature, form[0]))
         except UsageError as error:
             self._refused = error
             raise
-        except TsoptError as error:
+        except Exception as error:  # of files, of engines: eager serves
             self._fail(form, error)
             return
         if executable is None:
             self._keep(form, self.model)
-        elif watch.changed():
+        elif job.watch.changed():
             return  # it was made of other weights: the next call of this form begins anew
         else:
             self._keep(form, executable, job)
-            self._latest, self._watch = executable, watch
-        self.reports.append(report)
+            self._latest, self._watch = executable, job.watch
+        self.reports.append(answer.report)
 
-    def _fail(self, form: Any, error: Exception) -> None:
-        reason = "; ".join(filter(None, (error.what, error.where, error.why) if isinstance(error, TsoptError) else ()))
-        self._say(reason or f"no process can be started: {error}")
+    def _checked(self, job: Job, answer: Answer, executable: Executable) -> Executable:
+        """It computes what the model computes here: globals, modes and the like are not sent.
+
+        How exactly is known there; here it is about being the same model.
+        """
+        held = _tensors(self.model)
+        executable.state[:] = [held[name] for name in answer.written]  # those of the file are copies
+        job.watch.leave_out(executable.state)
+        if not job.watch.changed():
+            verdict = Oracle(self.model, job.example, None, state=executable.state, few=True).judge(
+                executable, precision="bf16"
+            )
+            if not verdict.ok:
+                raise AccuracyError("in another process it is another model", why=verdict.reason)
+        return executable
+
+    def _fail(self, form: Form, error: Exception) -> None:
+        told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
+        self._say("; ".join(filter(None, told)))
         self._keep(form, self.model)
 
-    def _keep(self, form: Any, served: Callable[..., Any], job: Job | None = None) -> None:
+    def _keep(self, form: Form, served: Callable[..., Any], job: Job | None = None) -> None:
         """With its job, whose files are there for as long as that is."""
         if len(self._forms) >= MAX_FORMS:
             self._forms.popitem(last=False)
@@ -228,36 +280,42 @@ def _tensors(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
 
 def main(directory: Path) -> None:
     """The other side: optimizes what is asked for, leaves a bundle and the report, or the error."""
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    found: tuple[Report, list[str]] | TsoptError
+    threading.Thread(target=_end_with_the_caller, args=(directory,), daemon=True).start()
+    found: Answer | TsoptError
     with (directory / REQUEST).open("rb") as file:
-        sys.path[:], threads = pickle.load(file)
+        sys.path[:], threads, dtype = pickle.load(file)
         model, example, options = pickle.load(file)
+    (directory / REQUEST).unlink()  # as large as the model
     torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
     try:
-        fast = optimize(model, example, **{"frontend": "one-graph"} | options)
+        fast = optimize(model, example, **{"frontend": "one-graph"} | options | {"progress": None})
         if not isinstance(fast, Optimized):
-            raise NotOneGraph(
-                "Python between graphs stays where it is", why=fast.report.frontend, fix="background=False"
-            )
-        if fast.backend != "eager":
-            fast.save(directory / FORM)
-        found = fast.report, _written(fast, model)
+            why = fast.report.frontend
+            raise NotOneGraph("Python between graphs stays where it is", why=why, fix="background=False")
+        found = _answer(fast, model, directory)
     except TsoptError as error:
         found = error
-    (directory / ANSWER).write_bytes(pickle.dumps(found))
+    _write(directory / ANSWER, found)
 
 
-def _written(fast: Optimized, model: Callable[..., Any]) -> list[str]:
-    """The names that the model has for the state of a program, in its order."""
+def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answer:
+    executable = fast.executable
+    if executable is None:
+        return Answer(fast.report)
     names = {id(tensor): name for name, tensor in _tensors(model).items()}
-    return [names[id(fast.program.state[item.name])] for item in fast.program.signature.state_inputs]
+    written = tuple(names[id(tensor)] for tensor in executable.state)
+    # The nesting goes beside the bundle, whole: files hold no objects.
+    flat = executable.called_as(executable.signature.flat())
+    save(flat, directory / FORM, model, fast.example, fast.report)
+    return Answer(fast.report, written, executable.signature)
 
 
-def _end_with_the_caller() -> None:
+def _end_with_the_caller(directory: Path) -> None:
     sys.stdin.buffer.read()
     for pid in descendants(os.getpid()):
         kill(pid)
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 

@@ -17,7 +17,7 @@ from tsopt.api import optimize
 from tsopt.background import InBackground
 from tsopt.compiler.example import Example
 from tsopt.compiler.structure import flatten
-from tsopt.errors import TsoptError, UsageError
+from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.parts import InParts
 from tsopt.runtime.watch import Watch, tensors_of
@@ -159,6 +159,8 @@ class Compiled:
         model = self.model
         if isinstance(model, nn.Module) and model.training:
             return "it is in training mode: model.eval() first"
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            return "autocast is on, and decides in the call what it computes in"
         if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
             return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
         return ""
@@ -166,7 +168,11 @@ class Compiled:
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(tensor.requires_grad for tensor in tensors_of(self.model)):
             return True
-        return any(getattr(leaf, "requires_grad", False) for leaf in flatten((args, kwargs))[0])
+        try:
+            leaves, _ = flatten((args, kwargs))
+        except CaptureError:  # it contains itself: whatever it holds, it is a call for eager
+            return True
+        return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:

@@ -225,7 +225,7 @@ def test_a_bundle_packs_again_on_load(tmp_path, monkeypatch):
     model, x = net(nn.Conv2d(3, 4, 3), nn.ReLU()), torch.randn(1, 3, 6, 6)
     fast = tsopt.optimize(model, x, backends=("onednn",), seconds=0.1)
     executable = tsopt.compile(fast.program, "onednn")
-    fast._executable = executable  # whoever won on this machine
+    fast.executable = executable  # whoever won on this machine
     path = fast.save(tmp_path / "m.tsopt")
     loaded = tsopt.load(path)
     torch.testing.assert_close(loaded(x), model(x).detach())

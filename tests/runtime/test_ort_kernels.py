@@ -124,5 +124,5 @@ def test_standard_operators_alone_when_asked(tmp_path):
 
 def test_a_bundle_keeps_the_operators(tmp_path):
     fast = tsopt.optimize(Attention(), X, backends=("onnxruntime",), seconds=0.1)
-    fast._executable = tsopt.compile(fast.program, "onnxruntime")
+    fast.executable = tsopt.compile(fast.program, "onnxruntime")
     torch.testing.assert_close(tsopt.load(fast.save(tmp_path / "m.tsopt"))(X), Attention()(X).detach())

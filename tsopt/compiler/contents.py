@@ -9,7 +9,7 @@ import inspect
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -26,10 +26,16 @@ def is_leaf(value: object) -> bool:
 
 def attributes_of(item: Any) -> dict[str, Any]:
     """What is set on an object itself, by name: past properties, with slots."""
-    slots = {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
+    slots = {name: getattr(item, name) for name in _slots_of(item) if hasattr(item, name)}
     return slots | dict(getattr(item, "__dict__", {}))
 
 
+def _slots_of(item: Any) -> list[str]:
+    cls: Any = type(item)
+    return _slots(cls)
+
+
+@lru_cache(maxsize=1024)
 def _slots(cls: type) -> list[str]:
     members = ((name, member) for base in cls.__mro__ for name, member in vars(base).items())
     return [name for name, member in members if isinstance(member, MemberDescriptorType) and not name.startswith("__")]
@@ -64,7 +70,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots(type(item)):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots_of(item):
             yield item
         todo += _parts(item)[::-1]
 

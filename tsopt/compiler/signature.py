@@ -147,6 +147,16 @@ class Signature:
             dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
         )
 
+    def flat(self) -> Signature:
+        """The same with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
+        returned = len(self.outputs) - len(self.writes)
+        inputs = tuple(Structure("leaf", index=i) for i in range(len(self.user_inputs)))
+        outputs = tuple(Structure("leaf", index=i) for i in range(returned))
+        args = Structure("tuple", tuple, (), inputs)
+        outer = Structure("tuple", tuple, (), (args, Structure("dict", dict)))
+        result = outputs[0] if returned == 1 else Structure("tuple", tuple, (), outputs)
+        return replace(self, outer=outer, result=result, effects=())
+
     def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The user's return value around the graph's returned tensors; objects of the call are changed as by the model.
 

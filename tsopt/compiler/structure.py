@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,7 +165,7 @@ def flatten(
         count = len(objects)
         nodes = tuple(walk(child) for child in children)
         open_ids.discard(id(item))
-        if kind == "object" and not _holds_leaf(nodes) and (id(item) in held or not _is_its_attributes(type(item))):
+        if kind == "object" and not _holds_leaf(nodes) and (id(item) in held or not _is_its_attributes(item)):
             for inner in [key for key, number in objects.items() if number >= count]:
                 del objects[inner]
             return _const(item)
@@ -179,8 +180,14 @@ def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
     return any(node.kind in ("leaf", "shared", "given") or _holds_leaf(node.children) for node in nodes)
 
 
-def _is_its_attributes(cls: type) -> bool:
-    """Whether objects of a class can be made from their attributes, and have nothing else to say of themselves."""
+def _is_its_attributes(item: Any) -> bool:
+    """Whether an object can be made from its attributes, and has nothing else to say of itself."""
+    cls: Any = type(item)
+    return _is_of_attributes(cls)
+
+
+@lru_cache(maxsize=1024)
+def _is_of_attributes(cls: type) -> bool:
     if cls is SimpleNamespace:
         return True
     plain = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
@@ -203,7 +210,7 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
         return None  # an nn.Module in a call is configuration, not data; the others are more than their attributes
     items = [(("item", key), child) for key, child in dict.items(item)] if isinstance(item, dict) else []
     pairs = items + [(("attr", name), child) for name, child in attributes_of(item).items()]
-    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(cls)):
+    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(item)):
         return None
     return "object", tuple(key for key, _ in pairs), [child for _, child in pairs]
 

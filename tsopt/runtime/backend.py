@@ -129,6 +129,20 @@ class Executable:
             leaves = self.bind(args, kwargs)
         return self.run_leaves(leaves, args, kwargs)
 
+    def called_as(self, signature: Signature) -> Executable:
+        """The same, for another nesting of the same tensors."""
+        return Executable(
+            self.backend,
+            signature,
+            self._run,
+            state=self.state,
+            save=self.save,
+            options=self.options,
+            code=self.code,
+            notes=self.notes,
+            precision=self.precision,
+        )
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The call's tensors in signature order, after a thorough look. Raises SignatureError."""
         leaves = self.signature.bind(args, kwargs)

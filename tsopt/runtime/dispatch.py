@@ -43,6 +43,8 @@ class Optimized:
         report: what was raced and why the winner won.
         program: the optimized program.
         backend: name of the winner's backend; `eager` when the model itself is the fastest.
+        executable: the winner; None when that is the model itself.
+        example: the call that it was made for.
     """
 
     def __init__(
@@ -57,14 +59,14 @@ class Optimized:
     ) -> None:
         self.model, self.program, self.report = model, program, report
         self.backend = "eager" if executable is None else executable.backend
-        self._executable, self._example = executable, example.renewed()  # what the user makes of theirs is their own
+        self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
         self._another, self._policy = another, on_new_signature
         self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
         self._captures = 0
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        executable = self._executable
+        executable = self.executable
         if executable is None:
             if self._policy == "error":  # whether a form is refused must not hang on who won
                 self.program.signature.bind(args, kwargs)
@@ -141,8 +143,8 @@ class Optimized:
             ArtifactError: the path cannot be written or holds something else.
             AccuracyError: eager won, because the program computes something else.
         """
-        executable = self._executable or self.verified("eager")
-        return artifact.save(executable, path, self.model, self._example, self.report)
+        executable = self.executable or self.verified("eager")
+        return artifact.save(executable, path, self.model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program on another backend, verified against the model: for a file in a format of its own.
@@ -152,7 +154,7 @@ class Optimized:
             AccuracyError: it computes something else.
         """
         executable = compile(self.program, backend, **options)
-        verify(self.model, executable, self._example, program=self.program)
+        verify(self.model, executable, self.example, program=self.program)
         return executable
 
     def __repr__(self) -> str:

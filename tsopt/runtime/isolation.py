@@ -114,7 +114,7 @@ class Workshop:
         try:
             self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
             self._directories.append(self.directory)
-            write_program(_flat(program), self.directory)
+            write_program(replace(program, signature=program.signature.flat()), self.directory)
             state = write_tensors(self.directory / "state", _state_of(program))
         except TsoptError:
             raise
@@ -335,16 +335,6 @@ class Isolated:
 
 def _state_of(program: Program) -> list[torch.Tensor]:
     return [program.state[item.name] for item in program.signature.state_inputs]
-
-
-def _flat(program: Program) -> Program:
-    """The program with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
-    given, whole = program.signature, program.signature.outputs
-    inputs = tuple(torch.empty(0) for _ in given.user_inputs)
-    outputs = tuple(torch.empty(0) for _ in whole[len(given.writes) :])
-    _, outer = flatten((inputs, {}))
-    _, result = flatten(outputs[0] if len(outputs) == 1 else outputs)
-    return replace(program, signature=replace(given, outer=outer, result=result, effects=()))
 
 
 def _roomiest(program: Program) -> str | None:

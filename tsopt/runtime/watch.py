@@ -10,13 +10,17 @@ from torch import nn
 
 
 class Watch:
-    """The parameters and buffers of a model, of a function none, as they are now.
+    """The parameters, buffers and modules of a model, of a function none, as they are now.
 
     Args:
-        written: those that the model writes itself, which do not count.
+        written: tensors that the model writes itself, whose values do not count.
     """
 
     def __init__(self, model: Any, written: Iterable[torch.Tensor] = ()) -> None:
+        modules = list(model.modules()) if isinstance(model, nn.Module) else []
+        # Where each is held, so that one that is replaced is missed without a walk through the model.
+        places = [held for m in modules for held in (m._parameters, m._buffers, m._modules)]
+        self._held = [(held, name, value) for held in places for name, value in held.items()]
         self._seen = [(tensor, tensor._version, tensor.data_ptr()) for tensor in tensors_of(model)]
         self.leave_out(written)
 
@@ -25,7 +29,9 @@ class Watch:
         self._seen = [seen for seen in self._seen if id(seen[0]) not in out]
 
     def changed(self) -> bool:
-        return any(tensor._version != version or tensor.data_ptr() != at for tensor, version, at in self._seen)
+        if any(tensor._version != version or tensor.data_ptr() != at for tensor, version, at in self._seen):
+            return True
+        return any(held.get(name) is not value for held, name, value in self._held)
 
 
 def tensors_of(model: Any) -> list[torch.Tensor]:
