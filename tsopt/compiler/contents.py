@@ -5,7 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum
@@ -51,7 +51,7 @@ def set_attribute(item: Any, name: str, value: Any) -> None:
 
 def _elements(item: Any) -> list[Any] | dict[Any, Any] | None:
     if isinstance(item, dict):
-        return dict(dict.items(item))
+        return items_of(item)
     return list(item) if isinstance(item, (*ORDERED, *UNORDERED)) else None
 
 
@@ -77,18 +77,27 @@ def holders(*roots: Any) -> Iterator[Any]:
 
 def held_by(model: Any) -> set[int]:
     """The ids of what a model holds: below a module's attributes, or around a function."""
-    roots, todo = [], [model]
+    roots, todo, seen = [], [model], set()
     while todo:
         item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
         if isinstance(item, MethodType):
             todo += [item.__self__, item.__func__]
         elif isinstance(item, partial):
             todo += [item.func, item.args, item.keywords]
         elif isinstance(item, FunctionType):
-            todo += [*inspect.getclosurevars(item).nonlocals.values(), *(item.__defaults__ or ())]
+            todo += [*_around(item), *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
         else:
             roots.append(item)
     return set(map(id, holders(*roots)))
+
+
+def _around(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            yield cell.cell_contents
 
 
 def told(item: Any) -> str:
@@ -151,6 +160,12 @@ def _refill(holder: Any, elements: Any) -> None:
         return
     holder.clear()
     (holder.update if isinstance(holder, set) else holder.extend)(elements)
+
+
+def items_of(item: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dict holds, in its order, past whatever its class does when it is read."""
+    plain: Any = OrderedDict if isinstance(item, OrderedDict) else dict
+    return dict(plain.items(item))
 
 
 def refill_items(target: dict[Any, Any], items: dict[Any, Any]) -> None:

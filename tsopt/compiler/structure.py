@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from tsopt.compiler.contents import FIXED, attributes_of, holders, is_leaf, refill_items, set_attribute, told
+from tsopt.compiler.contents import FIXED, attributes_of, holders, is_leaf, items_of, refill_items, set_attribute, told
 from tsopt.errors import ArtifactError, CaptureError
 
 
@@ -208,7 +208,7 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
         return "dict", tuple(item), list(item.values())
     if hasattr(item, "named_parameters") or isinstance(item, (list, set, deque, bytearray, defaultdict)):
         return None  # an nn.Module in a call is configuration, not data; the others are more than their attributes
-    items = [(("item", key), child) for key, child in dict.items(item)] if isinstance(item, dict) else []
+    items = [(("item", key), child) for key, child in items_of(item).items()] if isinstance(item, dict) else []
     pairs = items + [(("attr", name), child) for name, child in attributes_of(item).items()]
     if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(item)):
         return None
