@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "compiler/effects.py",
     "compiler/signature.py",
     "compiler/structure.py",
+    "compiler/structure_json.py",
     "compiler/types.py",
     "compiler/example.py",
     "runtime/artifact.py",

@@ -16,16 +16,12 @@ from tsopt.compiler.structure import (
     Path,
     Structure,
     at_path,
-    check_keys,
     flatten,
-    from_json,
-    key_from,
     parts_of,
-    path_from,
     put,
-    to_json,
     unflatten,
 )
+from tsopt.compiler.structure_json import check_keys, from_json, key_from, path_from, to_json
 from tsopt.errors import CaptureError
 
 

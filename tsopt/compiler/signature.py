@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tsopt.compiler.effects import Effect, check_given, finish
-from tsopt.compiler.structure import Structure, flatten, from_json, to_json
+from tsopt.compiler.structure import Structure, flatten
+from tsopt.compiler.structure_json import from_json, to_json
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.errors import ArtifactError, SignatureError
 
