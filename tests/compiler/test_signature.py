@@ -126,3 +126,19 @@ def test_types_print_and_compare():
     assert not a.matches(TensorType("float32", (1, 3), (3, 2)))
     assert TensorType("float32", (0, 3), (7, 7)).contiguous
     assert not TensorType("float32", (2, 2), (1, 2)).contiguous
+
+
+def test_a_long_call_is_told_where_it_differs():
+    def model(x, cache):
+        return x + sum(layer["k"] for layer in cache)
+
+    def cache(kind):
+        return [{"k": X, "v": X, "kind": "usual"} for _ in range(12)] + [{"k": X, "v": X, "kind": kind}]
+
+    signature = capture(model, (X, cache("last"))).signature
+    with pytest.raises(SignatureError) as caught:
+        signature.bind((X, cache("first")), {})
+    assert "captured for 'last', called with 'first', at args.1.12.kind" in str(caught.value)
+    with pytest.raises(SignatureError) as caught:
+        signature.bind((X, cache("last")[1:]), {})
+    assert len(str(caught.value)) < 1000

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tsopt.compiler.effects import Effect, check_given, finish
-from tsopt.compiler.structure import Structure, flatten
+from tsopt.compiler.structure import Structure, flatten, where_different
 from tsopt.compiler.structure_json import from_json, to_json
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.errors import ArtifactError, SignatureError
 
+SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
@@ -108,9 +109,13 @@ class Signature:
             kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
         leaves, structure = flatten((tuple(args), dict(kwargs)))
         if structure != self.outer:
+            place, mine, theirs = where_different(self.outer, structure)
+            place = f"args.{place[2:]}" if place.startswith("0.") else place[2:]  # positional, or by its keyword
+            at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
+            mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
             raise SignatureError(
                 "the call has another form than the example",
-                why=f"captured for {self.outer}, called with {structure}",
+                why=f"captured for {str(mine)[:LONG_TEXT]}, called with {str(theirs)[:LONG_TEXT]}{at_place}",
                 fix="call it as in the example, or optimize for this form as well",
             )
         for item, leaf in zip(self.user_inputs, leaves, strict=True):

@@ -79,6 +79,15 @@ class Structure:
         return [key[1] if self.kind == "object" else key for key in self.keys]
 
 
+def where_different(mine: Structure, theirs: Structure, prefix: str = "") -> tuple[str, Structure, Structure]:
+    """The path to the first part in which two structures differ, and both parts."""
+    if (mine.kind, mine.keys, len(mine.children)) == (theirs.kind, theirs.keys, len(theirs.children)):
+        for key, a, b in zip(mine._labels(), mine.children, theirs.children, strict=True):
+            if a != b:
+                return where_different(a, b, f"{prefix}.{key}" if prefix else str(key))
+    return prefix, mine, theirs
+
+
 def _same_class(a: Structure, b: Structure) -> bool:
     """Whether two nodes are of one class, or are one class; by name, where one of them is from a file."""
     mine, theirs = (node.value if isinstance(node.value, type) else node.cls for node in (a, b))
