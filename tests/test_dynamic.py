@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt.compiler.signature import Signature
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = {"seconds": 0.02, "isolate": False, "cache": False}
@@ -157,3 +158,54 @@ def test_a_model_in_parts_says_that_no_size_is_dynamic():
     fast = tsopt.optimize(model, [torch.ones(2, 3), torch.ones(4, 3)], backends=("eager",), **QUICK)
     assert fast.report.sizes.startswith("none is dynamic")
     assert torch.equal(fast(torch.ones(5, 3)), torch.full((5, 3), 2.0))
+
+
+class MaskedStep(nn.Module):
+    """Attention of one more token, under a mask over the cache and itself."""
+
+    def forward(self, x, keys, mask):
+        keys = torch.cat([keys, x], 1)
+        if mask.shape[1] < keys.shape[1]:
+            raise ValueError("the mask is too short")
+        scores = (x @ keys.mT).masked_fill(~mask[:, None, : keys.shape[1]], -1e9)
+        return scores.softmax(-1) @ keys, keys
+
+
+def masked_step(past, longer=1):
+    return torch.randn(2, 1, 8), torch.randn(2, past, 8), torch.rand(2, past + longer) > 0.3
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "torchscript"])
+def test_a_size_that_is_always_one_larger(backend, tmp_path):
+    torch.manual_seed(0)
+    model = MaskedStep()
+    fast = tsopt.optimize(model, [masked_step(4), masked_step(9)], backends=("eager",), seconds=0.05)
+    assert [item.axes for item in fast.program.signature.user_inputs][1:] == [
+        (None, "keys_1", None),
+        (None, "keys_1+1"),
+    ]
+    assert fast.report.sizes.startswith("keys_1: 1..18, checked at 1, 2, 7, 18")
+    run = fast.verified(backend)
+    for past in (1, 5, 17):
+        call = masked_step(past)
+        for found, wanted in zip(run(*call), model(*call), strict=True):
+            torch.testing.assert_close(found, wanted)
+    with pytest.raises(tsopt.SignatureError, match=r"keys_1 is 5 and 6 in one call"):
+        run(*masked_step(5, longer=2))
+    with pytest.raises(tsopt.SignatureError, match=r"keys_1 is 40, expected 1\.\.18"):
+        run(*masked_step(40))
+    if backend == "eager":
+        stored = Signature.from_json(fast.program.signature.to_json())
+        assert stored == fast.program.signature
+
+
+def test_names_of_sizes_that_are_apart():
+    given = {"keys": {1: "past[1..30]"}, "mask": {1: "covered[1..20]"}}
+    signature = tsopt.capture(MaskedStep(), masked_step(6), dynamic=given).signature
+    assert signature.inputs[2].axes == (None, "past+1")
+    assert [(dim.name, dim.high) for dim in signature.dims] == [("past", 19)]
+
+
+def test_sizes_that_are_not_always_so_far_apart_are_not_one():
+    with pytest.raises(tsopt.CaptureError, match="decides by a size"):
+        tsopt.capture(MaskedStep(), [masked_step(6), masked_step(9, longer=2)])

@@ -50,11 +50,15 @@ def is_settled(node: fx.Node) -> bool:
 
 
 class Ties:
-    """Symbols that are one size: by the user's word, or because the model asks for it and every example has it so."""
+    """Symbols that are one size: by the user's word, or because the model asks for it and every example has it so.
+
+    Or that are always the same amount apart: a mask is one longer than the cache.
+    """
 
     def __init__(self, placed: dict[Any, list[Place]], wanted: Dynamic, names: Sequence[str]) -> None:
         self.placed, self.wanted, self.names = placed, wanted, names
         self.first = {symbol: symbol for symbol in placed}
+        self.more = dict.fromkeys(placed, 0)  # than the first of its group
         by_name: dict[str, Any] = {}
         for symbol, places in placed.items():
             for position, axis in places:
@@ -62,16 +66,19 @@ class Ties:
                 if given is not None:
                     self.tie(symbol, by_name.setdefault(given.name, symbol))
 
-    def tie(self, a: Any, b: Any) -> None:
+    def tie(self, a: Any, b: Any, more: int = 0) -> None:
+        """From now on `a` is `b + more`."""
         mine, other = self.first[a], self.first[b]
-        self.first = {symbol: other if first == mine else first for symbol, first in self.first.items()}
+        shift = self.more[b] + more - self.more[a]
+        for symbol in [symbol for symbol, first in self.first.items() if first == mine and mine != other]:
+            self.first[symbol], self.more[symbol] = other, self.more[symbol] + shift
 
     def groups(self) -> list[list[Any]]:
         return [[s for s in self.first if self.first[s] == head] for head in dict.fromkeys(self.first.values())]
 
     def read(self, expression: Any) -> Any:
         """The condition, where those that are one size are one symbol."""
-        known = {symbol: first for symbol, first in self.first.items() if symbol != first}
+        known = {symbol: first + self.more[symbol] for symbol, first in self.first.items() if symbol != first}
         return expression.xreplace(known) if known else expression
 
     def settles(self, expression: Any, symbols: Collection[Any]) -> bool:
@@ -79,12 +86,21 @@ class Ties:
         import sympy
 
         found = [symbol for symbol in symbols if symbol in expression.free_symbols]
-        same = len({self.wanted.seen[self.placed[symbol][0]] for symbol in found}) == 1
-        if not same or expression.xreplace(dict.fromkeys(found, found[0])) != sympy.true:
+        apart = [self._apart(symbol, found[0]) for symbol in found]
+        if None in apart:
             return False
-        for symbol in found[1:]:
-            self.tie(symbol, found[0])
+        as_first = {symbol: found[0] + more for symbol, more in zip(found, apart, strict=True)}
+        if sympy.simplify(expression.xreplace(as_first)) != sympy.true:
+            return False
+        for symbol, more in zip(found[1:], apart[1:], strict=True):
+            self.tie(symbol, found[0], cast(int, more))
         return True
+
+    def _apart(self, symbol: Any, other: Any) -> int | None:
+        """How much larger a size is than another, where it is so in every example; one example shows equality alone."""
+        mine, theirs = (self.wanted.seen[self.placed[s][0]] for s in (symbol, other))
+        differences = {a - b for a, b in zip(mine, theirs, strict=True)}
+        return differences.pop() if len(differences) == 1 and (len(mine) > 1 or differences == {0}) else None
 
 
 @dataclass(frozen=True, slots=True)

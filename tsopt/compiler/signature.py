@@ -21,7 +21,8 @@ SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read a
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
-Axes = tuple[str | None, ...]  # for each axis the name of its Dim; none at all where every size is fixed
+# For each axis the name of its Dim, or `past+1` where it is that much larger; none at all where every size is fixed.
+Axes = tuple[str | None, ...]
 DERIVED = "?"  # an axis of an output whose size follows from those of the inputs
 
 
@@ -40,6 +41,12 @@ class Dim:
 
     def admits(self, size: int) -> bool:
         return size >= self.low and (self.high is None or size <= self.high) and size % self.step == 0
+
+
+def dim_of(name: str) -> tuple[str, int]:
+    """The Dim of an axis with a name, and how much larger than it the axis is."""
+    dim, plus, more = name.partition("+")
+    return dim, int(more) if plus else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,8 @@ class Signature:
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
             for name, size in zip(item.axes, leaf.shape, strict=False):
                 if name is not None:
-                    found[name].add(int(size))
+                    dim, more = dim_of(name)
+                    found[dim].add(int(size) - more)
         return found
 
     def tied(self, a: Dim, b: Dim) -> Signature:
@@ -144,7 +152,9 @@ class Signature:
         one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
 
         def named(axes: Axes) -> Axes:
-            return tuple(a.name if name == b.name else name for name in axes)
+            return tuple(
+                a.name + name.removeprefix(b.name) if name and dim_of(name)[0] == b.name else name for name in axes
+            )
 
         return replace(
             self,
@@ -210,7 +220,9 @@ class Signature:
 
     def _check_indices(self) -> None:
         returned = len(self.outputs) - len(self.writes)
-        if {dim.name for dim in self.dims} != {name for item in self.user_inputs for name in item.axes if name}:
+        if {dim.name for dim in self.dims} != {
+            dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
+        }:
             raise ArtifactError("the stored sizes are damaged", why="they are not those of the inputs")
         for structure, count, what in (
             (self.outer, len(self.user_inputs), "input"),
@@ -267,7 +279,9 @@ def _type_json(item: Input | Output) -> dict[str, Any]:
 
 def _axes_from(data: Any, names: set[str]) -> Axes:
     axes = tuple(data.get("axes", ()))
-    if axes and (len(axes) != len(data["shape"]) or any(name is not None and name not in names for name in axes)):
+    if axes and (
+        len(axes) != len(data["shape"]) or any(name is not None and dim_of(name)[0] not in names for name in axes)
+    ):
         raise ValueError(f"not the axes of a tensor: {str(axes)[:80]}")
     return axes
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsopt.compiler import ops
 from tsopt.compiler.infer import fakes
 from tsopt.compiler.program import Program
-from tsopt.compiler.signature import Input, Output, Signature
+from tsopt.compiler.signature import Input, Output, Signature, dim_of
 from tsopt.compiler.types import TensorType, contiguous_strides
 
 Sizes = Mapping[str, int]
@@ -26,10 +26,11 @@ Sizes = Mapping[str, int]
 def traced_sizes(signature: Signature) -> dict[str, int]:
     """The sizes that a signature's types record."""
     return {
-        name: size
+        dim: size - more
         for item in signature.inputs
         for name, size in zip(item.axes, item.type.shape, strict=False)
         if name is not None
+        for dim, more in [dim_of(name)]
     }
 
 
@@ -38,8 +39,13 @@ def type_at(item: Input, sizes: Sizes) -> TensorType:
     if not item.axes:
         return item.type
     pairs = zip(item.type.shape, item.axes, strict=True)
-    shape = tuple(size if name is None else sizes[name] for size, name in pairs)
+    shape = tuple(size if name is None else _size(name, sizes) for size, name in pairs)
     return replace(item.type, shape=shape, stride=contiguous_strides(shape))
+
+
+def _size(name: str, sizes: Sizes) -> int:
+    dim, more = dim_of(name)
+    return sizes[dim] + more
 
 
 def evaluate(program: Program, sizes: Sizes) -> dict[fx.Node, Any]:

@@ -60,31 +60,49 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
     Raises:
         CaptureError: the model has but one size where several are wanted, or decides by a size.
     """
+    import sympy
+
     users = [item.arg.name for item in exported.graph_signature.input_specs if item.kind == InputKind.USER_INPUT]
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     placed: dict[Any, list[Place]] = {}  # symbol -> where it is a size
+    derived: dict[Any, Any] = {}  # `s + 1`, a size of the call as well -> a symbol in its place
     for position, axes in sorted(wanted.axes.items()):
         for axis in sorted(axes):
             size = values[users[position]].shape[axis]
-            if isinstance(size, int) or not size.node.expr.is_Symbol:
+            if isinstance(size, int) or not (size.node.expr.is_Symbol or _is_apart(size.node.expr)):
                 raise _fixed(f"axis {axis} of {names[position]}", size)
-            placed.setdefault(size.node.expr, []).append((position, axis))
+            symbol = size.node.expr
+            if not symbol.is_Symbol:
+                symbol = derived.setdefault(symbol, sympy.Dummy(str(symbol)))
+            placed.setdefault(symbol, []).append((position, axis))
     ties = Ties(placed, wanted, names)
+    for expression, symbol in derived.items():
+        (base,) = expression.free_symbols
+        if base not in placed:
+            position, axis = placed[symbol][0]
+            raise _fixed(f"axis {axis} of {names[position]}", values[users[position]].shape[axis])
+        ties.tie(symbol, base, int(expression - base))
     found = {symbol: _dim(exported, symbol, places, wanted, names) for symbol, places in placed.items()}
     ranges = {symbol: Range(dim.low, dim.high) for symbol, dim in found.items()}
     narrow(exported, ties, ranges, {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()})
     dims: dict[Any, Dim] = {}
+    more: dict[Any, int] = {}
     for group in ties.groups():
-        parts = [ranges[symbol] for symbol in group]
+        least = min(group, key=ties.more.__getitem__)
+        more |= {symbol: ties.more[symbol] - ties.more[least] for symbol in group}
+        parts = [_shifted(ranges[symbol], more[symbol]) for symbol in group]
         highs = [part.high for part in parts if part.high is not None]
         low, step = max(part.low for part in parts), math.lcm(*(part.step for part in parts))
-        dims |= dict.fromkeys(group, Dim(found[group[0]].name, low, min(highs, default=None), step))
+        dims |= dict.fromkeys(group, Dim(found[least].name, low, min(highs, default=None), step))
     _name_apart(dims)
 
     def named(value: Any) -> Axes:
         if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
             return ()
-        return tuple(None if isinstance(size, int) else _name(size, dims) for size in value.shape)
+        return tuple(
+            None if isinstance(size, int) else _name(derived.get(size.node.expr, size.node.expr), dims, more)
+            for size in value.shape
+        )
 
     outputs = [node.meta["val"] for node in exported.graph.output_node().args[0]]
     return Symbols(
@@ -94,9 +112,28 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
     )
 
 
-def _name(size: Any, dims: dict[Any, Dim]) -> str:
-    expression = size.node.expr
-    return dims[expression].name if expression in dims else DERIVED
+def _is_apart(expression: Any) -> bool:
+    """Whether a size is another one and a number."""
+    free = expression.free_symbols
+    return len(free) == 1 and bool((expression - next(iter(free))).is_Integer)
+
+
+def _name(expression: Any, dims: dict[Any, Dim], more: dict[Any, int]) -> str:
+    if expression not in dims:
+        return DERIVED
+    return dims[expression].name + (f"+{more[expression]}" if more[expression] else "")
+
+
+def _shifted(known: Range, more: int) -> Range:
+    """The range of a size, as one of another that is so much smaller."""
+    if more and known.step > 1:
+        raise CaptureError(
+            f"the model takes multiples of {known.step} of a size, and one {more} larger than another",
+            fix="leave dynamic out: each size is captured when it is called",
+        )
+    if not more:
+        return known
+    return Range(max(known.low - more, 1), None if known.high is None else known.high - more, known.step)
 
 
 def _dim(

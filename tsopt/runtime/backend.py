@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.signature import Dim, Input, Signature, mismatch, same_sizes
+from tsopt.compiler.signature import Dim, Input, Signature, dim_of, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
 
@@ -217,10 +217,10 @@ class Executable:
         ((kind, dtype, shape, device),), ((fixed, named),) = self._guard.expected, self._guard.axes
         ((out_dtype, out_shape),), rank, run = self._outputs, len(shape), self._run
         dims = {dim.name: dim for dim in self.signature.dims}
-        if len(named) != len(dims):  # a size at several axes: it has to be the same at all of them
-            return None
+        if len(named) != len(dims) or any(more for *_, more in named):
+            return None  # a size at several axes: it has to be the same at all of them
         kept = tuple((axis, shape[axis]) for axis in fixed)
-        free = tuple((axis, *_bounds(dims[name])) for axis, name in named)
+        free = tuple((axis, *_bounds(dims[name])) for axis, name, _ in named)
         names = self.signature.outputs[0].axes or (None,) * len(out_shape)
         out_kept = tuple(
             (axis, size) for axis, (size, name) in enumerate(zip(out_shape, names, strict=True)) if not name
@@ -304,8 +304,8 @@ class Guard:
             for axis in fixed:
                 if found[axis] != shape[axis]:
                     return False
-            for axis, name in named:
-                if sizes.setdefault(name, found[axis]) != found[axis]:
+            for axis, name, more in named:
+                if sizes.setdefault(name, found[axis] - more) != found[axis] - more:
                     return False
         return all(dim.admits(sizes[dim.name]) for dim in self.dims)
 
@@ -314,11 +314,11 @@ def _bounds(dim: Dim) -> tuple[int, int, int]:
     return dim.low, sys.maxsize if dim.high is None else dim.high, dim.step
 
 
-def _axes(item: Input) -> tuple[tuple[int, ...], tuple[tuple[int, str], ...]]:
-    """The axes whose sizes are fixed, and those that have a name."""
+def _axes(item: Input) -> tuple[tuple[int, ...], tuple[tuple[int, str, int], ...]]:
+    """The axes whose sizes are fixed, and those that have a Dim, with how much larger they are."""
     names = item.axes or (None,) * len(item.type.shape)
     fixed = tuple(axis for axis, name in enumerate(names) if name is None)
-    return fixed, tuple((axis, name) for axis, name in enumerate(names) if name is not None)
+    return fixed, tuple((axis, *dim_of(name)) for axis, name in enumerate(names) if name is not None)
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:

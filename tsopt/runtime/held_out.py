@@ -16,7 +16,7 @@ from tsopt.compiler.dims import resized
 from tsopt.compiler.example import Example
 from tsopt.compiler.generalize import NotGeneral
 from tsopt.compiler.program import Program
-from tsopt.compiler.signature import Dim, Signature
+from tsopt.compiler.signature import Dim, Signature, dim_of
 from tsopt.compiler.sizes import at, traced_sizes, type_at
 from tsopt.compiler.structure import flatten
 from tsopt.errors import AccuracyError, CaptureError
@@ -206,10 +206,11 @@ def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
 def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) -> Example:
     """The same call at other sizes."""
     places = {
-        (position, axis): sizes[name]
+        (position, axis): sizes[dim] + more
         for position, item in enumerate(signature.user_inputs)
         for axis, name in enumerate(item.axes)
         if name is not None
+        for dim, more in [dim_of(name)]
     }
     return resized(example, places)
 
