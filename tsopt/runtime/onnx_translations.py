@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from onnxscript import opset18
 
+from tsopt.errors import BackendError
+
 op: Any = opset18
 FLOAT, INT64 = 1, 7  # as onnx.TensorProto numbers them
 
@@ -26,7 +28,8 @@ def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, ou
     Zeros for the rows behind the last group: those of transformers' op, where torch's own leaves anything.
     """
     if offs is None or bias is not None or out_dtype is not None or (len(rows.shape), len(matrices.shape)) != (2, 3):
-        raise NotImplementedError("_grouped_mm of rows in groups alone")
+        # The others are for gradients, or are no groups: `_explain` tells the op, its place and this.
+        raise BackendError("of the forms of _grouped_mm that of rows in groups alone is taken")
     count = matrices.shape[0]
     if str(rows.dtype) != "BFLOAT16":
         return _in_groups(rows, matrices, offs, count)
