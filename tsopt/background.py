@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, TsoptError, U
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.artifact import load, save
 from tsopt.runtime.backend import Executable
-from tsopt.runtime.dispatch import MAX_CAPTURES, MAX_FORMS, Form, Optimized, form_of
+from tsopt.runtime.dispatch import MAX_CAPTURES, Form, Forms, Optimized, form_of
 from tsopt.runtime.processes import descendants, kill
 from tsopt.runtime.report import Report
 from tsopt.runtime.watch import Watch
@@ -157,7 +156,9 @@ class InBackground:
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], say: Callable[[str], None]) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
         self._say = say
-        self._forms: OrderedDict[Any, tuple[Callable[..., Any], Job | None]] = OrderedDict()
+        self._forms = Forms()
+        # The files of a job are there for as long as what was made from them.
+        self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
         self._latest: Executable | None = None
         self._job: tuple[Job, Form] | None = None
         self._started = 0
@@ -197,16 +198,12 @@ class InBackground:
         if found is None and self._lock.acquire(blocking=False):
             try:
                 self._take_over()
-                if self._job is None and form not in self._forms:
+                if self._job is None and self._forms.get(form) is None:
                     self._start(form, Example(args, kwargs))
             finally:
                 self._lock.release()
             found = self._forms.get(form)
-        if found is None:
-            return self.model
-        with contextlib.suppress(KeyError):  # another thread may just have put it away
-            self._forms.move_to_end(form)
-        return found[0]
+        return self.model if found is None else found
 
     def _start(self, form: Form, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
@@ -238,11 +235,12 @@ class InBackground:
             self._fail(form, error)
             return
         if executable is None:
-            self._keep(form, self.model)
+            self._forms.keep(form, self.model)
         elif job.watch.changed():
             return  # it was made of other weights: the next call of this form begins anew
         else:
-            self._keep(form, executable, job)
+            self._files[executable] = job
+            self._forms.keep(form, executable)
             self._latest, self._watch = executable, job.watch
         self.reports.append(answer.report)
 
@@ -265,13 +263,7 @@ class InBackground:
     def _fail(self, form: Form, error: Exception) -> None:
         told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
         self._say("; ".join(filter(None, told)))
-        self._keep(form, self.model)
-
-    def _keep(self, form: Form, served: Callable[..., Any], job: Job | None = None) -> None:
-        """With its job, whose files are there for as long as that is."""
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.popitem(last=False)
-        self._forms[form] = served, job
+        self._forms.keep(form, self.model)
 
 
 def _tensors(model: Callable[..., Any]) -> dict[str, torch.Tensor]:

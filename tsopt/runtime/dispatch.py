@@ -36,6 +36,29 @@ def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
     return structure, tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
 
 
+class Forms:
+    """What was made for forms of call; those that were called last are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Form, Callable[..., Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, form: Form) -> Callable[..., Any] | None:
+        """Raises TypeError for a form with a constant that cannot be hashed: it cannot be recognized again."""
+        found = self._kept.get(form)
+        if found is not None:
+            with contextlib.suppress(KeyError):  # another thread may just have put it away
+                self._kept.move_to_end(form)
+        return found
+
+    def keep(self, form: Form, made: Callable[..., Any]) -> None:
+        if len(self._kept) >= MAX_FORMS:
+            self._kept.popitem(last=False)
+        self._kept[form] = made
+
+
 class Optimized:
     """A drop-in for the model it was made from: called the same, returns the same, without gradients.
 
@@ -61,7 +84,7 @@ class Optimized:
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
         self._another, self._policy = another, on_new_signature
-        self._forms: OrderedDict[Any, Callable[..., Any]] = OrderedDict()
+        self._forms = Forms()
         self._captures = 0
         self._lock = threading.Lock()
 
@@ -100,13 +123,11 @@ class Optimized:
         form = form_of(args, kwargs)
         try:
             found = self._forms.get(form)
-        except TypeError:  # a constant that cannot be hashed cannot be recognized again
+        except TypeError:
             return self._eager
         if found is None:
             with self._lock:
                 found = self._forms.get(form) or self._add(form, Example(args, kwargs))
-        with contextlib.suppress(KeyError):  # another thread may just have put it away
-            self._forms.move_to_end(form)
         return found
 
     def _add(self, form: Form, example: Example) -> Callable[..., Any]:
@@ -115,9 +136,7 @@ class Optimized:
             return self._eager
         self._captures += 1
         made = self._capture(example, ", ".join(map(str, form[1])))
-        if len(self._forms) >= MAX_FORMS:
-            self._forms.popitem(last=False)
-        self._forms[form] = made
+        self._forms.keep(form, made)
         return made
 
     def _capture(self, example: Example, form: str) -> Callable[..., Any]:
