@@ -44,13 +44,17 @@ WITHOUT_TORCH = (
     "errors.py",
     "compiler/contents.py",
     "compiler/effects.py",
+    "compiler/memory.py",
+    "compiler/question.py",
     "compiler/signature.py",
     "compiler/structure.py",
     "compiler/structure_json.py",
     "compiler/types.py",
     "compiler/example.py",
+    "runtime/ambient.py",
     "runtime/artifact.py",
     "runtime/backend.py",
+    "runtime/guard.py",
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",
@@ -119,7 +123,9 @@ def test_what_must_run_without_torch_imports_only_its_like(name):
 def test_the_library_prints_nothing_and_sets_up_no_logger(path):
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func) for call in calls}
-    assert not names & {"print", "logging.basicConfig", "log.addHandler", "log.setLevel", "exec", "eval"}
+    assert not names & {"print", "logging.basicConfig", "log.addHandler", "log.setLevel", "eval"}
+    # What `guard.py` runs is made of numbers and of names that it has given itself.
+    assert path.name == "guard.py" or "exec" not in names
     # What `background.py` reads comes from its own process, through a directory that only its user can enter.
     assert path.name == "background.py" or not [name for name in names if name.startswith("pickle.")]
     assert not {"torch.load", "os.system"} & names

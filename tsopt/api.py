@@ -25,6 +25,7 @@ from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, NotOneGraph, UsageError
 from tsopt.passes import STANDARD
+from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
@@ -61,6 +62,7 @@ def optimize(
     eval_mode: bool = False,
     allow_nan: bool = False,
     on_new_signature: str = "capture",
+    on_gradients: str = "eager",
     isolate: bool = True,
     budget: float | None = None,
     cache: bool = True,
@@ -95,6 +97,9 @@ def optimize(
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: take weights that hold NaN.
         on_new_signature: what a call of another form does: `capture` it once, go `eager`, or `error`.
+        on_gradients: what a call does that only the model itself can serve, because gradients are wanted for an input,
+            a transform of torch.func or torch.jit.trace goes through it, or autocast is on: run `eager` and say so
+            once, or `error`.
         isolate: give each candidate a process of its own, so that one that crashes or hangs is only a row in the table;
             without, all of them run in this process, which saves a few seconds.
         budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
@@ -109,12 +114,12 @@ def optimize(
     """
     examples = as_examples(example_input)
     example = examples[0]
-    _check_options(on_new_signature, backends, threads, seconds, budget, frontend)
+    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
     racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, isolate, budget, cache, tell, frontend, dynamic),
+        *(on_new_signature, on_gradients, isolate, budget, cache, tell, frontend, dynamic),
     )
     reason: NotOneGraph | None = None
     if frontend != "parts":
@@ -128,7 +133,13 @@ def optimize(
     with training_flags(model if eval_mode else None, False):
         script = frontends.by_torchscript(model) if frontend == "torchscript" else None
     made = optimize_in_parts(
-        called, example, request.part, script=script, because=reason, seconds=seconds, seed=seed, progress=tell
+        *(called, example, request.part),
+        script=script,
+        because=reason,
+        seconds=seconds,
+        seed=seed,
+        progress=tell,
+        on_gradients=on_gradients,
     )
     if dynamic is not None or len(examples) > 1:
         made.report = replace(made.report, sizes=ONE_BY_ONE)
@@ -150,6 +161,7 @@ class _Request:
     eval_mode: bool
     allow_nan: bool
     policy: str
+    on_gradients: str
     isolate: bool
     budget: float | None
     cache: bool
@@ -165,6 +177,9 @@ class _Request:
             given = list(examples) if len(examples) > 1 else example
             captured = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
+            if not captured.signature.aliasing:
+                examples = tuple(item.apart() for item in examples)
+                example = examples[0]
             sized = Sized(captured)
             if captured.signature.dims:
                 self.tell("other sizes")
@@ -206,7 +221,7 @@ class _Request:
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
-        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy, self.on_gradients)
 
     def captured(self, example: Any, **options: Any) -> Program:
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
@@ -378,6 +393,7 @@ def check_name(name: str, known: Sequence[str]) -> None:
 
 def _check_options(
     policy: str,
+    on_gradients: str,
     backends: Sequence[str] | None,
     threads: int | None,
     seconds: float,
@@ -386,6 +402,8 @@ def _check_options(
 ) -> None:
     if policy not in POLICIES:
         raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
+    if on_gradients not in ON_GRADIENTS:
+        raise UsageError(f"on_gradients={on_gradients!r}", fix=f"one of: {', '.join(ON_GRADIENTS)}")
     if frontend not in FRONTENDS:
         raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
     if isinstance(backends, str) and backends != "all":

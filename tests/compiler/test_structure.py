@@ -99,9 +99,9 @@ def test_calls_that_are_equal_have_equal_structures(value):
     assert flatten(value)[1] == flatten(again)[1]
 
 
-def test_a_shared_tensor_is_one_leaf_of_outputs_and_two_of_inputs():
-    assert len(flatten((A, A))[0]) == 2
-    leaves, structure = flatten((A, [A]), share=True)
+def test_a_shared_tensor_is_one_leaf_unless_each_place_is_to_be_its_own():
+    assert len(flatten((A, A), share=False)[0]) == 2
+    leaves, structure = flatten((A, [A]))
     assert len(leaves) == structure.leaf_count == 1
 
 

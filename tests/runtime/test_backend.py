@@ -93,17 +93,27 @@ def test_two_answers_do_not_share_memory(executable, mlp_input):
         lambda x: torch.stack([x, x], -1)[..., 0],
         lambda x: torch.cat([x, x])[::2][:0].new_tensor(x.tolist()),
         lambda x: x[:1].expand(2, 6),
-        lambda x: x.clone().requires_grad_(),
-        lambda x: nn.Parameter(x.clone()),
+        lambda x: nn.Parameter(x.clone(), requires_grad=False),
         lambda x: nn.Parameter(x.t().contiguous().t(), requires_grad=False),
         lambda x: torch.view_as_complex(torch.stack([x, x], -1)).conj().imag,
         lambda x: torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(2, 6),
     ],
-    ids=["transposed", "strided", "fresh", "expanded", "grad", "parameter", "both", "negative bit", "unaligned"],
+    ids=["transposed", "strided", "fresh", "expanded", "parameter", "both", "negative bit", "unaligned"],
 )
 def test_any_tensor_of_the_type_is_taken(executable, mlp, mlp_input, change):
     value = change(mlp_input)
     torch.testing.assert_close(executable(value), mlp(value).detach())
+
+
+@pytest.mark.parametrize("change", [lambda x: x.clone().requires_grad_(), lambda x: nn.Parameter(x.clone())])
+def test_an_input_that_wants_gradients_is_taken_where_none_are_computed(executable, mlp, mlp_input, change):
+    value = change(mlp_input)
+    with torch.no_grad():
+        torch.testing.assert_close(executable(value), mlp(value))
+    with pytest.raises(
+        tsopt.SignatureError, match=r"(?s)cannot serve.*gradients are wanted for an input.*torch.no_grad"
+    ):
+        executable(value)
 
 
 def test_an_input_from_inference_mode_is_taken(executable, mlp, mlp_input):

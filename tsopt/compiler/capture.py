@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.asked import Asked, asked_by
 from tsopt.compiler.contents import held_by
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.effects import Effect, outcome_of
@@ -27,8 +28,9 @@ from tsopt.compiler.lowering import functional, lower, unique
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
-from tsopt.compiler.refusals import check_apart, check_inputs, check_model, check_result, check_training
+from tsopt.compiler.refusals import check_apart, check_inputs, check_model, check_overlap, check_result, check_training
 from tsopt.compiler.scripted import Scripted, is_scripted
+from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
 from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
@@ -88,18 +90,35 @@ def capture(
         check_inputs(model, example)
     if is_scripted(model):
         model = Scripted(model)
-    wanted = _dynamic(model, examples, dynamic)
-    example = examples[0] if wanted is None else wanted.trace
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     with TRACING, protected(model), quiet():
-        if training and eval_mode:
+        with training_flags(model if eval_mode else None, False):
+            program = _as_asked(model, examples, dynamic, frontend)
+        if training and not eval_mode:
             with training_flags(model, False):
-                return _captured(model, example, wanted, frontend)
-        program = _captured(model, example, wanted, frontend)
-        if training:
-            with training_flags(model, False):
-                check_training(program, _captured(model, example, wanted, frontend))
+                check_training(program, _as_asked(model, examples, dynamic, frontend))
         return program
+
+
+def _as_asked(
+    model: Callable[..., Any], examples: Sequence[Example], dynamic: Mapping[Any, Any] | None, frontend: str
+) -> Program:
+    """The program, with what the model has asked of its inputs as part of its signature."""
+    asked = asked_by(model, examples[0])
+    if asked.aliasing:
+        check_overlap(examples[0], asked.written)
+    else:
+        examples = [example.apart() for example in examples]
+    wanted = _dynamic(model, examples, dynamic)
+    program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
+    return replace(program, signature=_with_answers(program.signature, asked))
+
+
+def _with_answers(signature: Signature, asked: Asked) -> Signature:
+    questions = iter(asked.questions)
+    inputs = [item if item.state else replace(item, asked=next(questions, ())) for item in signature.inputs]
+    aliasing = asked.aliasing or (len(signature.user_inputs) > 1 and bool(signature.written_inputs))
+    return replace(signature, inputs=tuple(inputs), aliasing=aliasing, modes=asked.modes)
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
@@ -220,11 +239,11 @@ def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names: list[str] = []
+    names: dict[int, str] = {}  # of a tensor in two places, the first
     args, kwargs = outer.children
     for position, child in enumerate(args.children):
         prefix = plain[position] if position < len(plain) else f"arg{position}"
-        names += [path for _, path in child.paths(prefix)]
+        names = dict(child.paths(prefix)) | names
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
-        names += [path for _, path in child.paths(str(key))]
-    return unique(names)
+        names = dict(child.paths(str(key))) | names
+    return unique([names[index] for index in sorted(names)])

@@ -32,6 +32,16 @@ class Example:
             return self
         return Example(*unflatten(structure, leaves))
 
+    def apart(self) -> Example:
+        """The same call with a tensor of its own in each place; itself where no tensor is in two."""
+        leaves, structure = flatten((self.args, self.kwargs), share=False)
+        if len(set(map(id, leaves))) == len(leaves):
+            return self
+        first = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
+        own = [leaf if first[id(leaf)] == place else leaf.detach().clone() for place, leaf in enumerate(leaves)]
+        args, kwargs = unflatten(structure, own)
+        return Example(args, kwargs, self.written)
+
 
 def example(*args: Any, **kwargs: Any) -> Example:
     """An example input with positional and keyword arguments, written as the call would be."""

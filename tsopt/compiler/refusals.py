@@ -15,6 +15,7 @@ from torch import fx, nn
 from tsopt.compiler import ops
 from tsopt.compiler.effects import Effect, containers_of
 from tsopt.compiler.example import Example
+from tsopt.compiler.memory import overlaps
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.structure import Structure, flatten
 from tsopt.errors import CaptureError, NotOneGraph
@@ -75,6 +76,13 @@ def check_inputs(model: object, example: Example) -> None:
         where = f"input {paths[index]}"
         if not isinstance(leaf, torch.Tensor):
             raise CaptureError(f"an input is a {type(leaf).__name__}", where=where, fix="pass a torch.Tensor")
+        if not ops.is_plain(leaf):
+            raise CaptureError(
+                f"an input is a {type(leaf).__name__}",
+                where=where,
+                why="a program computes with plain tensors; what a subclass adds would be lost",
+                fix="pass a torch.Tensor: x.as_subclass(torch.Tensor)",
+            )
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
             raise CaptureError(
                 "an input is sparse, nested, quantized or on the meta device",
@@ -87,6 +95,21 @@ def check_inputs(model: object, example: Example) -> None:
                 where=where,
                 fix=f"move one to the other: x.to({str(first.device)!r})",
             )
+
+
+def check_overlap(example: Example, written: Container[int]) -> None:
+    """Refuses a call whose tensors share some of their memory, where the model writes one of them."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    found = next((pair for pair in overlaps(leaves) if pair[0] in written or pair[1] in written), None)
+    if found is not None:
+        names = " and ".join(paths[position] for position in found)
+        raise NotOneGraph(
+            "two inputs share some of their memory, and the model writes one of them",
+            where=f"inputs {names}",
+            why="what is written to one would have to show in the other",
+            fix="pass tensors that are apart, or the same one twice",
+        )
 
 
 def check_apart(example: Example, held: Container[int]) -> None:

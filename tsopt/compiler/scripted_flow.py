@@ -37,7 +37,7 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
             found = used.run(run, block, operands)
             # Which flag it is hangs on the branch.
             flags = [_number(value, predicate) if isinstance(value, bool) else value for value in found]
-            leaves, structures[place] = flatten(flags)
+            leaves, structures[place] = flatten(flags, share=False)
             return _own(leaves, operands)
 
         return traced
@@ -69,8 +69,8 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
     (body,) = node.blocks()
     inputs = [item.debugName() for item in body.inputs()]
     used = _Used(node, values, where, without=inputs)
-    like = next(leaf for leaf in (going, *flatten(carried)[0]) if isinstance(leaf, torch.Tensor))
-    leaves, before = flatten([_number(value, like) for value in (step, going, *carried)])
+    like = next(leaf for leaf in (going, *flatten(carried, share=False)[0]) if isinstance(leaf, torch.Tensor))
+    leaves, before = flatten([_number(value, like) for value in (step, going, *carried)], share=False)
 
     def goes_on(*operands: torch.Tensor) -> torch.Tensor:
         return operands[1].clone() if most == ENDLESS else operands[1] & (operands[0] < most)
@@ -79,7 +79,7 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
         step, _, *carried = unflatten(before, operands[: len(leaves)])
         own = dict(zip(inputs, [step, *carried], strict=True))
         going, *found = used.run(run, body, operands[len(leaves) :], own)
-        made, after = flatten([_number(value, operands[0]) for value in (step + 1, going, *found)])
+        made, after = flatten([_number(value, operands[0]) for value in (step + 1, going, *found)], share=False)
         if after != before:
             raise _refused(f"it carries {before}, and then {after}", where)
         return _own(made, operands)
@@ -124,7 +124,7 @@ class _Used:
     def __init__(self, node: Any, values: Values, where: str | None, without: Sequence[str] = ()) -> None:
         self.values, self.where = values, where
         self.names = [name for name in _names_read(node) if name not in without and _holds(values.get(name))]
-        self.tensors, self._structure = flatten([values[name] for name in self.names])
+        self.tensors, self._structure = flatten([values[name] for name in self.names], share=False)
 
     def run(self, run: Run, block: Any, operands: Sequence[torch.Tensor], own: Values | None = None) -> list[Any]:
         """Runs a block on operands in the place of the tensors.

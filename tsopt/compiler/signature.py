@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tsopt.compiler.effects import Effect, check_given, finish
-from tsopt.compiler.structure import Structure, flatten, where_different
+from tsopt.compiler.memory import overlaps
+from tsopt.compiler.question import Question
+from tsopt.compiler.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.structure_json import from_json, to_json
-from tsopt.compiler.types import SHORT, TensorType
+from tsopt.compiler.types import SHORT, TensorType, unlike_a_tensor
 from tsopt.errors import ArtifactError, SignatureError
 
 SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
@@ -53,13 +55,15 @@ def dim_of(name: str) -> tuple[str, int]:
 class Input:
     """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes.
 
-    The sizes of axes that have a name are those that the program was traced with.
+    The sizes of axes that have a name are those that the program was traced with. `asked` is what the model's Python
+    code asked of it beside: a call that answers otherwise would have been traced otherwise.
     """
 
     name: str
     type: TensorType
     state: bool = False
     axes: Axes = ()
+    asked: tuple[Question, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class Signature:
     """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
 
     `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns, and `effects` those that
-    it puts into objects of the call. `dims` are the sizes that may differ from call to call.
+    it puts into objects of the call. `dims` are the sizes that may differ from call to call. `aliasing`: it counts
+    which tensors of the call are one object, or share memory, because the model writes one of them or asks. `modes` are
+    those that the model has asked the thread for, and whether they were on.
     """
 
     inputs: tuple[Input, ...]
@@ -86,6 +92,8 @@ class Signature:
     result: Structure
     dims: tuple[Dim, ...] = ()
     effects: tuple[Effect, ...] = ()
+    aliasing: bool = False
+    modes: tuple[tuple[str, bool], ...] = ()
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:
@@ -100,6 +108,12 @@ class Signature:
         return tuple(item for item in self.outputs if item.writes is not None)
 
     @property
+    def written_inputs(self) -> frozenset[int]:
+        """The positions of the user's inputs that a call writes."""
+        names = {item.writes for item in self.writes}
+        return frozenset(i for i, item in enumerate(self.user_inputs) if item.name in names)
+
+    @property
     def devices(self) -> tuple[tuple[str, str], ...]:
         """The name of each input and output, and where it is."""
         given = ((item.name, item.type.device) for item in self.inputs)
@@ -109,15 +123,18 @@ class Signature:
         """The call's tensors in graph order.
 
         Raises:
-            SignatureError: another nesting, constant, dtype, shape or device than captured.
+            SignatureError: another nesting, constant, dtype, shape or device than captured, another answer to what the
+                model asks, or other inputs that are one tensor.
         """
         order = self.outer.children[1].keys
         if len(order) == len(kwargs) and all(key in kwargs for key in order):
             kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
-        leaves, structure = flatten((tuple(args), dict(kwargs)))
+        leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
         if structure != self.outer:
+            if self.aliasing and same_but_for_sharing(structure, self.outer):
+                raise _other_sharing("are one tensor in the call or in the example, and two in the other", structure)
             place, mine, theirs = where_different(self.outer, structure)
-            place = f"args.{place[2:]}" if place.startswith("0.") else place[2:]  # positional, or by its keyword
+            place = _place(place)
             at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
             mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
             raise SignatureError(
@@ -126,11 +143,24 @@ class Signature:
                 fix="call it as in the example, or optimize for this form as well",
             )
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
+            odd = unlike_a_tensor(leaf)
+            if odd is not None:
+                raise SignatureError(f"input {item.name!r} is {odd[0]}, expected a dense tensor", fix=odd[1])
             reason = mismatch(item.type, leaf, item.axes)
             if reason:
                 raise SignatureError(
                     f"input {item.name!r} {reason}", fix="pass what the example had, or optimize for this input as well"
                 )
+            for question in item.asked:
+                if not question.answered_by(leaf):
+                    raise SignatureError(
+                        f"input {item.name!r} has another {question} than in the example",
+                        why=f"the model asks for it, and the answer was {question.answer}",
+                        fix="pass what the example had, or optimize for this input as well",
+                    )
+        for pair in overlaps(leaves) if self.aliasing else ():
+            if not self.written_inputs.isdisjoint(pair):
+                raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
         reason = misfit(self.dims, self.sizes_of(leaves))
         if reason:
             raise SignatureError(reason, fix="pass sizes that were checked, or optimize for these as well")
@@ -183,12 +213,18 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "inputs": [{"name": i.name, "type": _type_json(i), "state": i.state} for i in self.inputs],
+            "inputs": [
+                {"name": i.name, "type": _type_json(i), "state": i.state}
+                | ({"asked": [question.to_json() for question in i.asked]} if i.asked else {})
+                for i in self.inputs
+            ],
             "outputs": [{"name": o.name, "type": _type_json(o), "writes": o.writes} for o in self.outputs],
             "outer": to_json(self.outer),
             "result": to_json(self.result),
             **({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {}),
             **({"effects": [effect.to_json() for effect in self.effects]} if self.effects else {}),
+            **({"aliasing": True} if self.aliasing else {}),
+            **({"modes": [list(mode) for mode in self.modes]} if self.modes else {}),
         }
 
     @classmethod
@@ -198,7 +234,10 @@ class Signature:
             dims = tuple(_dim_from(item) for item in data.get("dims", ()))
             names = {dim.name for dim in dims}
             inputs = tuple(
-                Input(str(i["name"]), _type_from(i["type"]), bool(i["state"]), _axes_from(i["type"], names))
+                Input(
+                    *(str(i["name"]), _type_from(i["type"]), bool(i["state"]), _axes_from(i["type"], names)),
+                    tuple(map(Question.from_json, i.get("asked", ()))),
+                )
                 for i in data["inputs"]
             )
             outputs = tuple(
@@ -212,7 +251,8 @@ class Signature:
             check_given(result, outer)
             if len({effect.path for effect in effects}) != len(effects):
                 raise ValueError("an object is changed twice")
-            made = cls(inputs, outputs, outer, result, dims, effects)
+            modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
+            made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
@@ -230,6 +270,23 @@ class Signature:
         ):
             if any(index >= count for index, _ in structure.paths()):
                 raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
+
+
+def _place(path: str) -> str:
+    """A path into `(args, kwargs)` as a user writes it: positional, or by its keyword."""
+    return f"args.{path[2:]}" if path.startswith("0.") else path[2:]
+
+
+def _other_sharing(how: str, called: Structure | None = None) -> SignatureError:
+    names: dict[int, list[str]] = {}
+    for index, path in called.paths() if called is not None else ():
+        names.setdefault(index, []).append(_place(path))
+    same = "; ".join(" is ".join(paths) for paths in names.values() if len(paths) > 1)
+    return SignatureError(
+        f"inputs {how}",
+        why=f"the model writes one of them, or asks whether they are the same{f'; in the call {same}' if same else ''}",
+        fix="pass tensors that are apart as in the example, or optimize for such calls as well",
+    )
 
 
 def mismatch(expected: TensorType, value: Any, axes: Axes = ()) -> str | None:

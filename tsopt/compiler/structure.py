@@ -88,6 +88,17 @@ def where_different(mine: Structure, theirs: Structure, prefix: str = "") -> tup
     return prefix, mine, theirs
 
 
+def same_but_for_sharing(a: Structure, b: Structure) -> bool:
+    """Whether two structures differ at most in which of their tensors are one object."""
+    if a.kind == b.kind == "leaf":
+        return True
+    if (a.kind, a.keys, len(a.children)) != (b.kind, b.keys, len(b.children)):
+        return False
+    if not a.children:
+        return a == b
+    return _same_class(a, b) and all(map(same_but_for_sharing, a.children, b.children))
+
+
 def _same_class(a: Structure, b: Structure) -> bool:
     """Whether two nodes are of one class, or are one class; by name, where one of them is from a file."""
     mine, theirs = (node.value if isinstance(node.value, type) else node.cls for node in (a, b))
@@ -126,12 +137,12 @@ class Given:
 
 
 def flatten(
-    value: object, *, share: bool = False, given: Mapping[int, Path] | None = None, held: Container[int] = ()
+    value: object, *, share: bool = True, given: Mapping[int, Path] | None = None, held: Container[int] = ()
 ) -> tuple[list[Any], Structure]:
     """Splits a nesting into its tensors and its Structure.
 
     Args:
-        share: a tensor met twice is one leaf (outputs: the caller gets the same object twice again).
+        share: a tensor met twice is one leaf, as the caller gets the same object twice again.
         given: paths of objects of the call, by identity.
         held: ids of objects that outlive the call: where they have no tensors, they are themselves.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +80,16 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def unlike_a_tensor(value: Any) -> tuple[str, str] | None:
+    """What a value of a call is that no engine may take for a plain dense tensor, and what to pass; None for one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, torch.Tensor):
+        return None
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(value).__name__}", "pass a torch.Tensor: x.as_subclass(torch.Tensor)"
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.").strip("_")
+        return f"a {kind} tensor", "pass a dense tensor: x.to_dense()"
+    return None

@@ -121,6 +121,8 @@ class Oracle:
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}
         self._patience = PATIENCE
         self._state = list(program.state.values()) if program is not None else list(state)
+        if program is not None and not program.signature.aliasing:
+            example = example.apart()
         for inputs in input_sets(example, seed)[: FEW if few else None]:
             self._ask(model, inputs, self._state)
         if all(expected.inputs.kind == SPECIAL for expected in self.expected):

@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.signature import Dim, Input, Signature, dim_of, mismatch, same_sizes
+from tsopt.compiler.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
+from tsopt.runtime.ambient import objection
+from tsopt.runtime.guard import leaves_of, other_mode, quick_call
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
@@ -110,21 +112,21 @@ class Executable:
         self.notes = tuple(notes)
         self.state = list(state)
         self._run = run
-        self._guard = Guard(signature)
+        self._leaves = leaves_of(signature)
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
         self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
         self._writes = len(signature.writes)
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
-        self.quick = self._quick() if self._single and not self.state and self._guard.count == 1 else None
+        self.quick = None if self.state else quick_call(signature, run, self._broken)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.quick is not None and len(args) == 1 and not kwargs:
             result = self.quick(args[0])
             if result is not None:
                 return result
-        leaves = self._guard.leaves(args, kwargs)
+        leaves = self._leaves(args, kwargs)
         if leaves is None:
             leaves = self.bind(args, kwargs)
         return self.run_leaves(leaves, args, kwargs)
@@ -144,7 +146,11 @@ class Executable:
         )
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """The call's tensors in signature order, after a thorough look. Raises SignatureError."""
+        """The call's tensors in signature order, after a thorough look.
+
+        Raises:
+            SignatureError: the call is of another form, or is made under what a compiled form does not follow.
+        """
         leaves = self.signature.bind(args, kwargs)
         torch = sys.modules.get("torch")
         for item, leaf in zip(self.signature.user_inputs, leaves, strict=True):
@@ -153,11 +159,18 @@ class Executable:
                 raise SignatureError(
                     f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
                 )
+        reason = objection(leaves) or other_mode(self.signature)
+        if reason:
+            raise SignatureError(
+                "a compiled form cannot serve this call",
+                why=reason,
+                fix="call the model itself; under torch.no_grad(), where no gradients are wanted",
+            )
         return leaves
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
-        return self._guard.leaves(args, kwargs)
+        return self._leaves(args, kwargs)
 
     def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs on the tensors of a call that fits, in signature order; what the model would return."""
@@ -187,66 +200,6 @@ class Executable:
             for value, (dtype, shape), axes in zip(outputs, self._outputs, self._axes, strict=True)
         )
 
-    def _quick(self) -> Callable[[Any], Any] | None:
-        """The whole call of a model that takes one tensor and returns one; None from it: the call does not fit.
-
-        Straight code, because on a model of ten microseconds every layer of calls is a hundredth.
-        """
-        if not self._guard.simple or self._guard.keys:
-            return None
-        if self.signature.dims:
-            return self._quick_for_sizes()
-        ((kind, dtype, shape, device),) = self._guard.expected
-        ((out_dtype, out_shape),) = self._outputs
-        run = self._run
-
-        def quick(value: Any) -> Any:
-            if type(value) is not kind or value.dtype != dtype or value.shape != shape:
-                return None
-            if device is not None and value.device != device:
-                return None
-            outputs = run((value,))
-            if len(outputs) != 1 or outputs[0].dtype != out_dtype or outputs[0].shape != out_shape:
-                raise self._broken(outputs)
-            return outputs[0]
-
-        return quick
-
-    def _quick_for_sizes(self) -> Callable[[Any], Any] | None:
-        """The same where sizes may differ from call to call."""
-        ((kind, dtype, shape, device),), ((fixed, named),) = self._guard.expected, self._guard.axes
-        ((out_dtype, out_shape),), rank, run = self._outputs, len(shape), self._run
-        dims = {dim.name: dim for dim in self.signature.dims}
-        if len(named) != len(dims) or any(more for *_, more in named):
-            return None  # a size at several axes: it has to be the same at all of them
-        kept = tuple((axis, shape[axis]) for axis in fixed)
-        free = tuple((axis, *_bounds(dims[name])) for axis, name, _ in named)
-        names = self.signature.outputs[0].axes or (None,) * len(out_shape)
-        out_kept = tuple(
-            (axis, size) for axis, (size, name) in enumerate(zip(out_shape, names, strict=True)) if not name
-        )
-
-        def quick(value: Any) -> Any:
-            if type(value) is not kind or value.dtype != dtype:
-                return None
-            found = value.shape
-            if len(found) != rank or (device is not None and value.device != device):
-                return None
-            for axis, size in kept:
-                if found[axis] != size:
-                    return None
-            for axis, low, high, step in free:
-                if not low <= found[axis] <= high or found[axis] % step:
-                    return None
-            outputs = run((value,))
-            made = outputs[0].shape
-            right = len(outputs) == 1 and outputs[0].dtype == out_dtype and len(made) == len(out_shape)
-            if not right or any(made[axis] != size for axis, size in out_kept):
-                raise self._broken(outputs)
-            return outputs[0]
-
-        return quick
-
     def _broken(self, outputs: Sequence[Any]) -> BackendError:
         if len(outputs) != len(self._outputs):
             return BackendError(
@@ -261,64 +214,6 @@ class Executable:
                     fix="use another backend for this model",
                 )
         return BackendError(f"{self.backend} broke the output contract")
-
-
-class Guard:
-    """Decides fast whether a call is of the captured form; None sends the caller to the thorough check."""
-
-    def __init__(self, signature: Signature) -> None:
-        args, kwargs = signature.outer.children
-        self.simple = all(child.kind == "leaf" for child in (*args.children, *kwargs.children))
-        self.count = len(args.children)
-        self.keys = tuple(kwargs.keys)
-        self.expected = [_expectation(item.type) for item in signature.user_inputs]
-        self.dims = signature.dims
-        self.axes = [_axes(item) for item in signature.user_inputs]
-
-    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        if not self.simple or len(args) != self.count or len(kwargs) != len(self.keys):
-            return None
-        if self.keys:
-            try:
-                args = [*args, *[kwargs[key] for key in self.keys]]
-            except KeyError:
-                return None
-        if self.dims:
-            return args if self._fits(args) else None
-        for value, (kind, dtype, shape, device) in zip(args, self.expected, strict=True):
-            if type(value) is not kind or value.dtype != dtype or value.shape != shape:
-                return None
-            if device is not None and value.device != device:
-                return None
-        return args
-
-    def _fits(self, values: Sequence[Any]) -> bool:
-        """Whether values are of their kinds, and all sizes of one Dim the same and in its range."""
-        sizes: dict[str, int] = {}
-        for value, (kind, dtype, shape, device), (fixed, named) in zip(values, self.expected, self.axes, strict=True):
-            if type(value) is not kind or value.dtype != dtype or len(value.shape) != len(shape):
-                return False
-            if device is not None and value.device != device:
-                return False
-            found = value.shape
-            for axis in fixed:
-                if found[axis] != shape[axis]:
-                    return False
-            for axis, name, more in named:
-                if sizes.setdefault(name, found[axis] - more) != found[axis] - more:
-                    return False
-        return all(dim.admits(sizes[dim.name]) for dim in self.dims)
-
-
-def _bounds(dim: Dim) -> tuple[int, int, int]:
-    return dim.low, sys.maxsize if dim.high is None else dim.high, dim.step
-
-
-def _axes(item: Input) -> tuple[tuple[int, ...], tuple[tuple[int, str, int], ...]]:
-    """The axes whose sizes are fixed, and those that have a Dim, with how much larger they are."""
-    names = item.axes or (None,) * len(item.type.shape)
-    fixed = tuple(axis for axis, name in enumerate(names) if name is None)
-    return fixed, tuple((axis, *dim_of(name)) for axis, name in enumerate(names) if name is not None)
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.memory import overlaps
 from tsopt.compiler.program import Program
 from tsopt.compiler.structure import Structure, flatten
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.types import TensorType, unlike_a_tensor
 from tsopt.errors import SignatureError, TsoptError
 from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import verify
+from tsopt.runtime.ambient import Unserved, objection_to
 from tsopt.runtime.backend import Executable, compile
+from tsopt.runtime.guard import leaves_of
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -31,9 +34,21 @@ MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still
 Form = tuple[Structure, tuple[Any, ...]]  # what calls that can be served alike have in common
 
 
-def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = False) -> Form:
+    """What is the same in calls that can be served alike.
+
+    Args:
+        aliasing: tell apart calls whose tensors share memory in other ways.
+    """
     leaves, structure = flatten((args, kwargs))
-    return structure, tuple(TensorType.of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+    shared = overlaps(leaves) if aliasing and not any(map(unlike_a_tensor, leaves)) else ()
+    return structure, (*map(_kind, leaves), *shared)
+
+
+def _kind(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or unlike_a_tensor(leaf) is not None:
+        return type(leaf), str(getattr(leaf, "layout", ""))
+    return TensorType.of(leaf)
 
 
 class Forms:
@@ -79,11 +94,14 @@ class Optimized:
         example: Example,
         another: Callable[[Example], Executable],
         on_new_signature: str = "capture",
+        on_gradients: str = "eager",
     ) -> None:
         self.model, self.program, self.report = model, program, report
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
         self._another, self._policy = another, on_new_signature
+        self._unserved = Unserved(model, report.model, on_gradients)
+        self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
         self._forms = Forms()
         self._captures = 0
         self._lock = threading.Lock()
@@ -91,36 +109,57 @@ class Optimized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executable = self.executable
         if executable is None:
-            if self._policy == "error":  # whether a form is refused must not hang on who won
-                self.program.signature.bind(args, kwargs)
-            return self._eager(*args, **kwargs)
+            return self._by_the_model(args, kwargs)
         quick = executable.quick
         if quick is not None and len(args) == 1 and not kwargs:
             result = quick(args[0])
             if result is not None:
                 return result
-        leaves = executable.accepts(args, kwargs)
+        leaves = self._leaves(args, kwargs)
         if leaves is not None:
             return executable.run_leaves(leaves, args, kwargs)
         return self._thorough(executable, args, kwargs)
+
+    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._leaves(args, kwargs) is None:
+            reason = objection_to(args, kwargs)
+            if reason:
+                return self._unserved(reason, args, kwargs)
+            if self._policy == "error":  # whether a form is refused must not depend on who won
+                self.program.signature.bind(args, kwargs)
+        return self._eager(*args, **kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             return self.model(*args, **kwargs)
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = objection_to(args, kwargs)
+        if reason:
+            return self._unserved(reason, args, kwargs)
         try:
             leaves = executable.bind(args, kwargs)
         except SignatureError:
             if self._policy == "error":
                 raise
-            return self._form(args, kwargs)(*args, **kwargs)
+            return self._by_form(args, kwargs)
         return executable.run_leaves(leaves, args, kwargs)
+
+    def _by_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._form(args, kwargs)
+        if not isinstance(found, Executable):
+            return found(*args, **kwargs)
+        try:
+            leaves = found.bind(args, kwargs)
+        except SignatureError as error:  # the model asks what no capture answers as this call does
+            self._note("a call", f"eager, because: {error.what}")
+            return self._eager(*args, **kwargs)
+        return found.run_leaves(leaves, args, kwargs)
 
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
-        form = form_of(args, kwargs)
+        form = form_of(args, kwargs, aliasing=self.program.signature.aliasing)
         try:
             found = self._forms.get(form)
         except TypeError:
@@ -135,7 +174,7 @@ class Optimized:
             self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
             return self._eager
         self._captures += 1
-        made = self._capture(example, ", ".join(map(str, form[1])))
+        made = self._capture(example, ", ".join(str(kind) for kind in form[1] if isinstance(kind, TensorType)))
         self._forms.keep(form, made)
         return made
 

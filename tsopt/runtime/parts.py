@@ -21,6 +21,7 @@ from tsopt.compiler.quiet import silent
 from tsopt.compiler.types import TensorType
 from tsopt.errors import ArtifactError, BackendError, CaptureError, TsoptError
 from tsopt.runtime.accuracy import Oracle
+from tsopt.runtime.ambient import Unserved, objection_to
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.race import EAGER, Progress, device_wait, with_timing
@@ -44,12 +45,18 @@ class InParts:
         backend: `parts`, `torchscript` for a model that is TorchScript; `eager` when the model itself is the fastest.
     """
 
-    def __init__(self, model: Callable[..., Any], run: Callable[..., Any], report: Report) -> None:
+    def __init__(
+        self, model: Callable[..., Any], run: Callable[..., Any], report: Report, on_gradients: str = "eager"
+    ) -> None:
         self.model, self.report = model, report
+        self._unserved = Unserved(model, report.model, on_gradients)
         self.backend = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}[report.winner]
         self._run = model if report.winner == EAGER else run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reason = objection_to(args, kwargs)
+        if reason:
+            return self._unserved(reason, args, kwargs)
         with torch.no_grad():
             return self._run(*args, **kwargs)
 
@@ -77,6 +84,7 @@ def optimize_in_parts(
     seconds: float,
     seed: int,
     progress: Progress,
+    on_gradients: str = "eager",
 ) -> InParts:
     """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
 
@@ -85,6 +93,7 @@ def optimize_in_parts(
     Args:
         script: the model as TorchScript, to be taken instead of it.
         because: why it is no single graph, where that has been tried.
+        on_gradients: what calls do that need the model itself.
 
     Raises:
         CaptureError: `because`, or that dynamo fails on the model as well.
@@ -123,7 +132,7 @@ def optimize_in_parts(
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
-    return InParts(model, run, _report(model, rows, graphs, because))
+    return InParts(model, run, _report(model, rows, graphs, because), on_gradients)
 
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
