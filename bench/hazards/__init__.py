@@ -5,8 +5,10 @@ A family is a module here with a tuple `CASES`. `python -m bench.hazards` runs t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import tsopt
 
@@ -14,7 +16,11 @@ BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 
 # Module below this package -> what its cases are about.
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "aliases": "inputs that are one, or share memory",
+    "questions": "what the model asks of its inputs",
+    "ambient": "gradients, transforms, tracing, autocast",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +55,12 @@ class Case:
             return Outcome("refused", error.what)
         except Exception as error:  # raw: whatever it is, nobody was told what to do
             return Outcome("wrong", f"{type(error).__name__}: {str(error)[:160]}")
+
+
+def served_by(model: Any, example: Any, backend: str) -> list[Any]:
+    """What `optimize` makes with a backend, and what that backend makes of its program: eager may have won the race."""
+    fast = tsopt.optimize(model, example, backends=(backend,), isolate=False, cache=False, seconds=0.05)
+    found: list[Any] = [fast]
+    with contextlib.suppress(tsopt.TsoptError):
+        found += [tsopt.compile(fast.program, backend)] if isinstance(fast, tsopt.Optimized) else []
+    return found

@@ -110,9 +110,7 @@ def test_an_input_that_wants_gradients_is_taken_where_none_are_computed(executab
     value = change(mlp_input)
     with torch.no_grad():
         torch.testing.assert_close(executable(value), mlp(value))
-    with pytest.raises(
-        tsopt.SignatureError, match=r"(?s)cannot serve.*gradients are wanted.*torch.no_grad"
-    ):
+    with pytest.raises(tsopt.SignatureError, match=r"(?s)cannot serve.*gradients are wanted.*torch.no_grad"):
         executable(value)
 
 
