@@ -28,7 +28,7 @@ from torch import nn
 from tsopt.api import optimize
 from tsopt.compiler.example import Example
 from tsopt.compiler.signature import Signature
-from tsopt.compiler.structure import Structure
+from tsopt.compiler.structure import Structure, with_own_leaves
 from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, TsoptError, UsageError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.artifact import load, save
@@ -110,7 +110,8 @@ class Job:
     def made(self, signature: Signature, structure: Structure) -> Executable:
         """The winner, for calls of this form here."""
         found = load(self.directory / FORM, trust=True)  # it comes from a process of one's own
-        return found.called_as(replace(signature, outer=structure))
+        own = structure if signature.aliasing else with_own_leaves(structure)
+        return found.called_as(replace(signature, outer=own))
 
 
 def _write(path: Path, *values: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tsopt.compiler.structure import Structure, flatten, unflatten
+from tsopt.compiler.structure import Structure, flatten, same_but_for_sharing, unflatten, with_own_leaves
 from tsopt.errors import CaptureError
 
 A, B = torch.ones(1), torch.zeros(2)
@@ -163,3 +163,12 @@ def test_objects_that_are_more_than_plain_attributes_are_constants(value):
 def test_texts_are_those_of_calls():
     assert str(flatten((A, [1, {"a": B}], Plain(A)))[1]) == "(*, [1, {a: *}], Plain{value: *, note: 'kept'})"
     assert str(Structure("leaf", index=0)) == "*"
+
+
+def test_each_place_can_have_a_leaf_of_its_own():
+    shared, apart = flatten((A, [A], {"k": A}))[1], flatten((A, [A], {"k": A}), share=False)[1]
+    assert shared != apart
+    assert with_own_leaves(shared) == apart
+    assert same_but_for_sharing(shared, apart)
+    assert not same_but_for_sharing(shared, flatten((A, [A], {"other": A}))[1])
+    assert not same_but_for_sharing(flatten((A, 1))[1], flatten((A, 2))[1])

@@ -101,3 +101,13 @@ def test_each_objection_has_its_words():
         assert objection([X]) == ""
         assert "forward-mode gradients" in objection([forward_ad.make_dual(X, X)])
     assert "gradients are wanted for an input" in objection([X.clone().requires_grad_()])
+
+
+@pytest.mark.parametrize("name", ["eager", "onnxruntime"])
+def test_torch_compile_calls_what_was_made_as_it_is(optimized_by, executables, mlp, name):
+    torch.compiler.reset()
+    for made in (executables[name], optimized_by(name)):
+        outer = torch.compile(lambda x, made=made: made(x + 1) * 2, backend="eager")
+        with torch.no_grad():
+            torch.testing.assert_close(outer(X), mlp(X + 1) * 2)
+    torch.compiler.reset()

@@ -345,3 +345,20 @@ def test_the_options_of_a_name_are_those_of_the_backend():
         get_backend("onnxruntime?colour=red")
     with pytest.raises(tsopt.UsageError, match="the option 'threads' has no value"):
         get_backend("onnxruntime?threads")
+
+
+def test_an_input_that_is_the_models_own_state_is_refused():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(3))
+
+        def forward(self, x):
+            self.n += 1
+            return x + self.n
+
+    model = Counter().eval()
+    executable = tsopt.compile(tsopt.capture(model, torch.zeros(3)), "eager")
+    assert executable(torch.zeros(3)).tolist() == [1, 1, 1]
+    with pytest.raises(tsopt.SignatureError, match="shares memory with a tensor of the model that the call writes"):
+        executable(model.n)

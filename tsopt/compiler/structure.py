@@ -7,9 +7,10 @@ leaf is whatever speaks DLPack (torch tensors, numpy arrays).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,18 @@ def where_different(mine: Structure, theirs: Structure, prefix: str = "") -> tup
             if a != b:
                 return where_different(a, b, f"{prefix}.{key}" if prefix else str(key))
     return prefix, mine, theirs
+
+
+def with_own_leaves(structure: Structure) -> Structure:
+    """The same with a leaf of its own in each place, as `flatten` with `share=False` gives it."""
+    numbers = itertools.count()
+
+    def walk(node: Structure) -> Structure:
+        if node.kind == "leaf":
+            return replace(node, index=next(numbers))
+        return replace(node, children=tuple(map(walk, node.children))) if node.children else node
+
+    return walk(structure)
 
 
 def same_but_for_sharing(a: Structure, b: Structure) -> bool:

@@ -32,6 +32,19 @@ def fast_names() -> dict[str, Callable[[], Any]]:
     }
 
 
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which torch.compile calls as it is, with all that it calls: there is nothing in it to trace.
+
+    As `torch.compiler.disable`, without a layer around each call. Needs torch.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
 def objection(values: Iterable[Any]) -> str:
     """Why a call cannot be served by a compiled form, whatever it was compiled for; empty where it can.
 

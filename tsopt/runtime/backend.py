@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+from tsopt.compiler.memory import overlap
 from tsopt.compiler.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
-from tsopt.runtime.ambient import objection
+from tsopt.runtime.ambient import objection, untraced
 from tsopt.runtime.guard import leaves_of, other_mode, quick_call
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class Executable:
         self.notes = tuple(notes)
         self.state = list(state)
         self._run = run
+        if "torch" in sys.modules:
+            untraced(type(self).__call__)
         self._leaves = leaves_of(signature)
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
         self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
@@ -126,7 +129,7 @@ class Executable:
             result = self.quick(args[0])
             if result is not None:
                 return result
-        leaves = self._leaves(args, kwargs)
+        leaves = self.accepts(args, kwargs)
         if leaves is None:
             leaves = self.bind(args, kwargs)
         return self.run_leaves(leaves, args, kwargs)
@@ -151,6 +154,7 @@ class Executable:
         Raises:
             SignatureError: the call is of another form, or is made under what a compiled form does not follow.
         """
+        _check_served(objection(()))  # before sizes are compared, which a tracer would note
         leaves = self.signature.bind(args, kwargs)
         torch = sys.modules.get("torch")
         for item, leaf in zip(self.signature.user_inputs, leaves, strict=True):
@@ -159,18 +163,18 @@ class Executable:
                 raise SignatureError(
                     f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
                 )
-        reason = objection(leaves) or other_mode(self.signature)
-        if reason:
-            raise SignatureError(
-                "a compiled form cannot serve this call",
-                why=reason,
-                fix="call the model itself; under torch.no_grad(), where no gradients are wanted",
-            )
+        given = "an input shares memory with a tensor of the model that the call writes"
+        _check_served(objection(leaves) or other_mode(self.signature) or (given if self._given_state(leaves) else ""))
         return leaves
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
-        return self._leaves(args, kwargs)
+        leaves = self._leaves(args, kwargs)
+        return None if leaves is None or self._given_state(leaves) else leaves
+
+    def _given_state(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call passes memory that the model keeps its state in, which the call writes."""
+        return bool(self.state) and any(overlap(leaf, kept) for leaf in leaves for kept in self.state)
 
     def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs on the tensors of a call that fits, in signature order; what the model would return."""
@@ -214,6 +218,15 @@ class Executable:
                     fix="use another backend for this model",
                 )
         return BackendError(f"{self.backend} broke the output contract")
+
+
+def _check_served(reason: str) -> None:
+    if reason:
+        raise SignatureError(
+            "a compiled form cannot serve this call",
+            why=reason,
+            fix="call the model itself; under torch.no_grad(), where no gradients are wanted",
+        )
 
 
 def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:

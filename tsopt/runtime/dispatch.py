@@ -20,7 +20,7 @@ from tsopt.compiler.types import TensorType, unlike_a_tensor
 from tsopt.errors import SignatureError, TsoptError
 from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import verify
-from tsopt.runtime.ambient import Unserved, objection_to
+from tsopt.runtime.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.guard import leaves_of
 from tsopt.runtime.report import Report
@@ -106,6 +106,7 @@ class Optimized:
         self._captures = 0
         self._lock = threading.Lock()
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         executable = self.executable
         if executable is None:

@@ -145,6 +145,8 @@ class _Writer:
 
     def checks(self) -> None:
         """What the tensors, and the thread, must be."""
+        if self._torch is not None:
+            self.unless(ambient.FAST)  # first: a tracer wants to know of every size that is compared
         self._sizes: set[str] = set()
         inputs = self.signature.user_inputs
         for position, item in enumerate(inputs):
@@ -152,7 +154,6 @@ class _Writer:
         self._apart(inputs)
         if self._torch is None:
             return
-        self.unless(ambient.FAST)
         real = ("float", "bfloat", "complex")
         floats = [f"v{i}" for i, item in enumerate(inputs) if item.type.dtype.startswith(real)]
         if floats:
