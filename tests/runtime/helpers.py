@@ -17,6 +17,7 @@ from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.cache import Entry
 from tsopt.runtime.environment import environment
+from tsopt.runtime.members import digest_of
 from tsopt.runtime.report import Report, Row
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
@@ -87,5 +88,5 @@ def sign(directory: Path, change=None) -> None:
             manifest["members"][name] = {"sha256": hashlib.sha256(raw).hexdigest(), "size": len(raw)}
     if change is not None:
         change(manifest)
-    manifest["sha256"] = artifact._digest(manifest)
+    manifest["sha256"] = digest_of(manifest)
     place.write_text(json.dumps(manifest))

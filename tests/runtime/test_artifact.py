@@ -159,22 +159,6 @@ def test_an_existing_bundle_survives_a_failed_save(optimized_by, bundle, tmp_pat
     assert os.listdir(tmp_path) == ["b.tsopt"]
 
 
-def test_an_existing_bundle_survives_when_the_last_move_fails(optimized_by, bundle, tmp_path, monkeypatch):
-    place = bundle("eager")
-    rename = Path.rename
-
-    def failing(self, target):
-        if Path(target) == place and not self.name.endswith(".old"):
-            raise OSError(5, "Input/output error")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(tsopt.ArtifactError, match="cannot be written"):
-        optimized_by("onnxruntime").save(place)
-    assert os.listdir(tmp_path) == ["b.tsopt"]
-    assert tsopt.load(place).backend == "eager"
-
-
 def test_a_file_is_not_overwritten(optimized_by, tmp_path):
     (tmp_path / "notes").write_text("mine")
     with pytest.raises(tsopt.ArtifactError, match="exists and is no bundle"):

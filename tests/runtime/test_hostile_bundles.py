@@ -93,11 +93,12 @@ def test_a_linked_member_is_noticed(bundle, tmp_path, link):
     assert "a link" in refused(place, "damaged").why
 
 
-def test_a_linked_manifest_is_noticed(bundle, tmp_path):
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_linked_manifest_is_noticed(bundle, tmp_path, link):
     place = bundle()
     shutil.move(place / "manifest.json", tmp_path / "outside")
-    (place / "manifest.json").symlink_to(tmp_path / "outside")
-    refused(place, "no bundle")
+    link(tmp_path / "outside", place / "manifest.json")
+    assert "a link" in refused(place, "damaged").why
 
 
 def test_a_newer_format_says_what_to_install(bundle):

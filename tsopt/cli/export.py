@@ -9,7 +9,8 @@ from typing import Any
 
 from tsopt.cli.model_file import split_spec
 from tsopt.errors import ArtifactError, UsageError
-from tsopt.runtime.artifact import check_target, staged
+from tsopt.runtime.artifact import check_target
+from tsopt.runtime.staging import staged
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
 BACKEND = {"onnx": "onnxruntime", "torchscript": "torchscript"}

@@ -8,8 +8,10 @@ ATen ops, and the program is verified before anybody runs it.
 
 from __future__ import annotations
 
+import functools
 import json
 import operator
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,20 +28,15 @@ from tsopt.compiler.devices import put
 from tsopt.compiler.infer import infer
 from tsopt.compiler.program import Numerics, Program, type_of
 from tsopt.compiler.signature import Signature
+from tsopt.compiler.stored_ops import computes, refusal
+from tsopt.compiler.strict_json import parse
 from tsopt.compiler.types import SHORT, TensorType
 from tsopt.compiler.verify import verify_program
 from tsopt.errors import ArtifactError, BackendError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
-MAX_NODES, MAX_TEXT = 1_000_000, 1 << 28
+MAX_NODES, MAX_TEXT = 20_000, 1 << 26  # of a file that nobody vouches for: each node takes a millisecond to check
 SIZE_BITS, MAX_BITS, MAX_POWER = 48, 1024, 4  # of a size, and of what may be computed from sizes
-CHECKS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"})
-FACTORIES = frozenset(
-    {"arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm"}
-    | {"scalar_tensor", "tril_indices", "triu_indices", "zeros", "empty_strided", "empty_permuted", "normal", "range"}
-    | {"hann_window", "hamming_window", "bartlett_window", "blackman_window", "kaiser_window"}
-    | {"fft_fftfreq", "fft_rfftfreq"}
-)
 
 
 def write_program(program: Program, directory: Path) -> None:
@@ -54,21 +51,23 @@ def write_program(program: Program, directory: Path) -> None:
     save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, directory / WEIGHTS)
 
 
-def read_program(directory: Path, state: Sequence[torch.Tensor] = ()) -> Program:
+def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bool = False) -> Program:
     """Reads what `write_program` wrote.
 
     Args:
         state: the tensors of the signature's state inputs, in order.
+        own: it comes from this process or the one that started it, so that its size and the ops that it calls need no
+            check.
 
     Raises:
         ArtifactError: damaged, or not what it says.
     """
     try:
-        if (directory / GRAPH).stat().st_size > MAX_TEXT:
+        if not own and (directory / GRAPH).stat().st_size > MAX_TEXT:
             raise ArtifactError("the stored program is too large", where=str(directory / GRAPH))
-        data = json.loads((directory / GRAPH).read_text())
+        data = parse((directory / GRAPH).read_bytes())
         tensors = load_file(directory / WEIGHTS)
-        return _Reader(data, tensors).program(state)
+        return _Reader(data, tensors, own).program(state)
     except TsoptError:
         raise
     except Exception as error:  # the file decides what goes wrong; all of it means the same
@@ -144,8 +143,8 @@ def _value_json(value: Any, numbers: dict[fx.Node, int]) -> Any:
 
 
 class _Reader:
-    def __init__(self, data: Any, tensors: dict[str, torch.Tensor]) -> None:
-        self.data, self.tensors = data, tensors
+    def __init__(self, data: Any, tensors: dict[str, torch.Tensor], own: bool) -> None:
+        self.data, self.tensors, self.own = data, tensors, own
         self.graph = fx.Graph()
         self.nodes: list[fx.Node] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -165,8 +164,8 @@ class _Reader:
             str(self.data["name"]) if str(self.data["name"]).isidentifier() else "Model",
         )
         inputs = iter(signature.inputs)
-        if len(self.data["nodes"]) > MAX_NODES:
-            raise ArtifactError("the stored program has too many nodes")
+        if len(self.data["nodes"]) > MAX_NODES and not self.own:
+            raise ArtifactError("the stored program has too many nodes", why=f"more than {MAX_NODES}")
         for item in self.data["nodes"]:
             self.nodes.append(self.node(item, inputs, made))
         verify_program(made, touched=())  # types were derived while reading
@@ -192,7 +191,12 @@ class _Reader:
             return self.graph.output(*args)
         if item["op"] != "call_function":
             raise ArtifactError(f"a stored node is a {item['op']!r}")
-        target = _control(item) if item["target"] in KINDS else _overload(item["target"])
+        target = _control(item, self.own) if item["target"] in KINDS else _overload(item["target"])
+        reason = "" if self.own else refusal(target, args, kwargs)
+        if reason:
+            raise ArtifactError(
+                f"the stored program calls {str(item['target'])[:80]}, which a file may not", why=reason
+            )
         made = self.graph.call_function(target, args, kwargs)
         if ops.is_number(made):
             self.bits[made] = self._bits(made)
@@ -201,6 +205,8 @@ class _Reader:
             made.meta["val"] = infer(program, made.target, args, kwargs)
         except ops.UNDECIDED:
             made.meta["val"] = self.fake(_type_from(item["type"]))
+        if not self.own:
+            _check_memory(item["target"], made.meta["val"])
         return made
 
     def _bits(self, node: fx.Node) -> int:
@@ -231,7 +237,7 @@ class _Reader:
         match data:
             case None | bool() | int() | str():
                 return data
-            case {"node": int(index)}:
+            case {"node": index} if type(index) is int and 0 <= index < len(self.nodes):
                 return self.nodes[index]
             case {"float": str(text)}:
                 return float.fromhex(text)
@@ -249,7 +255,7 @@ class _Reader:
                 found = getattr(torch, text.removeprefix("torch."), None)
                 if type(found).__name__ == kind:
                     return found
-        raise ArtifactError(f"a stored argument is damaged: {str(data)[:80]}")
+        raise ArtifactError(f"an argument of the stored program is damaged: {str(data)[:80]}")
 
 
 def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -283,11 +289,31 @@ def _bits_of(value: Any) -> int | None:
     return value.bit_length() if type(value) is int else 0 if type(value) is float else None
 
 
-def _control(item: Any) -> Control:
+def _check_memory(target: Any, value: Any) -> None:
+    """No value of its own memory can be larger than the machine's: `full([2**40])` would fail in the call."""
+    for tensor in ops.tensors_of(value):
+        needed = tensor.untyped_storage().nbytes()
+        if needed > machine_memory():
+            raise ArtifactError(
+                f"the stored program calls {str(target)[:80]}, whose result does not fit into this machine",
+                why=f"it takes {needed / 1e9:.0f} GB, there are {machine_memory() / 1e9:.0f}",
+            )
+
+
+@functools.cache
+def machine_memory() -> int:
+    """Bytes of memory that the machine has; without end where it does not say."""
+    names: dict[str, int] = getattr(os, "sysconf_names", {})
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
+        return 1 << 62
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _control(item: Any, own: bool) -> Control:
     kind, blocks = KINDS[item["target"]], item["blocks"]
     if len(blocks) != len(kind.titles):
         raise ArtifactError(f"a stored {item['target']} has {len(blocks)} programs within")
-    return kind(tuple(_Reader(block, {}).program(()) for block in blocks))
+    return kind(tuple(_Reader(block, {}, own).program(()) for block in blocks))
 
 
 def _overload(name: Any) -> Any:
@@ -303,17 +329,6 @@ def _overload(name: Any) -> Any:
         namespace = getattr(torch.ops, parts[0])
         packet = getattr(namespace, parts[1], None)
         found = getattr(packet, parts[2], None)
-        if isinstance(found, OpOverload) and _computes(found):
+        if isinstance(found, OpOverload) and computes(found):
             return found
     raise ArtifactError(f"the stored program calls {str(name)[:80]!r}, which is no functional ATen op")
-
-
-def _computes(op: OpOverload) -> bool:
-    """Whether an op makes tensors of its arguments, or checks them, and does nothing else: no seeding, no files."""
-    schema = op._schema
-    if schema.name in CHECKS:
-        return True
-    takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    gives = bool(schema.returns) and all("Tensor" in str(result.type) for result in schema.returns)
-    makes = schema.name.removeprefix("aten::") in FACTORIES
-    return gives and (takes or makes) and not ops.writes(op)

@@ -1,37 +1,55 @@
 """The bundle `name.tsopt/`: written as a whole or not at all, read with every hash checked first.
 
 No pickle. Files that are code (TorchScript) are read only with `trust=True`. Reading an ONNX bundle needs
-neither torch nor onnx, only ONNX Runtime and numpy.
+neither torch nor onnx, only ONNX Runtime and numpy. What this machine neither wrote nor tried out before is opened in
+a process of its own first.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib
 import importlib.util
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
-from tsopt.compiler.signature import Signature
+from tsopt.compiler.signature import Input, Output, Signature, mismatch
 from tsopt.errors import ArtifactError, BackendError, TsoptError
-from tsopt.runtime.backend import CODE, FULL, Executable, compile, race_options
+from tsopt.runtime import known
+from tsopt.runtime.backend import CODE, FULL, PRECISIONS, Executable, compile, race_options
+from tsopt.runtime.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
+from tsopt.runtime.onnx_file import check_onnx
+from tsopt.runtime.probe import try_out
+from tsopt.runtime.staging import staged
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
     from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
-FORMAT = 1
-MANIFEST, CHECK, REPORT = "manifest.json", "check.safetensors", "report.json"
+CHECK, REPORT = "check.safetensors", "report.json"  # the example's inputs and eager's answers; what the race found
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
-MAX_MANIFEST = 1 << 26
-CHUNK = 1 << 20
+MOST_THREADS = 1024
+
+# backend -> the libraries that its files need, each with a name that it has where it is whole.
+NEEDS: dict[str, dict[str, str]] = {
+    "onnxruntime": {"numpy": "ndarray", "onnxruntime": "InferenceSession"},
+    "openvino": {"numpy": "ndarray", "openvino": "Core"},
+    **{name: {"torch": "Tensor"} for name in ("eager", "onednn", "cudagraph", *CODE)},
+}
+ONNX = ("onnxruntime", "openvino")  # backends whose file is an ONNX model
+
+# What options may be. Those that are not here are not asked for by name, and may be anything plain.
+OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "threads": lambda value: value is None or (type(value) is int and 1 <= value <= MOST_THREADS),
+    "hint": lambda value: value in ("latency", "throughput"),
+    "precision": lambda value: value in PRECISIONS,
+    **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
+}
 
 
 def save(executable: Executable, path: str | Path, model: Callable[..., Any], example: Example, report: Report) -> Path:
@@ -49,70 +67,9 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
         _write_state(staging / STATE, executable)
         _write_check(staging / CHECK, model, example, executable.state)
         (staging / REPORT).write_text(json.dumps(report.to_json()))
-        _write_manifest(staging, executable, report)
+        digest = _write_manifest(staging, executable, report)
+    known.remember(digest)
     return target
-
-
-class staged:
-    """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise.
-
-    Args:
-        unpack: move the files in it beside each other instead, the one called like the target last.
-    """
-
-    def __init__(self, target: Path, *, unpack: bool = False) -> None:
-        self.target, self.unpack = target, unpack
-
-    def __enter__(self) -> Path:
-        try:
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self.staging = Path(tempfile.mkdtemp(prefix=f".{self.target.name}.", dir=self.target.parent))
-        except OSError as error:
-            raise self._unwritable(error) from error
-        return self.staging
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        try:
-            if error is None:
-                self._move()
-        except OSError as failed:
-            raise self._unwritable(failed) from failed
-        finally:
-            shutil.rmtree(self.staging, ignore_errors=True)
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: BaseException | None) -> ArtifactError:
-        return ArtifactError(
-            "the output cannot be written",
-            where=str(self.target),
-            why=str(error),
-            fix="choose a directory that you may write to and that has room (-o)",
-        )
-
-    def _move(self) -> None:
-        mask = os.umask(0)
-        os.umask(mask)
-        for file in self.staging.iterdir():
-            file.chmod(0o666 & ~mask)
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if self.unpack:
-            for file in sorted(self.staging.iterdir(), key=lambda file: file.name == self.target.name):
-                file.replace(self.target.parent / file.name)
-            return
-        self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private, safetensors its files
-        if not self.target.exists():
-            self.staging.rename(self.target)
-            return
-        old = self.staging.with_name(self.staging.name + ".old")
-        self.target.rename(old)
-        try:
-            self.staging.rename(self.target)
-        except OSError:
-            old.rename(self.target)  # the bundle that was there is better than none
-            raise
-        shutil.rmtree(old)
 
 
 def check_target(target: Path) -> None:
@@ -130,7 +87,8 @@ def check_target(target: Path) -> None:
 def _is_bundle(directory: Path) -> bool:
     """Whether a directory holds a manifest of ours and nothing that it does not name."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes()[:MAX_MANIFEST])
+        with (directory / MANIFEST).open("rb") as file:
+            manifest = json.loads(file.read(MAX_MANIFEST))
         names = {MANIFEST, *manifest["members"]}
         return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -148,15 +106,46 @@ def _write_state(path: Path, executable: Executable) -> None:
 
 def _read_state(directory: Path, signature: Signature) -> list[Any]:
     """State in signature order: torch tensors, or numpy arrays where torch is not installed."""
-    names = [item.name for item in signature.state_inputs]
-    if not names:
-        return []
+    wanted = {item.name: item for item in signature.state_inputs}
+    return fitting(stored_tensors(directory / STATE), wanted, directory / STATE, on=False) if wanted else []
+
+
+def stored_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises ArtifactError."""
     if importlib.util.find_spec("torch") is None:
         from safetensors.numpy import load_file
     else:
         from safetensors.torch import load_file  # type: ignore[assignment]
-    stored = load_file(directory / STATE)
-    return [stored[name] for name in names]
+    try:
+        return dict(load_file(path))
+    except Exception as error:  # the file decides what goes wrong; all of it means the same
+        raise ArtifactError(
+            f"{path.name} cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"[:300]
+        ) from error
+
+
+def fitting(
+    tensors: Mapping[str, Any], wanted: Mapping[str, Input | Output], path: Path, *, on: bool = True
+) -> list[Any]:
+    """The tensors of these names, each of the type that the signature gives it, in order.
+
+    Args:
+        on: put them on the device of the signature, too.
+
+    Raises:
+        ArtifactError: one is missing, or of another type.
+    """
+    found = []
+    for name, item in wanted.items():
+        value = tensors.get(name)
+        if value is None:
+            raise ArtifactError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
+        type_ = replace(item.type, device="cpu")
+        reason = mismatch(type_, value, item.axes)
+        if reason:
+            raise ArtifactError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
+        found.append(value.to(item.type.device) if on and item.type.device != "cpu" else value)
+    return found
 
 
 def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
@@ -178,8 +167,9 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example, state:
     save_file(tensors, path)
 
 
-def _write_manifest(staging: Path, executable: Executable, report: Report) -> None:
-    members = {file.name: {"sha256": _sha256(file), "size": file.stat().st_size} for file in sorted(staging.iterdir())}
+def _write_manifest(staging: Path, executable: Executable, report: Report) -> str:
+    """Writes the manifest; its digest."""
+    members = {file.name: facts_of(file) for file in sorted(staging.iterdir())}
     winner = report.row(report.winner)
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -196,59 +186,121 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> No
         "notes": list(executable.notes),
         "members": members,
     }
-    manifest["sha256"] = _digest(manifest)
+    digest = manifest["sha256"] = digest_of(manifest)
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return digest
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def load(path: str | Path, *, trust: bool = False) -> Executable:
+def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) -> Executable:
     """Reads a bundle; called as the model was.
 
     Args:
         trust: run code from the bundle, where it holds code (TorchScript).
+        probe: open it in a process of its own first, and call it once there, with limits of time and memory. None does
+            so with a bundle that this machine has neither written nor tried out before.
 
     Raises:
-        ArtifactError: missing, damaged, changed since it was written, from a newer version, or code without trust.
+        ArtifactError: missing, damaged, changed since it was written, from a newer version, not safe to open, or code
+            without trust.
+        BackendError: a library that it needs is missing, broken, or refuses it.
     """
-    directory = Path(path)
-    manifest = read_manifest(directory)
+    return reading(Path(path), lambda bundle: read(bundle, trust, probe))
+
+
+def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
+    """The executable of a bundle; see `load`."""
+    directory, manifest = bundle.directory, bundle.manifest
     try:
+        backend, options = _backend(directory, manifest, trust), _options(directory, manifest)
         signature = Signature.from_json(manifest["signature"])
-        backend, options = str(manifest["backend"]), dict(manifest["options"])
-        executable = _open(directory, backend, options, signature, trust)
-        executable.precision = str(manifest.get("precision", FULL))
+        precision = manifest.get("precision", FULL)
+        if precision not in PRECISIONS:
+            raise damaged(directory, f"the precision is {str(precision)[:40]!r}")
+        require(backend)
+        new = not known.is_known(bundle.digest)
+        if new and backend in ONNX:
+            check_onnx(directory, bundle.sizes)
+        if probe or (new and probe is None):
+            try_out(directory, backend, options, signature, bundle.sizes, trust)
+            known.remember(bundle.digest)
+        executable = open_bundle(directory, backend, options, signature, trust)
+        executable.precision = precision
         return executable
-    except TsoptError:
+    except (TsoptError, OSError):
         raise
+    except ImportError as error:
+        raise BackendError(
+            "a library that the bundle needs cannot be used",
+            where=str(directory),
+            why=str(error)[:300],
+            fix="tsopt doctor shows what is usable",
+        ) from error
     except Exception as error:  # the files decide what goes wrong; all of it means the same
-        raise _damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
+        raise damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
 
 
-def _open(directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool) -> Executable:
-    threads = options.get("threads") if isinstance(options.get("threads"), int) else None
+def _backend(directory: Path, manifest: Mapping[str, Any], trust: bool) -> str:
+    backend = str(manifest["backend"])
+    if backend not in NEEDS:
+        raise ArtifactError(
+            f"the bundle needs the backend {backend[:40]!r}",
+            where=str(directory),
+            fix="load it with a version that has it",
+        )
+    if backend in CODE and not trust:
+        raise ArtifactError(
+            f"the bundle holds {CODE[backend]}, which is code",
+            where=str(directory),
+            why="loading it runs what its author wrote",
+            fix="if you know where it comes from: tsopt.load(path, trust=True)",
+        )
+    return backend
+
+
+def _options(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    options = manifest["options"]
+    if not isinstance(options, dict):
+        raise damaged(directory, "the options are not a dictionary")
+    for name, value in options.items():
+        allowed = OPTIONS.get(name, lambda value: value is None or isinstance(value, (bool, int, str)))
+        if isinstance(value, (list, dict)) or not allowed(value):
+            raise damaged(directory, f"the option {name[:40]!r} is {str(value)[:40]!r}")
+    return options
+
+
+def require(backend: str) -> None:
+    """Imports what the files of a backend need.
+
+    Raises:
+        BackendError: it is not installed, or it is and cannot be used.
+    """
+    for library, part in NEEDS[backend].items():
+        try:
+            getattr(importlib.import_module(library), part)
+        except Exception as error:  # a broken installation raises whatever it breaks on
+            if isinstance(error, ModuleNotFoundError) and error.name == library:
+                raise BackendError(
+                    f"the bundle needs {library}, which is not installed", fix=f"pip install {library}"
+                ) from error
+            raise BackendError(
+                f"the bundle needs {library}, which is installed but cannot be used",
+                why=f"{type(error).__name__}: {str(error)[:200]}",
+                fix=f"pip install --force-reinstall {library}",
+            ) from error
+
+
+def open_bundle(
+    directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool
+) -> Executable:
+    """The executable of a bundle's files, without a look at the manifest."""
+    threads = options.get("threads")
     if backend == "onnxruntime":
         return _open_onnx(directory, options, signature)
-    if backend in ("eager", "onednn", "cudagraph"):
-        return _open_program(directory, backend, threads, signature)
     if backend == "openvino":
         return _open_openvino(directory, options, signature)
-    if backend in CODE:
-        return _open_code(directory, backend, {**options, "threads": threads}, signature, trust)
-    raise ArtifactError(
-        f"the bundle needs the backend {backend[:40]!r}", where=str(directory), fix="load it with a version that has it"
-    )
+    if backend in CODE and trust:
+        return _open_code(directory, backend, {**options, "threads": threads}, signature)
+    return _open_program(directory, backend, threads, signature)
 
 
 def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
@@ -264,85 +316,21 @@ def _open_program(directory: Path, backend: str, threads: int | None, signature:
 
 
 def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
-    try:
-        from tsopt.runtime.ort import FILE, load_session
-    except ImportError as error:
-        raise BackendError("ONNX Runtime is not installed", why=str(error), fix="pip install onnxruntime") from error
+    from tsopt.runtime.ort import FILE, load_session
+
     runner = load_session(directory / FILE, signature, options)
     state = _read_state(directory, signature)
     return Executable("onnxruntime", signature, runner, state=state, options=options)
 
 
 def _open_openvino(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
-    try:
-        from tsopt.runtime.openvino import load_runner
+    from tsopt.runtime.openvino import load_runner
 
-        runner = load_runner(directory, signature, options)
-    except ImportError as error:
-        raise BackendError("OpenVINO is not installed", why=str(error), fix="pip install openvino") from error
+    runner = load_runner(directory, signature, options)
     return Executable("openvino", signature, runner, state=_read_state(directory, signature), options=options)
 
 
-def _open_code(directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool) -> Executable:
-    if not trust:
-        raise ArtifactError(
-            f"the bundle holds {CODE[backend]}, which is code",
-            where=str(directory),
-            why="loading it runs what its author wrote",
-            fix="if you know where it comes from: tsopt.load(path, trust=True)",
-        )
+def _open_code(directory: Path, backend: str, options: dict[str, Any], signature: Signature) -> Executable:
     module = importlib.import_module(f"tsopt.runtime.{backend}")
     runner = module.load_runner(directory, signature, options)
     return Executable(backend, signature, runner, state=_read_state(directory, signature), code=True)
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a bundle whose every file is what the manifest says. Raises ArtifactError."""
-    place = directory / MANIFEST
-    if not directory.is_dir():
-        what = "is not a directory" if directory.exists() else "does not exist"
-        raise ArtifactError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
-    if not place.is_file() or place.is_symlink():
-        raise ArtifactError("the directory is no bundle", where=str(directory), why=f"it has no {MANIFEST}")
-    if place.stat().st_size > MAX_MANIFEST:
-        raise _damaged(directory, "the manifest is too large")
-    try:
-        manifest = json.loads(place.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise _damaged(directory, f"the manifest is no JSON: {error}") from error
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _damaged(directory, f"the format is {str(version)[:40]!r}")
-    if version > FORMAT:
-        raise ArtifactError(
-            f"the bundle has format {version}, this tsopt reads up to {FORMAT}",
-            where=str(directory),
-            fix="pip install -U torch-tsopt",
-        )
-    if manifest.get("sha256") != _digest(manifest):
-        raise _damaged(directory, "the manifest was changed after it was written")
-    _check_members(directory, manifest.get("members"))
-    return manifest
-
-
-def _check_members(directory: Path, members: Any) -> None:
-    if not isinstance(members, dict):
-        raise _damaged(directory, "no list of members")
-    extra = {file.name for file in directory.iterdir()} - set(members) - {MANIFEST}
-    if extra:
-        raise _damaged(directory, f"{sorted(extra)[0]!r} is not in the manifest")
-    present = {file.name: file for file in directory.iterdir()}
-    for name, fact in members.items():
-        file = present.get(name)
-        if file is None or file.is_symlink() or not file.is_file() or file.stat().st_nlink != 1:
-            raise _damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
-        if not isinstance(fact, dict):
-            raise _damaged(directory, f"nothing is said of {name!r}")
-        if file.stat().st_size != fact.get("size"):
-            raise _damaged(directory, f"{name!r} has {file.stat().st_size} bytes, the manifest says {fact.get('size')}")
-        if _sha256(file) != fact.get("sha256"):
-            raise _damaged(directory, f"{name!r} was changed after it was written")
-
-
-def _damaged(directory: Path, why: str) -> ArtifactError:
-    return ArtifactError("the bundle is damaged", where=str(directory), why=why, fix="export the model again")

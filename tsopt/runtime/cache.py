@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -20,18 +19,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from tsopt._version import __version__
 from tsopt.compiler.program import Program
 from tsopt.runtime.accuracy import Verdict
+from tsopt.runtime.cache_directory import directory as directory
+from tsopt.runtime.cache_directory import objection as objection
 from tsopt.runtime.environment import environment
 from tsopt.runtime.report import Row
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 log = logging.getLogger("tsopt")
 FORMAT = 1
-PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the user's cache
 MOST = 1000  # entries; the oldest go
 LARGEST = 1 << 20  # bytes of an entry
 UNFINISHED = ".new"  # ends the name of an entry that is being written
@@ -58,11 +56,6 @@ class Entry:
     @property
     def date(self) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.when))
-
-
-def directory() -> Path:
-    """Where entries are, whether it is there or not."""
-    return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False))
 
 
 def key_of(captured: Program, optimized: Program, backends: Iterable[str], threads: int | None) -> str | None:
@@ -153,24 +146,6 @@ def clear() -> int:
     for path in (*found, *(directory().glob(f"*{UNFINISHED}") if not objection() else ())):
         path.unlink(missing_ok=True)
     return len(found)
-
-
-def objection() -> str:
-    """Why the directory is not used although it is there: anybody else could write into it. Empty when all is well."""
-    place = directory()
-    try:
-        found = place.lstat()
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        return str(error)
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{place} is no directory"
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        return f"{place} belongs to another user"
-    if os.name == "posix" and found.st_mode & 0o022:
-        return f"others may write into {place}; chmod 700 mends it"
-    return ""
 
 
 def _file(key: str) -> Path:

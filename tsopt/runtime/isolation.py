@@ -30,7 +30,7 @@ from tsopt.compiler.serialize import write_program
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.compare import bit_equal
-from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.processes import available_memory, descendants, kill
 from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
@@ -142,7 +142,7 @@ class Workshop:
         Raises:
             BackendError: the helper is gone.
         """
-        memory = self.memory or _available()
+        memory = self.memory or available_memory()
         message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
         with contextlib.ExitStack() as unless_made:
             mine, theirs = socket.socketpair()
@@ -343,13 +343,3 @@ def _roomiest(program: Program) -> str | None:
     if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
         return str(SHARED)
     return None
-
-
-def _available() -> int | None:
-    """Bytes of memory that can be had without swapping; None where nobody says."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None

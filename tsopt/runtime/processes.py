@@ -1,11 +1,15 @@
-"""The processes below a process, and their end."""
+"""The processes below a process, their limits and their end. Needs no torch."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
+
+SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
 def descendants(pid: int) -> list[int]:
@@ -28,3 +32,30 @@ def kill(pid: int) -> None:
     """Ends a process at once; one that has ended already is no matter."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def limit_memory(size: int | None) -> None:
+    """Allocations beyond `size` bytes more than there are now fail, instead of taking the machine down."""
+    if not size or not sys.platform.startswith("linux"):
+        return
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    wanted = pages * os.sysconf("SC_PAGESIZE") + size
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that can be had without swapping; None where nobody says."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -7,7 +7,6 @@ program. A candidate that crashes, hangs or exits takes its own child along and 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -30,19 +29,18 @@ from tsopt.compiler.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.compare import bit_equal
-from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
 from tsopt.runtime.timing import rest, seconds_of_calls
 from tsopt.runtime.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported before the first fork, so that no child pays for it again.
 PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx")
-SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
 def main(connection: socket.socket) -> None:
     """Serves the process that races: forks children for it, reads programs, says how children ended."""
     torch.set_num_threads(1)  # NOTE: a pool of threads does not survive a fork; children make their own
-    _prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
+    prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
     for name in PRELOADED:
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             with contextlib.suppress(ImportError):
@@ -65,7 +63,7 @@ def main(connection: socket.socket) -> None:
             directory = Path(message["directory"])
             try:
                 state = read_tensors(directory / "state", message["state"])
-                program, answer = read_program(directory, state), {}
+                program, answer = read_program(directory, state, own=True), {}
             except Exception as error:  # it goes on, and says what it could not read
                 answer = {"error": str(error)[:300]}
             send(connection, answer)
@@ -98,11 +96,11 @@ def _become_candidate(files: list[int], message: Message, program: Program | Non
     code = 1
     try:
         os.setsid()
-        _prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+        prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for place, file in ((0, nothing), (1, files[1]), (2, files[1])):
             os.dup2(file, place)
-        _limit_memory(message.get("memory"))
+        limit_memory(message.get("memory"))
         _make_files_in(message["directory"])
         torch.set_num_threads(message["threads"])
         assert program is not None
@@ -121,23 +119,6 @@ def _make_files_in(directory: str) -> None:
 
         cache_dir()  # writes down its place, which hangs on where temporary files are
     os.environ["TMPDIR"] = tempfile.tempdir = directory
-
-
-def _limit_memory(size: int | None) -> None:
-    """Allocations beyond `size` bytes more than there are now fail, instead of taking the machine down."""
-    if not size:
-        return
-    import resource
-
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    wanted = pages * os.sysconf("SC_PAGESIZE") + size
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard < 0 else min(wanted, hard), hard))
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 class _Candidate:

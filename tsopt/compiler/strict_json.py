@@ -1,0 +1,31 @@
+"""JSON that can be read in one way only: UTF-8, every key once, numbers that are numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parse(raw: bytes) -> Any:
+    """What JSON text says.
+
+    Raises:
+        ValueError: another encoding, a key twice, NaN, an infinity, nested too deeply, or not JSON.
+    """
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_every_key_once, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _every_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:40]!r} is there twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")

@@ -1,0 +1,38 @@
+"""The user's cache directory, and whether it can be believed. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the user's cache
+
+
+def directory() -> Path:
+    """Where entries are, whether it is there or not."""
+    import platformdirs
+
+    return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False))
+
+
+def objection(place: Path | None = None) -> str:
+    """Why a directory is not used although it is there: anybody else could write into it. Empty when all is well.
+
+    Args:
+        place: a directory within the cache; the cache's own when it is None.
+    """
+    place = place or directory()
+    try:
+        found = place.lstat()
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{place} is no directory"
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        return f"{place} belongs to another user"
+    if os.name == "posix" and found.st_mode & 0o022:
+        return f"others may write into {place}; chmod 700 mends it"
+    return ""

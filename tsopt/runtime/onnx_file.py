@@ -1,0 +1,400 @@
+"""An ONNX file as it is on disk, before any engine sees it: what it refers to, what it holds, how large it is.
+
+Reads protobuf itself, without building anything. The package `onnx` is not needed where a bundle is only run, and would
+copy every weight; and one strict reader gives the same answer whatever is installed. Strict means: a field that is not
+in the tables below, or is there twice although there can be one, is refused, so that no engine can read it otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tsopt.errors import ArtifactError
+
+FILE = "model.onnx"
+LARGEST = (1 << 31) - 1  # bytes: protobuf's own limit
+MOST_NODES = 200_000  # with every call of a function in its place
+DEEPEST = 32  # graphs within graphs, functions within functions
+LATEST_OPSET = 1000
+
+# Fields of each message: number -> what it holds. `*`: any number of them. A message that is not here (types, notes for
+# people) refers to nothing and is not looked into.
+INT, FLOAT, DOUBLE, TEXT, OTHER = "int", "float", "double", "text", "other"
+MESSAGES: dict[str, dict[int, str]] = {
+    "ModelProto": {
+        **dict.fromkeys((1, 5), INT),
+        **dict.fromkeys((2, 3, 4, 6), TEXT),
+        7: "GraphProto",
+        8: "*OperatorSetIdProto",
+        14: "*other",
+        20: "*TrainingInfoProto",
+        25: "*FunctionProto",
+        26: "*other",
+    },
+    "OperatorSetIdProto": {1: TEXT, 2: INT},
+    "GraphProto": {
+        1: "*NodeProto",
+        2: TEXT,
+        5: "*TensorProto",
+        10: TEXT,
+        **dict.fromkeys((11, 12, 13, 14, 16), "*other"),
+        15: "*SparseTensorProto",
+    },
+    "NodeProto": {
+        **dict.fromkeys((1, 2), "*text"),
+        **dict.fromkeys((3, 4, 6, 7, 8), TEXT),
+        5: "*AttributeProto",
+        **dict.fromkeys((9, 10), "*other"),
+    },
+    "AttributeProto": {
+        **dict.fromkeys((1, 4, 13, 21), TEXT),
+        2: FLOAT,
+        **dict.fromkeys((3, 20), INT),
+        5: "TensorProto",
+        6: "GraphProto",
+        7: "*float",
+        8: "*int",
+        9: "*text",
+        10: "*TensorProto",
+        11: "*GraphProto",
+        14: OTHER,
+        15: "*other",
+        22: "SparseTensorProto",
+        23: "*SparseTensorProto",
+    },
+    "TensorProto": {
+        1: "*int",
+        2: INT,
+        3: "Segment",
+        4: "*float",
+        **dict.fromkeys((5, 7, 11), "*int"),
+        6: "*text",
+        **dict.fromkeys((8, 9, 12), TEXT),
+        10: "*double",
+        13: "*StringStringEntryProto",
+        14: INT,
+        16: "*other",
+    },
+    "StringStringEntryProto": {1: TEXT, 2: TEXT},
+    "FunctionProto": {
+        **dict.fromkeys((1, 8, 10, 13), TEXT),
+        **dict.fromkeys((4, 5, 6), "*text"),
+        7: "*NodeProto",
+        9: "*OperatorSetIdProto",
+        11: "*AttributeProto",
+        **dict.fromkeys((12, 14), "*other"),
+    },
+}
+WIDTH = {FLOAT: 4, DOUBLE: 8}
+WIRE = {FLOAT: 5, DOUBLE: 1, INT: 0}
+
+# data_type -> bits of an element; the fields of TensorProto that hold elements when `raw_data` does not.
+BITS = {
+    **dict.fromkeys((2, 3, 9, 17, 18, 19, 20, 24), 8),
+    **dict.fromkeys((4, 5, 10, 16), 16),
+    **dict.fromkeys((1, 6, 12), 32),
+    **dict.fromkeys((7, 11, 13, 14), 64),
+    15: 128,
+    **dict.fromkeys((21, 22, 23), 4),
+    **dict.fromkeys((25, 26), 2),
+}
+STRINGS = 8
+TYPED = (4, 5, 6, 7, 10, 11)
+COMPLEX = (14, 15)
+
+# Never written by tsopt, with the reason.
+REFUSED = {
+    **dict.fromkeys(
+        ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"),
+        "it draws from a random generator that is not PyTorch's",
+    ),
+    "MaxUnpool": "it writes where its indices say",
+}
+# Operators of ONNX Runtime's own that `ort_kernels.py` writes. Among the others are some that open files.
+CONTRIBUTED = frozenset({"MultiHeadAttention", "QuickGelu"})
+STANDARD, MICROSOFT = ("", "ai.onnx"), "com.microsoft"
+
+Span = tuple[int, int]
+Name = tuple[str, str, str]  # of a function: domain, name, overload
+
+
+def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
+    """Looks through the ONNX model of a bundle.
+
+    Args:
+        sizes: bytes of each file of the bundle: there is nothing else that the model may refer to.
+
+    Raises:
+        ArtifactError: it refers to something outside, holds less than it says, calls what is not known, or is too
+            large when all its functions are in place.
+    """
+    path = directory / FILE
+    size = sizes.get(FILE)
+    if size is None:
+        raise ArtifactError("the bundle is damaged", where=str(directory), why=f"it has no {FILE}")
+    if not 0 < size <= LARGEST:
+        raise _refused(path, f"it has {size} bytes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            _Scan(data, path, sizes).model()
+        except (IndexError, UnicodeDecodeError) as error:  # it ends in the middle of something
+            raise _refused(path, f"it is cut, or was never one: {error}") from error
+
+
+def _refused(path: Path, why: str) -> ArtifactError:
+    plain = "".join(c if c.isprintable() else "?" for c in why[:300])
+    return ArtifactError("the ONNX model is refused", where=str(path), why=plain, fix="export the model again")
+
+
+@dataclass
+class _Body:
+    """What a graph or a function calls, with all graphs within."""
+
+    nodes: int = 0
+    calls: list[Name] = field(default_factory=list)
+
+
+class _Scan:
+    def __init__(self, data: mmap.mmap, path: Path, sizes: Mapping[str, int]) -> None:
+        self.data, self.path, self.sizes = data, path, sizes
+        self.main = _Body()
+        self.functions: dict[Name, _Body] = {}
+
+    def refuse(self, why: str) -> ArtifactError:
+        return _refused(self.path, why)
+
+    def model(self) -> None:
+        found = list(self.fields("ModelProto", (0, len(self.data))))
+        if [number for number, _ in found].count(7) != 1:
+            raise self.refuse("it has no graph")
+        for number, value in found:
+            if number == 25:  # before the graph: it is known then what it may call
+                name, _ = self.name_of_function(value)
+                if name in self.functions:
+                    raise self.refuse(f"the function {name[1][:40]!r} is there twice")
+                self.functions[name] = _Body()
+        for number, value in found:
+            if number == 7:
+                self.graph(value, self.main, 0)
+            elif number == 8:
+                self.opset(value)
+            elif number == 20:
+                raise self.refuse("it says how it is to be trained")
+            elif number == 25:
+                self.function(value)
+        if self.expanded(self.main, (), {}) > MOST_NODES:
+            raise self.refuse(f"it has more than {MOST_NODES} nodes when every function is in its place")
+
+    def opset(self, span: Span) -> None:
+        version = dict(self.fields("OperatorSetIdProto", span)).get(2, 0)
+        if not 0 < version < LATEST_OPSET:
+            raise self.refuse(f"it asks for version {version} of its operators")
+
+    def name_of_function(self, span: Span) -> tuple[Name, list[tuple[int, Any]]]:
+        found = list(self.fields("FunctionProto", span))
+        texts = {number: self.text(value) for number, value in found if number in (1, 10, 13)}
+        return (_domain(texts.get(10, "")), texts.get(1, ""), texts.get(13, "")), found
+
+    def function(self, span: Span) -> None:
+        name, found = self.name_of_function(span)
+        for number, value in found:
+            if number == 7:
+                self.node(value, self.functions[name], 0)
+            elif number == 9:
+                self.opset(value)
+            elif number == 11:
+                self.attribute(value, self.functions[name], 0)
+
+    def expanded(self, body: _Body, within: tuple[Name, ...], known: dict[Name, int]) -> int:
+        """How many nodes there are when each call of a function is replaced by what is in it."""
+        if len(within) > DEEPEST:
+            raise self.refuse(f"its functions are nested more than {DEEPEST} deep")
+        total = body.nodes
+        for name in body.calls:
+            if name in within:
+                raise self.refuse(f"the function {name[1][:40]!r} calls itself")
+            if name not in known:
+                known[name] = self.expanded(self.functions[name], (*within, name), known)
+            total += known[name]
+        return total
+
+    def graph(self, span: Span, body: _Body, depth: int) -> None:
+        if depth > DEEPEST:
+            raise self.refuse(f"its graphs are nested more than {DEEPEST} deep")
+        for number, value in self.fields("GraphProto", span):
+            if number == 1:
+                self.node(value, body, depth)
+            elif number == 5:
+                self.tensor(value)
+            elif number == 15:
+                raise self.refuse("it has sparse weights")
+
+    def node(self, span: Span, body: _Body, depth: int) -> None:
+        body.nodes += 1
+        if body.nodes > MOST_NODES:
+            raise self.refuse(f"it has more than {MOST_NODES} nodes")
+        op = domain = overload = ""
+        for number, value in self.fields("NodeProto", span):
+            if number == 4:
+                op = self.text(value)
+            elif number == 7:
+                domain = _domain(self.text(value))
+            elif number == 8:
+                overload = self.text(value)
+            elif number == 5:
+                self.attribute(value, body, depth)
+        if (domain, op, overload) in self.functions:
+            body.calls.append((domain, op, overload))
+        elif domain == MICROSOFT and op not in CONTRIBUTED:
+            raise self.refuse(f"it calls {domain}.{op[:40]}, which tsopt never writes")
+        elif domain not in ("", MICROSOFT):
+            raise self.refuse(f"it calls {op[:40]!r} of {domain[:40]!r}, which is neither a standard nor in the file")
+        elif not domain and op in REFUSED:
+            raise self.refuse(f"it calls {op}: {REFUSED[op]}")
+
+    def attribute(self, span: Span, body: _Body, depth: int) -> None:
+        for number, value in self.fields("AttributeProto", span):
+            if number in (5, 10):
+                self.tensor(value)
+            elif number in (6, 11):
+                self.graph(value, body, depth + 1)
+            elif number in (22, 23):
+                raise self.refuse("it has a sparse constant")
+
+    def tensor(self, span: Span) -> None:
+        """As many elements as its shape says, in the file or in a file of the bundle."""
+        dims: list[int] = []
+        kind, outside, elements = 0, False, dict[int, int]()
+        where: dict[str, str] = {}
+        for number, value in self.fields("TensorProto", span):
+            if number == 1:
+                dims += self.numbers(value)
+            elif number == 2:
+                kind = value
+            elif number == 14:
+                outside |= value != 0
+            elif number == 13:
+                self.entry(value, where)
+            elif number == 9:
+                elements[9] = value[1] - value[0]
+            elif number in TYPED:
+                elements[number] = elements.get(number, 0) + self.count(number, value)
+            elif number == 3:
+                raise self.refuse("a tensor is in segments")
+        if any(not 0 <= size < 1 << 48 for size in dims) or math.prod(dims) >= 1 << 48:
+            raise self.refuse(f"a tensor has the shape {str(dims)[:80]}")
+        if kind not in BITS and kind != STRINGS:
+            raise self.refuse(f"a tensor is of type {kind}")
+        if outside or where:
+            self.elsewhere(where, -(-math.prod(dims) * BITS.get(kind, 0) // 8), bool(elements), kind)
+        elif not self.is_whole(kind, math.prod(dims), {n: c for n, c in elements.items() if c}):
+            raise self.refuse(f"a tensor of shape {str(dims)[:80]} holds another number of elements")
+
+    def entry(self, span: Span, where: dict[str, str]) -> None:
+        found = {number: self.text(value) for number, value in self.fields("StringStringEntryProto", span)}
+        key = found.get(1, "")
+        if key not in ("location", "offset", "length") or key in where:
+            raise self.refuse(f"a tensor is said to be elsewhere by {key[:40]!r}")
+        where[key] = found.get(2, "")
+
+    def elsewhere(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
+        location = where.get("location", "")
+        if location != f"{FILE}.data" or location not in self.sizes:
+            raise self.refuse(f"a tensor is in {location[:80]!r}, which is not a file of the bundle")
+        numbers = [where.get("offset", "0"), where.get("length", str(needed))]
+        if not all(text.isascii() and text.isdigit() and len(text) < 16 for text in numbers):
+            raise self.refuse(f"a tensor is at {str(numbers)[:80]} of {location!r}")
+        offset, length = map(int, numbers)
+        if held or kind == STRINGS or length != needed or offset + length > self.sizes[location]:
+            raise self.refuse(f"a tensor of {needed} bytes is at {offset} to {offset + length} of {location!r}")
+
+    def is_whole(self, kind: int, count: int, elements: Mapping[int, int]) -> bool:
+        if not elements:
+            return count == 0
+        ((place, found),) = elements.items() if len(elements) == 1 else ((0, 0),)
+        if place == 9:
+            return kind != STRINGS and found == -(-count * BITS[kind] // 8)
+        if kind == STRINGS or place == 6:
+            return kind == STRINGS and place == 6 and found == count
+        many = 2 if kind in COMPLEX else 1
+        packed = BITS[kind] if BITS[kind] < 8 and place == 5 else 8  # several of 4 bits in one number
+        return found in (count * many, -(-count * packed // 8))
+
+    def count(self, number: int, value: Any) -> int:
+        """How many numbers a field holds: one, or a packed list."""
+        kind = MESSAGES["TensorProto"][number].removeprefix("*")
+        if kind == TEXT or not isinstance(value, tuple):
+            return 1
+        start, end = value
+        if kind == INT:  # each ends with a byte below 128
+            return len(self.data[start:end].translate(None, bytes(range(128, 256))))
+        if (end - start) % WIDTH[kind]:
+            raise self.refuse("a tensor ends in the middle of an element")
+        return (end - start) // WIDTH[kind]
+
+    def numbers(self, value: Any) -> list[int]:
+        if not isinstance(value, tuple):
+            return [value]
+        found, (at, end) = [], value
+        while at < end:
+            number, at = self.varint(at, end)
+            found.append(number)
+            if len(found) > 64:
+                raise self.refuse("a tensor has more than 64 dimensions")
+        return found
+
+    def text(self, span: Span) -> str:
+        return self.data[span[0] : min(span[1], span[0] + 4096)].decode()
+
+    def varint(self, at: int, end: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            if at >= end or shift > 63:
+                raise self.refuse("it is cut, or was never one")
+            byte = self.data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value, at
+            shift += 7
+
+    def fields(self, message: str, span: Span) -> Iterator[tuple[int, Any]]:
+        """(number, value) of each field: a number, or where its bytes are; None for a float."""
+        table, (at, end) = MESSAGES[message], span
+        seen: set[int] = set()
+        while at < end:
+            key, at = self.varint(at, end)
+            number, wire = key >> 3, key & 7
+            kind = table.get(number)
+            if kind is None:
+                raise self.refuse(f"field {number} of a {message} is not known")
+            many = kind[0] == "*"
+            if not many and number in seen:
+                raise self.refuse(f"field {number} of a {message} is there twice")
+            seen.add(number)
+            kind = kind[1:] if many else kind
+            if wire == 2 and (many or kind not in WIRE):
+                size, at = self.varint(at, end)
+                if at + size > end:
+                    raise self.refuse("it is cut, or was never one")
+                yield number, (at, at + size)
+                at += size
+            elif wire != WIRE.get(kind):
+                raise self.refuse(f"field {number} of a {message} is of another kind")
+            elif wire == 0:
+                value, at = self.varint(at, end)
+                yield number, value
+            else:
+                at += WIDTH[kind]
+                yield number, None
+        if at != end:
+            raise self.refuse("it is cut, or was never one")
+
+
+def _domain(text: str) -> str:
+    return "" if text in STANDARD else text

@@ -1,0 +1,218 @@
+"""Output that is there as a whole or not at all: written beside its place, then moved there in one step.
+
+A writer that is killed leaves its staging directory behind; the next one for the same place sweeps it. Which writers
+are alive is known by a lock that the system releases when a process ends. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tsopt.errors import ArtifactError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nobody knows which writers are alive, so nothing is swept
+    fcntl = None  # type: ignore[assignment]
+
+PART, ASIDE = ".tsopt-part", ".tsopt-aside"  # end the names of what is being written, and of what is being replaced
+EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
+NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}  # a kernel, file system or sandbox without it
+
+
+class staged:
+    """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise.
+
+    Args:
+        unpack: move the files in it beside each other instead, the one called like the target last.
+
+    Raises:
+        ArtifactError: the place cannot be written.
+    """
+
+    def __init__(self, target: Path, *, unpack: bool = False) -> None:
+        self.target, self.unpack = target, unpack
+
+    def __enter__(self) -> Path:
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            sweep(self.target)
+            self.staging, self._lock = _locked_directory(self.target)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return self.staging
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        try:
+            if error is None:
+                self._move()
+        except OSError as failed:
+            raise self._unwritable(failed) from failed
+        finally:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            os.close(self._lock)
+        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: BaseException | None) -> ArtifactError:
+        return ArtifactError(
+            "the output cannot be written",
+            where=str(self.target),
+            why=str(error),
+            fix="choose a directory that you may write to and that has room (-o)",
+        )
+
+    def _move(self) -> None:
+        mask = os.umask(0)
+        os.umask(mask)
+        for file in self.staging.iterdir():
+            file.chmod(0o666 & ~mask)
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        if self.unpack:
+            for file in sorted(self.staging.iterdir(), key=lambda file: file.name == self.target.name):
+                file.replace(self.target.parent / file.name)
+        else:
+            self.staging.chmod(0o777 & ~mask)  # mkdtemp made it private, safetensors its files
+            _sync(self.staging)
+            replace(self.staging, self.target)
+        _sync(self.target.parent)
+
+
+def replace(new: Path, target: Path) -> None:
+    """Puts a directory into the place of another, or where nothing is. What was there is removed.
+
+    Where the system can exchange two names, there is no moment without a whole directory at the target. Elsewhere the
+    old one is set aside for a moment, where `settled` finds it.
+
+    Raises:
+        OSError: it cannot be moved; the target is what it was.
+    """
+    if not os.path.lexists(target):
+        try:
+            new.rename(target)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # otherwise another writer was there first: its bundle is replaced
+    if exchange(new, target):
+        shutil.rmtree(new, ignore_errors=True)  # what cannot be removed now is swept by the next writer
+        return
+    aside = new.with_name(new.name.removesuffix(PART) + ASIDE)
+    target.rename(aside)
+    try:
+        new.rename(target)
+    except OSError:
+        aside.rename(target)  # what was there is better than nothing
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swaps two names in one step. False where this system, or this file system, cannot.
+
+    Raises:
+        OSError: it can, but not these.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if renameat2 is None:
+        return False
+    at_working_directory = -100
+    if renameat2(at_working_directory, os.fsencode(a), at_working_directory, os.fsencode(b), EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_HERE:
+        return False
+    raise OSError(number, os.strerror(number), str(b))
+
+
+def settled(target: Path) -> Path:
+    """Where the directory of a target is now: set aside, where a writer without `exchange` is between its two steps."""
+    if os.path.lexists(target):
+        return target
+    return max(_leftovers(target, ASIDE), key=lambda path: path.lstat().st_mtime, default=target)
+
+
+def sweep(target: Path) -> None:
+    """Removes what writers of this target that were killed have left; puts back what they had set aside."""
+    with contextlib.suppress(OSError):  # another writer may be sweeping; what is left is the next one's
+        for path in _leftovers(target, PART):
+            with _unless_alive(path) as dead:
+                if dead:
+                    shutil.rmtree(path, ignore_errors=True)
+        for path in sorted(_leftovers(target, ASIDE), key=lambda path: path.lstat().st_mtime, reverse=True):
+            # NOTE: the writer's own lock is on its new directory, which is at the target once it has been moved.
+            writer = path.with_name(path.name.removesuffix(ASIDE) + PART)
+            if writer.exists():
+                continue
+            if os.path.lexists(target):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(target)
+
+
+def _leftovers(target: Path, ending: str) -> list[Path]:
+    """The directories beside a target that carry our marks; nobody else's, and nothing through a link."""
+    head = f".{target.name}."
+    try:
+        with os.scandir(target.parent) as entries:
+            return [
+                Path(entry.path)
+                for entry in entries
+                if entry.name.startswith(head) and entry.name.endswith(ending) and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+
+
+def _locked_directory(target: Path) -> tuple[Path, int]:
+    """A new staging directory, and the open file that says that its writer is alive."""
+    while True:
+        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PART, dir=target.parent))
+        lock = os.open(made, os.O_RDONLY)
+        if _lock(lock) is not False and made.exists():  # between the two, a sweeper may have taken it for a dead one's
+            return made, lock
+        os.close(lock)
+
+
+@contextmanager
+def _unless_alive(path: Path) -> Iterator[bool]:
+    """Whether the writer of a staging directory is known to be dead. Nobody else can find that out meanwhile."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        yield _lock(handle) is True
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the lock was free, and is ours now. None where there are no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a network file system
+        return None
+    return True
+
+
+def _sync(directory: Path) -> None:
+    """Makes the names in a directory last; some file systems have no such thing."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
