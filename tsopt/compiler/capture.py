@@ -114,7 +114,7 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         try:
             program = _read(model, example, wanted, "torchscript")
         except CaptureError as failure:  # what counts is why the first one did not read it
-            log.info("TorchScript does not read %s: %s", _model_name(model), failure)
+            log.info("TorchScript does not read %s: %s", name_of(model), failure)
             raise error from None
         because = "; ".join(filter(None, (error.what, error.where)))
         return replace(program, frontend=f"{program.frontend}, because without: {because}")
@@ -201,11 +201,12 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         raise explain(error, model, example) from error
     result, effects = outcomes[-1]
     check_result(result, effects, held)
-    program = lower(exported, names, outer, result, effects, _model_name(model))
+    program = lower(exported, names, outer, result, effects, name_of(model))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
 
 
-def _model_name(model: object) -> str:
+def name_of(model: object) -> str:
+    """What a model is called in programs and reports."""
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
     name = str(getattr(model, "original_name", name))  # of TorchScript
     return name if name.isidentifier() else "Model"
