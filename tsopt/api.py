@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tsopt.compiler import frontends
-from tsopt.compiler.capture import capture, name_of
+from tsopt.compiler.capture import capture_apart, name_of
 from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import failure_of_the_model
 from tsopt.compiler.generalize import NotGeneral, through
@@ -25,7 +25,7 @@ from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
-from tsopt.errors import AccuracyError, NotOneGraph, NotReady, TsoptError, UsageError
+from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, TsoptError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
@@ -38,6 +38,7 @@ from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
 from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
+from tsopt.runtime.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -186,19 +187,20 @@ class _Request:
             self.tell("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
-            captured = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
+            captured, rehearsal = self.captured(given, example, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
+            captured = rehearsal.program(captured)
             sized = Sized(captured)
             if captured.signature.dims:
                 self.tell("other sizes")
-                sized = settled(as_eval(self.model, self.eval_mode), captured, *examples, seed=self.seed)
+                sized = settled(rehearsal.model, captured, *examples, seed=self.seed)
                 captured = at(captured, sizes_in(captured.signature, example))
             start = time.perf_counter()
             optimized, records, sized = self._transformed(sized)
             pass_seconds = time.perf_counter() - start
             run_race = race_or_recall if self.cache else race
             outcome = run_race(
-                as_eval(self.model, self.eval_mode),
+                rehearsal.model,
                 captured,
                 optimized,
                 example,
@@ -229,7 +231,8 @@ class _Request:
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
-        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+        program, executable = rehearsal.program(optimized), rehearsal.ended(outcome.executable)
+        return Optimized(called, program, executable, report, example, form, self.policy)
 
     def in_parts(self, because: NotOneGraph | None, *examples: Example) -> InParts:
         """The model in parts, because it is not a single graph, or because that is asked for."""
@@ -269,9 +272,13 @@ class _Request:
             log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
         return InEager(called, name_of(self.model), errors)
 
-    def captured(self, example: Any, **options: Any) -> Program:
+    def captured(self, given: Any, example: Example, **options: Any) -> tuple[Program, Rehearsal]:
+        """The program, and what is to be called in the model's place when something is compared with it."""
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
-        return capture(self.model, example, frontend=frontend, eval_mode=self.eval_mode, **options)
+        program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
+        called = as_eval(self.model, self.eval_mode)
+        rehearsed = apart and not isinstance(self.model, ExportedProgram)
+        return program, rehearsal_of(called, program, example, seed=self.seed) if rehearsed else Rehearsal(called)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
@@ -290,12 +297,13 @@ class _Request:
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
-        captured = self.captured(example, allow_nan=True)
+        captured, rehearsal = self.captured(example, example, allow_nan=True)
+        captured = rehearsal.program(captured)
         optimized, _ = transform_with_records(
             captured, self.passes, level=self.level, without=self.without, keep_going=True
         )
         outcome = race(
-            as_eval(self.model, self.eval_mode),
+            rehearsal.model,
             captured,
             optimized,
             example,
@@ -304,15 +312,22 @@ class _Request:
             seconds=SHORT_RACE,
             seed=self.seed,
         )
-        if outcome.executable is None:
+        executable = rehearsal.ended(outcome.executable)
+        if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             raise AccuracyError(f"{backend} does not win for this form: {reason}")
-        return outcome.executable
+        return executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """A graph between pieces of Python, optimized as the whole would have been."""
         own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
-        return replace(own, frontend="export", tell=Telling(lambda text: None)).as_one_graph(inputs)
+        own = replace(own, frontend="export", tell=Telling(lambda text: None))
+        try:
+            return own.as_one_graph(inputs)
+        except TsoptError:
+            raise
+        except Exception as error:  # a mistake of tsopt's own costs this part its speed
+            raise CaptureError("tsopt itself fails on a part", why=f"{type(error).__name__}: {error}") from error
 
 
 def transform(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.apart import TRACING, apart
 from tsopt.compiler.contents import held_by
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.effects import Effect, outcome_of
@@ -29,6 +29,7 @@ from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_apart, check_inputs, check_model, check_result, check_training
 from tsopt.compiler.scripted import Scripted, is_scripted
+from tsopt.compiler.shadow import shadow_of
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
 from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
@@ -36,7 +37,6 @@ from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 log = logging.getLogger("tsopt")
 # Who reads a model before torch.export does.
 BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
-TRACING = threading.RLock()  # tracers change modules, and classes, while they look: two at once see each other's marks
 
 
 def capture(
@@ -71,6 +71,21 @@ def capture(
         CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
             of them, where the model itself runs.
     """
+    return capture_apart(
+        model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
+    )[0]
+
+
+def capture_apart(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    dynamic: Mapping[Any, Any] | None = None,
+    frontend: str = "auto",
+    eval_mode: bool = False,
+    allow_nan: bool = False,
+) -> tuple[Program, bool]:
+    """`capture`, and whether that took no more than a shadow of the model: nothing of the model itself was touched."""
     if frontend not in ("auto", *READERS):
         raise UsageError(f"frontend={frontend!r}", fix=f"one of: auto, {', '.join(READERS)}")
     examples = as_examples(example_input)
@@ -86,20 +101,60 @@ def capture(
     check_model(model, allow_nan=allow_nan)
     for example in examples:
         check_inputs(model, example)
+        check_apart(example, held_by(model))
     if is_scripted(model):
         model = Scripted(model)
     wanted = _dynamic(model, examples, dynamic)
     example = examples[0] if wanted is None else wanted.trace
+    with TRACING, quiet():
+        found = _from_shadow(model, example, wanted, frontend, eval_mode)
+        if found is not None:
+            return found, True
+        with apart(), protected(model):
+            return _in_its_mode(model, example, wanted, frontend, eval_mode), False
+
+
+def _from_shadow(
+    model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str, eval_mode: bool
+) -> Program | None:
+    """The program of a shadow of the model; None where that is not the same model.
+
+    It is another where it reaches modules of the model past itself, by a global name or a table of its own, or fails
+    where the model may not.
+    """
+    shadow = shadow_of(model)
+    if shadow is None:
+        return None
+    strayed: list[nn.Module] = []
+
+    def on_call(module: nn.Module) -> None:
+        if shadow.holds(module):
+            strayed.append(module)
+
+    try:
+        with apart(on_call), protected(shadow.called):
+            program = _in_its_mode(shadow.called, example, wanted, frontend, eval_mode)
+    except CaptureError as error:
+        if strayed or not isinstance(error, NotOneGraph):
+            log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
+            return None
+        raise
+    return None if strayed else shadow.linked(program)
+
+
+def _in_its_mode(
+    model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str, eval_mode: bool
+) -> Program:
+    """The program of a model in eval mode, or in training mode where that makes no difference."""
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
-    with TRACING, protected(model), quiet():
-        if training and eval_mode:
-            with training_flags(model, False):
-                return _captured(model, example, wanted, frontend)
-        program = _captured(model, example, wanted, frontend)
-        if training:
-            with training_flags(model, False):
-                check_training(program, _captured(model, example, wanted, frontend))
-        return program
+    if training and eval_mode:
+        with training_flags(model, False):
+            return _captured(model, example, wanted, frontend)
+    program = _captured(model, example, wanted, frontend)
+    if training:
+        with training_flags(model, False):
+            check_training(program, _captured(model, example, wanted, frontend))
+    return program
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
@@ -182,7 +237,6 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     outcomes: list[Outcome] = []
     held = held_by(model)
-    check_apart(example, held)
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
         called = model

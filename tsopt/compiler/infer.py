@@ -74,10 +74,19 @@ def _key(value: object) -> object:
     if isinstance(value, fx.Node):
         # Besides the type: where views begin (`view_as_complex`) and what is behind them (`as_strided`).
         memory = [(t.storage_offset(), t.untyped_storage().nbytes()) for t in ops.tensors_of(value.meta.get("val"))]
-        return (type_of(value), *memory)
+        return (_hashable(type_of(value)), *map(_hashable, memory))
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_key, value))
-    return type(value), value if value.__hash__ is not None else repr(value)
+    return type(value), _hashable(value)
+
+
+def _hashable(value: object) -> object:
+    """A value, or its text: symbolic numbers say that they can be hashed, and cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

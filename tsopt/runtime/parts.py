@@ -221,9 +221,9 @@ class Graph:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.fast = fast = found(_Bound(self.graph, weights), example(*values))
-        except Exception as error:  # a graph that cannot be optimized costs itself alone
+        except TsoptError as error:
             log.info("a graph of torch.compile stays as it is: %s", error)
-            self.refused = error.what if isinstance(error, TsoptError) else f"{type(error).__name__}: {error}"
+            self.refused = error.what
             return
         written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
         self._places = frozenset(weights)
