@@ -14,7 +14,10 @@ BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 
 # Module below this package -> what its cases are about.
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "refused": "models that eager runs",
+    "threads": "calls in other threads meanwhile",
+}
 
 
 @dataclass(frozen=True, slots=True)

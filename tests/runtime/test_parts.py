@@ -183,12 +183,11 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
         return run
 
     monkeypatch.setattr(torch, "compile", fails)
-    model = Branches().eval()
-    fast = tsopt.optimize(model, X, **QUICK)
+    fast = optimized()
     assert isinstance(fast, tsopt.InEager)
     for reason in ("a Python decision", "dynamo cannot run the model; RuntimeError: internal"):
         assert reason in fast.report.frontend
-    torch.testing.assert_close(fast(X), model(X))
+    torch.testing.assert_close(fast(X), Branches().eval()(X))
     with pytest.raises(tsopt.CaptureError, match=r"(?s)dynamo cannot run the model.*RuntimeError: internal"):
         optimized(frontend="parts")
 
