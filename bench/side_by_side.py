@@ -22,7 +22,8 @@ from torch import nn
 import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
-from tsopt.api import capture, transform
+from tsopt.api import transform
+from tsopt.compiler.capture import capture
 from tsopt.compiler.protect import protected
 from tsopt.runtime.environment import Environment
 from tsopt.runtime.inputs import input_sets

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         InvalidProgram,
         NoGain,
         NotOneGraph,
+        NotReady,
         PassError,
         RuleError,
         SignatureError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tsopt.runtime.artifact import load
     from tsopt.runtime.backend import Executable, compile
     from tsopt.runtime.dispatch import Optimized
+    from tsopt.runtime.fallback import InEager
     from tsopt.runtime.parts import InParts
     from tsopt.runtime.race import benchmark
     from tsopt.runtime.report import Report
@@ -65,6 +67,7 @@ _PLACES = {
     "InvalidProgram": "tsopt.errors",
     "NoGain": "tsopt.errors",
     "NotOneGraph": "tsopt.errors",
+    "NotReady": "tsopt.errors",
     "PassError": "tsopt.errors",
     "RuleError": "tsopt.errors",
     "SignatureError": "tsopt.errors",
@@ -80,6 +83,7 @@ _PLACES = {
     "Executable": "tsopt.runtime.backend",
     "compile": "tsopt.runtime.backend",
     "Optimized": "tsopt.runtime.dispatch",
+    "InEager": "tsopt.runtime.fallback",
     "InParts": "tsopt.runtime.parts",
     "benchmark": "tsopt.runtime.race",
     "Report": "tsopt.runtime.report",
@@ -110,10 +114,12 @@ __all__ = [
     "DecidedByValues",
     "Example",
     "Executable",
+    "InEager",
     "InParts",
     "InvalidProgram",
     "NoGain",
     "NotOneGraph",
+    "NotReady",
     "Numerics",
     "Optimized",
     "PassError",

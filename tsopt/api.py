@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -14,8 +15,9 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tsopt.compiler import frontends
-from tsopt.compiler.capture import capture
+from tsopt.compiler.capture import capture_apart, name_of
 from tsopt.compiler.example import Example, as_examples
+from tsopt.compiler.explain import failure_of_the_model
 from tsopt.compiler.generalize import NotGeneral, through
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
@@ -23,7 +25,7 @@ from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
-from tsopt.errors import AccuracyError, NotOneGraph, UsageError
+from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, TsoptError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
@@ -31,13 +33,16 @@ from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
+from tsopt.runtime.fallback import InEager
 from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
 from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
+from tsopt.runtime.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
 
+log = logging.getLogger("tsopt")
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
@@ -67,7 +72,7 @@ def optimize(
     budget: float | None = None,
     cache: bool = True,
     progress: Callable[[str], None] | None = None,
-) -> Optimized | InParts:
+) -> Optimized | InParts | InEager:
     """Makes the fastest verified form of a model that this machine can run.
 
     Args:
@@ -88,7 +93,8 @@ def optimize(
         frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is no single graph
             for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in graphs
             with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript, where
-            values decide; parts. The report says which, and why not one before it. `one-graph`: the same without parts.
+            values decide; parts; eager. The report says which, and why not one before it. `one-graph`: the same without
+            parts and eager.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -107,43 +113,55 @@ def optimize(
             verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
         progress: told the name of each step.
 
+    A model that cannot be captured, in parts neither, or of which nothing can be verified, comes back as it is: an
+    `InEager`, whose report says why for each way that was tried. By name, a front end raises.
+
     Raises:
-        CaptureError: the model cannot be captured, in parts neither.
-        AccuracyError: the model fails on its example, or nothing about it can be verified.
+        CaptureError: the model itself fails on its example. NotReady, one of them: it has no weights, weights that are
+            NaN, or is in training mode and its answer depends on it.
         UsageError: an option is not what it must be.
     """
     examples = as_examples(example_input)
-    example = examples[0]
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
-    racing = backends_for(example, backends, precision)
-    tell = progress or (lambda text: None)
+    racing = backends_for(examples[0], backends, precision)
+    tell = Telling(progress or (lambda text: None))
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
         *(on_new_signature, on_gradients, isolate, budget, cache, tell, frontend, dynamic),
     )
-    reason: NotOneGraph | None = None
+    because: NotOneGraph | None = None
     if frontend != "parts":
         try:
             return request.as_one_graph(*examples)
         except NotOneGraph as error:
             if frontend in NEVER_IN_PARTS:
                 raise
-            reason = error
-    called = as_eval(model, eval_mode)
-    with training_flags(model if eval_mode else None, False):
-        script = frontends.by_torchscript(model) if frontend == "torchscript" else None
-    made = optimize_in_parts(
-        *(called, example, request.part),
-        script=script,
-        because=reason,
-        seconds=seconds,
-        seed=seed,
-        progress=tell,
-        on_gradients=on_gradients,
-    )
-    if dynamic is not None or len(examples) > 1:
-        made.report = replace(made.report, sizes=ONE_BY_ONE)
-    return made
+            because = error
+        except Exception as error:
+            return request.in_eager(examples[0], error)
+    try:
+        return request.in_parts(because, *examples)
+    except Exception as error:
+        return request.in_eager(examples[0], *filter(None, (because, error)))
+
+
+class Telling:
+    """The caller's `progress`; what it raises is the caller's own, and not to be taken for a failure of the model.
+
+    Attributes:
+        error: what it has raised last.
+    """
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.progress = progress
+        self.error: Exception | None = None
+
+    def __call__(self, text: str) -> None:
+        try:
+            self.progress(text)
+        except Exception as error:
+            self.error = error
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +183,7 @@ class _Request:
     isolate: bool
     budget: float | None
     cache: bool
-    tell: Callable[[str], None]
+    tell: Telling
     frontend: str
     dynamic: Mapping[str, Mapping[int, str]] | None = None
 
@@ -175,22 +193,23 @@ class _Request:
             self.tell("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
-            captured = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
+            captured, rehearsal = self.captured(given, example, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
             if not captured.signature.aliasing:
                 examples = tuple(item.apart() for item in examples)
                 example = examples[0]
+            captured = rehearsal.program(captured)
             sized = Sized(captured)
             if captured.signature.dims:
                 self.tell("other sizes")
-                sized = settled(as_eval(self.model, self.eval_mode), captured, *examples, seed=self.seed)
+                sized = settled(rehearsal.model, captured, *examples, seed=self.seed)
                 captured = at(captured, sizes_in(captured.signature, example))
             start = time.perf_counter()
             optimized, records, sized = self._transformed(sized)
             pass_seconds = time.perf_counter() - start
             run_race = race_or_recall if self.cache else race
             outcome = run_race(
-                as_eval(self.model, self.eval_mode),
+                rehearsal.model,
                 captured,
                 optimized,
                 example,
@@ -221,15 +240,61 @@ class _Request:
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
-        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy, self.on_gradients)
+        program, executable = rehearsal.program(optimized), rehearsal.ended(outcome.executable)
+        return Optimized(called, program, executable, report, example, form, self.policy, self.on_gradients)
 
-    def captured(self, example: Any, **options: Any) -> Program:
+    def in_parts(self, because: NotOneGraph | None, *examples: Example) -> InParts:
+        """The model in parts, because it is not a single graph, or because that is asked for."""
+        script = None
+        if self.frontend == "torchscript":
+            with training_flags(self.model if self.eval_mode else None, False):
+                script = frontends.by_torchscript(self.model)
+        made = optimize_in_parts(
+            as_eval(self.model, self.eval_mode),
+            examples[0],
+            self.part,
+            script=script,
+            because=because,
+            seconds=self.seconds,
+            seed=self.seed,
+            progress=self.tell,
+            on_gradients=self.on_gradients,
+        )
+        if self.dynamic is not None or len(examples) > 1:
+            made.report = replace(made.report, sizes=ONE_BY_ONE)
+        return made
+
+    def in_eager(self, example: Example, *errors: Exception) -> InEager:
+        """The model as it is, where tsopt cannot make anything of it.
+
+        Raises:
+            Exception: the last of `errors`, where it is not about what tsopt cannot do: an option, a model that is not
+                ready or fails by itself, the caller's `progress`; or where a front end was asked for by name.
+        """
+        error = errors[-1]
+        if isinstance(error, (UsageError, NotReady)) or error is self.tell.error or self.frontend != "auto":
+            raise error
+        called = as_eval(self.model, self.eval_mode)
+        own = failure_of_the_model(called, example, error)
+        if own is not None:
+            raise own from error
+        if not isinstance(error, TsoptError):  # a mistake of tsopt's own costs the model its speed, not its answers
+            log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
+        return InEager(called, name_of(self.model), errors, self.on_gradients)
+
+    def captured(self, given: Any, example: Example, **options: Any) -> tuple[Program, Rehearsal]:
+        """The program, and what is to be called in the model's place when something is compared with it."""
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
-        return capture(self.model, example, frontend=frontend, eval_mode=self.eval_mode, **options)
+        program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
+        called = as_eval(self.model, self.eval_mode)
+        rehearsed = apart and not isinstance(self.model, ExportedProgram)
+        return program, rehearsal_of(called, program, example, seed=self.seed) if rehearsed else Rehearsal(called)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
-        change = partial(transform_with_records, passes=self.passes, level=self.level, progress=self.tell)
+        change = partial(
+            transform_with_records, passes=self.passes, level=self.level, progress=self.tell, keep_going=True
+        )
         reasons = []
         by_gain = [item.name for item in _flat(self.passes) if getattr(item, "by_gain", False)]
         for left_out in (self.without, (*self.without, *by_gain)) if sized.elsewhere else (self.without,):
@@ -242,10 +307,13 @@ class _Request:
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
-        captured = self.captured(example, allow_nan=True)
-        optimized = transform(captured, self.passes, level=self.level, without=self.without)
+        captured, rehearsal = self.captured(example, example, allow_nan=True)
+        captured = rehearsal.program(captured)
+        optimized, _ = transform_with_records(
+            captured, self.passes, level=self.level, without=self.without, keep_going=True
+        )
         outcome = race(
-            as_eval(self.model, self.eval_mode),
+            rehearsal.model,
             captured,
             optimized,
             example,
@@ -254,15 +322,22 @@ class _Request:
             seconds=SHORT_RACE,
             seed=self.seed,
         )
-        if outcome.executable is None:
+        executable = rehearsal.ended(outcome.executable)
+        if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             raise AccuracyError(f"{backend} does not win for this form: {reason}")
-        return outcome.executable
+        return executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """A graph between pieces of Python, optimized as the whole would have been."""
         own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
-        return replace(own, frontend="export", tell=lambda text: None).as_one_graph(inputs)
+        own = replace(own, frontend="export", tell=Telling(lambda text: None))
+        try:
+            return own.as_one_graph(inputs)
+        except TsoptError:
+            raise
+        except Exception as error:  # a mistake of tsopt's own costs this part its speed
+            raise CaptureError("tsopt itself fails on a part", why=f"{type(error).__name__}: {error}") from error
 
 
 def transform(
@@ -305,8 +380,9 @@ def transform_with_records(
     fuel: int | None = None,
     keep_text: bool = False,
     progress: Callable[[str], None] | None = None,
+    keep_going: bool = False,
 ) -> tuple[Program, list[PassRecord]]:
-    """`transform`, with the record of each pass."""
+    """`transform`, with the record of each pass; under `keep_going` without the passes that fail."""
     passes, limits = _run_of(passes, level, without, fuel)
     if not passes:
         return program, []
@@ -314,7 +390,12 @@ def transform_with_records(
 
     def change(program: Program) -> Program:
         changed, records[:] = run(
-            program, passes, replace(limits), keep_text=keep_text, progress=_naming_passes(progress)
+            program,
+            passes,
+            replace(limits),
+            keep_text=keep_text,
+            progress=_naming_passes(progress),
+            keep_going=keep_going,
         )
         return changed
 

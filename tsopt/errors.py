@@ -48,11 +48,15 @@ class CaptureError(TsoptError):
     """The model cannot be turned into a Program."""
 
 
+class NotReady(CaptureError):
+    """The model is not what its owner means to run: no weights yet, NaN among them, or in training mode."""
+
+
 class NotOneGraph(CaptureError):
     """The model runs, but is no single graph of tensor operations. `fix` is followed by what can still be done."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
-        still = "as it is, tsopt.optimize(model, x) runs it in parts"
+        still = "as it is, tsopt.optimize(model, x) runs it in parts, or eager"
         super().__init__(what, where=where, why=why, fix=f"{fix}; {still}" if fix else still)
 
 

@@ -19,6 +19,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.fallback import InEager
 from tsopt.runtime.parts import InParts
 from tsopt.runtime.watch import Watch, tensors_of
 
@@ -143,6 +144,10 @@ class Compiled:
             raise
         except TsoptError as error:
             self.why_eager = "; ".join(filter(None, (error.what, error.where)))
+            self._say(self.why_eager)
+            return
+        if isinstance(fast, InEager):
+            self.why_eager = fast.report.why
             self._say(self.why_eager)
             return
         self._watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())

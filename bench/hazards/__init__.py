@@ -20,6 +20,8 @@ FAMILIES: dict[str, str] = {
     "aliases": "inputs that are one, or share memory",
     "questions": "what the model asks of its inputs",
     "ambient": "gradients, transforms, tracing, autocast",
+    "refused": "models that eager runs",
+    "threads": "calls in other threads meanwhile",
 }
 
 

@@ -15,7 +15,7 @@ from bench.untouched import changed, state_of
 from tests.compiler.helpers import Net
 from tsopt.compiler.capture import capture
 from tsopt.compiler.example import example
-from tsopt.compiler.protect import protected, training_flags
+from tsopt.compiler.protect import is_untouched, protected, training_flags
 from tsopt.errors import CaptureError
 
 X = torch.randn(2, 3)
@@ -231,3 +231,57 @@ def test_gradients_and_grad_mode_are_left_as_they_were():
         capture(model, X)
         assert not torch.is_grad_enabled()
     assert torch.equal(model.weight.grad, torch.ones(2, 3))
+
+
+class Watched(dict):
+    """A module's attributes, which note who is written."""
+
+    def __init__(self, held):
+        super().__init__(held)
+        self.written = []
+
+    def __setitem__(self, name, value):
+        self.written.append(name)
+        super().__setitem__(name, value)
+
+    def update(self, *args, **kwargs):
+        self.written.append("all")
+        super().update(*args, **kwargs)
+
+
+def test_what_is_as_it_was_is_not_written_for_another_thread_may_be_writing_it():
+    model = nn.Linear(2, 2)
+    model.known, model.kept = {"a": [1]}, [1]
+    model.__dict__ = watched = Watched(model.__dict__)
+    with protected(model):
+        model.__dict__["training"] = False
+        watched.written.clear()
+    assert watched.written == ["training"]
+    assert model.training
+
+
+def test_a_container_that_is_as_it_was_is_not_refilled():
+    model = nn.Linear(2, 2)
+    model.known, model.names, model.unique = {"a": 1}, ["a"], {1}
+    with protected(model):
+        iterators = iter(model.known), iter(model.unique)
+    assert [next(item) for item in iterators] == ["a", 1], "a refilled container would raise: it has changed"
+
+
+@pytest.mark.parametrize(
+    ("change", "untouched"),
+    [
+        (lambda model: None, True),
+        (lambda model: model.b.add_(1), False),
+        (lambda model: setattr(model, "calls", 1), False),
+        (lambda model: model.names.append(1), False),
+        (lambda model: model.known.update(a=2), False),
+        (lambda model: model.unique.add(2), False),
+        (lambda model: delattr(model, "names"), False),
+    ],
+)
+def test_a_call_that_changes_a_model_is_told_from_one_that_does_not(change, untouched):
+    model = nn.Linear(2, 2)
+    model.register_buffer("b", torch.ones(1))
+    model.known, model.names, model.unique = {"a": 1}, ["a"], {1}
+    assert is_untouched(model, lambda: change(model)) is untouched

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.apart import TRACING, apart
 from tsopt.compiler.asked import Asked, asked_by
 from tsopt.compiler.contents import held_by
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
@@ -30,6 +30,7 @@ from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.refusals import check_apart, check_inputs, check_model, check_overlap, check_result, check_training
 from tsopt.compiler.scripted import Scripted, is_scripted
+from tsopt.compiler.shadow import shadow_of
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
@@ -38,7 +39,9 @@ from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 log = logging.getLogger("tsopt")
 # Who reads a model before torch.export does.
 BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
-TRACING = threading.RLock()  # tracers change modules, and classes, while they look: two at once see each other's marks
+
+
+DynamicSizes = Mapping[Any, Any] | None  # as the user says which sizes differ from call to call
 
 
 def capture(
@@ -73,6 +76,21 @@ def capture(
         CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
             of them, where the model itself runs.
     """
+    return capture_apart(
+        model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
+    )[0]
+
+
+def capture_apart(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    dynamic: Mapping[Any, Any] | None = None,
+    frontend: str = "auto",
+    eval_mode: bool = False,
+    allow_nan: bool = False,
+) -> tuple[Program, bool]:
+    """`capture`, and whether that took no more than a shadow of the model: nothing of the model itself was touched."""
     if frontend not in ("auto", *READERS):
         raise UsageError(f"frontend={frontend!r}", fix=f"one of: auto, {', '.join(READERS)}")
     examples = as_examples(example_input)
@@ -88,21 +106,61 @@ def capture(
     check_model(model, allow_nan=allow_nan)
     for example in examples:
         check_inputs(model, example)
+        check_apart(example, held_by(model))
     if is_scripted(model):
         model = Scripted(model)
-    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
-    with TRACING, protected(model), quiet():
-        with training_flags(model if eval_mode else None, False):
-            program = _as_asked(model, examples, dynamic, frontend)
-        if training and not eval_mode:
-            with training_flags(model, False):
-                check_training(program, _as_asked(model, examples, dynamic, frontend))
-        return program
+    with TRACING, quiet():
+        found = _from_shadow(model, examples, dynamic, frontend, eval_mode)
+        if found is not None:
+            return found, True
+        with apart(), protected(model):
+            return _in_its_mode(model, examples, dynamic, frontend, eval_mode), False
 
 
-def _as_asked(
-    model: Callable[..., Any], examples: Sequence[Example], dynamic: Mapping[Any, Any] | None, frontend: str
+def _from_shadow(
+    model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str, eval_mode: bool
+) -> Program | None:
+    """The program of a shadow of the model; None where that is not the same model.
+
+    It is another where it reaches modules of the model past itself, by a global name or a table of its own, or fails
+    where the model may not.
+    """
+    shadow = shadow_of(model)
+    if shadow is None:
+        return None
+    strayed: list[nn.Module] = []
+
+    def on_call(module: nn.Module) -> None:
+        if shadow.holds(module):
+            strayed.append(module)
+
+    try:
+        with apart(on_call), protected(shadow.called):
+            program = _in_its_mode(shadow.called, examples, dynamic, frontend, eval_mode)
+    except CaptureError as error:
+        if strayed or not isinstance(error, NotOneGraph):
+            log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
+            return None
+        raise
+    return None if strayed else shadow.linked(program)
+
+
+def _in_its_mode(
+    model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str, eval_mode: bool
 ) -> Program:
+    """The program of a model in eval mode, or in training mode where that makes no difference."""
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    if training and eval_mode:
+        with training_flags(model, False):
+            return _as_asked(model, examples, dynamic, frontend)
+    program = _as_asked(model, examples, dynamic, frontend)
+    if training:
+        with training_flags(model, False):
+            check_training(program, _as_asked(model, examples, dynamic, frontend))
+    return program
+
+
+def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str) -> Program:
     """The program, with what the model has asked of its inputs as part of its signature."""
     asked = asked_by(model, examples[0])
     if asked.aliasing:
@@ -133,7 +191,7 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         try:
             program = _read(model, example, wanted, "torchscript")
         except CaptureError as failure:  # what counts is why the first one did not read it
-            log.info("TorchScript does not read %s: %s", _model_name(model), failure)
+            log.info("TorchScript does not read %s: %s", name_of(model), failure)
             raise error from None
         because = "; ".join(filter(None, (error.what, error.where)))
         return replace(program, frontend=f"{program.frontend}, because without: {because}")
@@ -201,7 +259,6 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     outcomes: list[Outcome] = []
     held = held_by(model)
-    check_apart(example, held)
     shapes = None if wanted is None else (shapes_of(wanted, inputs),)
     try:
         called = model
@@ -220,11 +277,12 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         raise explain(error, model, example) from error
     result, effects = outcomes[-1]
     check_result(result, effects, held)
-    program = lower(exported, names, outer, result, effects, _model_name(model))
+    program = lower(exported, names, outer, result, effects, name_of(model))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
 
 
-def _model_name(model: object) -> str:
+def name_of(model: object) -> str:
+    """What a model is called in programs and reports."""
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
     name = str(getattr(model, "original_name", name))  # of TorchScript
     return name if name.isidentifier() else "Model"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,18 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     with fakes(program.fake_mode):
         return target(*values[0], **values[1])
+
+
+def infer_on(program: Program, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """The fake value of a node's call where its arguments have these values, not those that are recorded.
+
+    Raises:
+        Exception: whatever the op raises for arguments that do not fit.
+    """
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    with fakes(program.fake_mode):
+        return target(*args, **kwargs)
 
 
 @contextmanager
@@ -62,10 +74,19 @@ def _key(value: object) -> object:
     if isinstance(value, fx.Node):
         # Besides the type: where views begin (`view_as_complex`) and what is behind them (`as_strided`).
         memory = [(t.storage_offset(), t.untyped_storage().nbytes()) for t in ops.tensors_of(value.meta.get("val"))]
-        return (type_of(value), *memory)
+        return (_hashable(type_of(value)), *map(_hashable, memory))
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_key, value))
-    return type(value), value if value.__hash__ is not None else repr(value)
+    return type(value), _hashable(value)
+
+
+def _hashable(value: object) -> object:
+    """A value, or its text: symbolic numbers say that they can be hashed, and cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
 
 
 def infer_weight(program: Program, tensor: torch.Tensor) -> Any:

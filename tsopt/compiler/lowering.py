@@ -182,6 +182,8 @@ class _Lowering:
                 )
             if any(is_of_values(size) for size in tensor.shape):
                 raise size_of_values(ops.name_of(node), origin_of(made) or None)
+            if any(is_of_values(number) for number in (*tensor.stride(), tensor.storage_offset())):
+                raise _of_values(ops.name_of(node), origin_of(made) or None)
         self.mapping[node] = made
 
     def _control(self, node: fx.Node) -> fx.Node:
@@ -251,6 +253,10 @@ def _no_op(node: fx.Node) -> NotOneGraph:
             why="a program computes with sizes by arithmetic, min and max",
             fix="leave dynamic out: each size is captured when it is called",
         )
+    return _of_values(name, where)
+
+
+def _of_values(name: str, where: str | None) -> NotOneGraph:
     return NotOneGraph(
         f"a Python number that is computed from values of a tensor is used ({name})",
         where=where,

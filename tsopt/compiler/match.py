@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from tsopt.compiler import ops
+from tsopt.compiler.apart import apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class Match:
 
 def pattern(function: Callable[..., Any]) -> Pattern:
     """Traces a pattern function."""
-    graph = fx.Tracer().trace(function)
+    with apart():
+        graph = fx.Tracer().trace(function)
     root = next(iter(reversed(graph.nodes))).args[0]
     if not isinstance(root, fx.Node) or not ops.is_call(root):
         raise TypeError("a pattern must return the value of a call")

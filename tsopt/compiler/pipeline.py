@@ -12,7 +12,7 @@ from torch import fx
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.verify import AliasGroups, output_aliases, verify_program
-from tsopt.errors import InvalidProgram, PassError
+from tsopt.errors import InvalidProgram, PassError, TsoptError
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,10 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """One pass as it was run. `text` is the program afterwards, when asked for; `seconds` includes the checks."""
+    """One pass as it was run. `text` is the program afterwards, when asked for; `seconds` includes the checks.
+
+    failed: why the pass was left out, where it broke the program or raised.
+    """
 
     name: str
     changed: bool
@@ -123,6 +126,22 @@ class PassRecord:
     declined: tuple[Declined, ...] = ()
     numerics: Numerics = Numerics.EXACT
     text: str = field(default="", repr=False)
+    failed: str = ""
+
+
+class _Failed(Exception):
+    """A pass has failed. Never leaves this file."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(name)
+        self.name, self.error = name, error
+
+    @property
+    def reason(self) -> str:
+        error = self.error
+        if not isinstance(error, TsoptError):
+            return f"{type(error).__name__}: {error}"
+        return "; ".join(filter(None, (error.what, error.where, error.why)))
 
 
 def run(
@@ -133,21 +152,52 @@ def run(
     keep_text: bool = False,
     progress: Callable[[str], None] | None = None,
     observer: Observer | None = None,
+    keep_going: bool = False,
 ) -> tuple[Program, list[PassRecord]]:
     """Runs a pipeline over a copy of a program, with every invariant checked after every pass.
 
+    Args:
+        keep_going: a pass that fails is left out, and the others run without it; its record says why.
+
     Raises:
-        PassError: a pass broke an invariant, misreported a change, or a Repeat did not come to rest.
+        PassError: a pass broke an invariant or misreported a change, or a Repeat did not come to rest.
+        Exception: whatever a pass raises.
     """
     verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
-    aliases, limits = output_aliases(program), limits or Limits()
+    limits, passes, failed = limits or Limits(), tuple(passes), dict[str, PassRecord]()
+    while True:
+        try:
+            left_out = replace(limits, without=limits.without | failed.keys())
+            edited, records = _run(program, passes, left_out, keep_text, progress, observer)
+            return edited, [*records, *failed.values()]
+        except _Failed as failure:
+            if not keep_going or failure.name in failed:
+                raise failure.error from failure.error.__cause__
+            # NOTE: it has edited the only copy, so the others begin again; passes hardly ever fail.
+            size = Size.of(program)
+            failed[failure.name] = PassRecord(failure.name, False, size, size, 0.0, failed=failure.reason)
+
+
+def _run(
+    program: Program,
+    passes: tuple[Pass | Repeat, ...],
+    limits: Limits,
+    keep_text: bool,
+    progress: Callable[[str], None] | None,
+    observer: Observer | None,
+) -> tuple[Program, list[PassRecord]]:
+    aliases = output_aliases(program)
     if observer is not None:
         limits = replace(limits, on_rewrite=observer.on_rewrite)
     state = _Run(limits, keep_text, progress or (lambda name: None), observer, aliases, _Measured.of(program))
-    edited, passes = program.copy(), tuple(passes)  # kept: `at_rest` knows passes by identity
+    edited = program.copy()
     for item in passes:
         edited = _run_item(edited, item, state)
-    verify_program(edited, aliases=aliases)
+    try:
+        verify_program(edited, aliases=aliases)
+    except InvalidProgram as error:  # what the checks of single passes have not seen
+        verify_program(program)
+        raise _Failed([record.name for record in state.records if record.changed][-1], error) from error
     changed = any(record.changed for record in state.records)
     return edited if changed else program, state.records
 
@@ -215,11 +265,12 @@ def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
         if not any(record.changed for record in records[before:]):
             return program
     rules = sorted({done.rule for record in records[before:] for done in record.done})
-    raise PassError(
+    error = PassError(
         f"a Repeat did not come to rest in {item.limit} rounds",
         why=f"still being applied: {', '.join(rules)}",
         fix="two rules undo each other: leave one out (--without RULE)",
     )
+    raise _Failed([record.name for record in records[before:] if record.changed][-1], error)
 
 
 def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassRecord]:
@@ -227,14 +278,15 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
     edited = program if state.observer is None else program.copy()  # who observes wants to see both
     chosen = item if state.observer is None else state.observer.start(item, edited)
     snapshot = _Snapshot(edited)
-    changes = chosen.run(edited, state.limits)
+    changes = _changes(chosen, edited, state.limits)
     _prune_weights(edited)
     before = state.measured
     fingerprint = before.fingerprint if snapshot.is_current(edited) else edited.fingerprint()
     changed = before.fingerprint != fingerprint
     if changed != bool(changes.done):
         said = "a change and made none" if changes.done else "no change and made one"
-        raise PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
+        error = PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
+        raise _Failed(item.name, error)
     if changed:
         _check(edited, item, snapshot.touched(edited), state.aliases)
         edited.numerics = max(program.numerics, changes.numerics)
@@ -257,15 +309,24 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
     )
 
 
+def _changes(item: Pass, program: Program, limits: Limits) -> Changes:
+    try:
+        return item.run(program, limits)
+    except Exception as error:  # a mistake in the pass, or in a rule of it
+        raise _Failed(item.name, error) from error
+
+
 def _check(edited: Program, item: Pass, touched: Iterable[fx.Node], aliases: AliasGroups) -> None:
     try:
         verify_program(edited, touched=touched, aliases=aliases)
     except InvalidProgram as error:
-        raise PassError(
+        failure = PassError(
             f"the pass {item.name} broke the program",
             why=str(error),
             fix=f"leave it out (--without {item.name}) and report this",
-        ) from error
+        )
+        failure.__cause__ = error
+        raise _Failed(item.name, failure) from error
 
 
 def _prune_weights(program: Program) -> None:

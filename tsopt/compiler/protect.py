@@ -10,7 +10,7 @@ import os
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,12 +50,14 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
             yield
     finally:
         # The process first: whatever becomes of the model, its switches are back.
-        torch.set_rng_state(rng)
+        if not torch.equal(torch.get_rng_state(), rng):
+            torch.set_rng_state(rng)
         np.random.set_state(np_rng)
         random.setstate(py_rng)
         if cuda_rng is not None:
             torch.cuda.set_rng_state_all(cuda_rng)
-        torch.set_default_dtype(dtype)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         _put_back(variables)
@@ -156,13 +158,44 @@ def _snapshot(module: nn.Module) -> Snapshot:
 
 
 def _restore(module: nn.Module, saved: Snapshot) -> None:
+    """Puts back what is another than it was, and touches nothing else: other threads may be looking."""
     attributes, contents = saved
     for name in [name for name in module.__dict__ if name not in attributes]:
         del module.__dict__[name]
-    module.__dict__.update(attributes)
+    for name, value in attributes.items():
+        if module.__dict__.get(name, saved) is not value:
+            module.__dict__[name] = value
     for held, content in contents:
+        if _same_contents(held, content):
+            continue
         if isinstance(held, list):
             held[:] = content
         else:
             held.clear()
             held.update(content)
+
+
+def _same_contents(held: Any, content: Any) -> bool:
+    """Whether a container holds the very same objects, in the same order."""
+    if len(held) != len(content):
+        return False
+    if isinstance(held, dict):
+        pairs = zip(held.items(), content.items(), strict=True)
+        return all(a is b and key is other for (key, a), (other, b) in pairs)
+    return held == content if isinstance(held, set) else all(a is b for a, b in zip(held, content, strict=True))
+
+
+def is_untouched(model: Any, call: Callable[[], Any]) -> bool:
+    """Makes a call, and tells whether it has left the attributes of all modules as they were, and the buffers."""
+    modules = modules_of(model)
+    before = [(module, *_snapshot(module)) for module in modules]
+    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor)]
+    versions = [None if t.is_inference() else t._version for t in buffers]
+    call()
+    same = all(
+        len(module.__dict__) == len(attributes)
+        and all(module.__dict__.get(name, before) is value for name, value in attributes.items())
+        and all(_same_contents(held, content) for held, content in contents)
+        for module, attributes, contents in before
+    )
+    return same and versions == [None if t.is_inference() else t._version for t in buffers]

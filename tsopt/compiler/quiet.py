@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from typing import Any, TextIO, cast
 
 LOGGERS = ("torch", "torch.export", "torch.onnx", "onnxscript", "onnx_ir")
 
@@ -15,13 +18,29 @@ LOGGERS = ("torch", "torch.export", "torch.onnx", "onnxscript", "onnx_ir")
 def quiet(*, stdout: bool = False) -> Iterator[None]:
     """Silences log lines, warnings and stderr (where torch.export prints half a graph before it raises).
 
+    Of stderr and stdout that is what this thread writes; log lines and warnings are those of all threads.
+
     Args:
         stdout: silence stdout as well, where the code that runs is not the user's.
     """
-    with silent(*LOGGERS), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+    with silent(*LOGGERS), warnings.catch_warnings(), contextlib.redirect_stderr(_hushed(sys.stderr)):
         warnings.simplefilter("ignore")
-        with contextlib.redirect_stdout(io.StringIO()) if stdout else contextlib.nullcontext():
+        with contextlib.redirect_stdout(_hushed(sys.stdout)) if stdout else contextlib.nullcontext():
             yield
+
+
+class _Hushed:
+    """A stream to which one thread writes in vain; for the others it is what it was."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._owner, self._nothing = stream, threading.get_ident(), io.StringIO()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._nothing if threading.get_ident() == self._owner else self._stream, name)
+
+
+def _hushed(stream: TextIO | None) -> TextIO:
+    return io.StringIO() if stream is None else cast(TextIO, _Hushed(stream))
 
 
 @contextlib.contextmanager

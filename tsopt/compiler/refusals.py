@@ -18,7 +18,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.memory import overlaps
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.structure import Structure, flatten
-from tsopt.errors import CaptureError, NotOneGraph
+from tsopt.errors import CaptureError, NotOneGraph, NotReady
 
 
 def check_model(model: object, *, allow_nan: bool) -> None:
@@ -42,18 +42,18 @@ def check_model(model: object, *, allow_nan: bool) -> None:
 
 def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
     if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
-        raise CaptureError(
+        raise NotReady(
             "a lazy module has no weights yet", where=name, fix="call the model once on an example before optimizing"
         )
     if tensor.device.type == "meta":
-        raise CaptureError(
+        raise NotReady(
             "a weight is on the meta device and has no values", where=name, fix="load the weights: model.to_empty(...)"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
     if not allow_nan and (bad := _nan_count(tensor)):
-        raise CaptureError(
+        raise NotReady(
             f"a weight holds {bad} NaN of {tensor.numel()} values",
             where=name,
             why="whatever depends on it is NaN, and no comparison could tell right from wrong",
@@ -171,7 +171,7 @@ def check_training(trained: Program, evaluated: Program) -> None:
     differing = next((a or b for a, b in pairs if a is None or b is None or not _same_in_both(a, b)), None)
     if differing is None:
         return
-    raise CaptureError(
+    raise NotReady(
         f"the model is in training mode and its answer depends on it ({ops.name_of(differing)})",
         where=origin_of(differing) or None,
         why="dropout stays on and batch norm uses the statistics of the batch",

@@ -22,11 +22,13 @@ from tsopt.compiler.infer import infer, infer_weight
 from tsopt.compiler.match import Match, Pattern, match, pattern
 from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
 from tsopt.compiler.program import Numerics, Program, format_type, origin_of, tensor_type, type_of
+from tsopt.compiler.relayout import retyped_behind
 from tsopt.compiler.types import TensorType
 from tsopt.errors import PassError, RuleError
 
 USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
 OTHER_LAYOUT = "the value would have another memory layout"
+OTHER_LAYOUT_BEHIND = "a value behind would have another memory layout"
 NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
 
 
@@ -189,6 +191,7 @@ class _Driver:
         self.queue: deque[fx.Node] = deque()
         self.queued: set[fx.Node] = set()
         self.roots: dict[fx.Node, ops.Roots] | None = None
+        self.retyped: dict[fx.Node, Any] = {}  # by the rewrite at hand: values that get other strides of size 1
 
     def run(self) -> Changes:
         nodes = list(self.program.calls())
@@ -247,6 +250,8 @@ class _Driver:
         self.numerics = max(self.numerics, item.numerics)
         users = list(node.users)
         node.replace_all_uses_with(result)
+        for behind, value in self.retyped.items():
+            behind.meta["val"] = value
         self.moved(users)
         erase_unused(self.program, [node], self.erased, replaced=(node,))
         self.push([*site.created, result, *users])
@@ -262,6 +267,7 @@ class _Driver:
                 f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)"
             )
         before, after = type_of(node), type_of(result)
+        self.retyped = {}
         if not isinstance(before, TensorType) or not isinstance(after, TensorType):
             if before != after:
                 raise RuleError(f"the rule {item.name} replaces {format_type(before)} by {format_type(after)}")
@@ -274,6 +280,10 @@ class _Driver:
             )
         if not before.same_layout(after.stride):
             return OTHER_LAYOUT
+        retyped = retyped_behind(self.program, node, result)
+        if retyped is None:
+            return OTHER_LAYOUT_BEHIND
+        self.retyped = retyped
         return NEW_ALIAS if shares_new_memory(self.program, node, result, self.memory(made)) else None
 
     def memory(self, made: Iterable[fx.Node]) -> dict[fx.Node, ops.Roots]:

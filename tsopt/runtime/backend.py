@@ -354,6 +354,7 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
     Raises:
         BackendError: the backend cannot take the program; the message names the op and its place.
     """
+    from tsopt.compiler.apart import apart
     from tsopt.compiler.protect import protected
 
     made = get_backend(backend, **options) if isinstance(backend, str) else backend
@@ -365,5 +366,8 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
             where=refused[0].where or None,
             fix="use another backend, or let optimize() choose",
         )
-    with protected(None):  # tracing a random model draws numbers, and backends have been seen to set default dtypes
+    with (
+        apart(),
+        protected(None),
+    ):  # tracing a random model draws numbers, and backends have been seen to set default dtypes
         return made.compile(program.copy())

@@ -19,7 +19,7 @@ from tsopt.compiler.example import Example, example
 from tsopt.compiler.protect import InEvalMode, modules_of, protected
 from tsopt.compiler.quiet import silent
 from tsopt.compiler.types import TensorType
-from tsopt.errors import ArtifactError, BackendError, CaptureError, TsoptError
+from tsopt.errors import ArtifactError, BackendError, CaptureError, NotReady, TsoptError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.ambient import Unserved, objection_to
 from tsopt.runtime.dispatch import Optimized
@@ -96,7 +96,7 @@ def optimize_in_parts(
         on_gradients: what calls do that need the model itself.
 
     Raises:
-        CaptureError: `because`, or that dynamo fails on the model as well.
+        CaptureError: dynamo fails on the model as well.
         AccuracyError: the model fails on its example, or nothing about it can be verified.
     """
     graphs: list[Graph] = []
@@ -118,9 +118,8 @@ def optimize_in_parts(
                 cold = cold_start(run, inputs, device_wait(example_input))
             verdict = oracle.judge(run)
         except Exception as error:  # dynamo's own, or the model's under it
-            raise because or CaptureError(
-                "dynamo cannot run the model", why=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            ) from error
+            said = (str(error).splitlines() or [""])[0][:200]
+            raise CaptureError("dynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
         rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold)]
         if not verdict.ok:
             rows[1] = Row(title, "wrong", verdict.reason, accuracy=verdict, cold=cold)
@@ -140,7 +139,7 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
     if isinstance(model, torch.jit.ScriptFunction):
         return SCRIPT, model
     if isinstance(model, torch.jit.ScriptModule) and model.training:
-        raise CaptureError(
+        raise NotReady(
             "the TorchScript is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
         )
     if isinstance(model, torch.jit.ScriptModule):

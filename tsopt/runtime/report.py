@@ -135,6 +135,7 @@ class Report:
         reasons = [f"  {row.name}: {row.reason}" for row in self.rows if row.reason]
         lines += ["", *reasons] if reasons else []
         lines += ["", *text_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
+        lines += [f"the pass {record.name} was left out: {record.failed}" for record in self.passes if record.failed]
         lines.append("")
         lines.append(
             f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
@@ -205,7 +206,7 @@ def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
             arrow(record.before.nodes, record.after.nodes),
             arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
             arrow(record.before.peak_bytes, record.after.peak_bytes, amount),
-            _counted(done.rule for done in record.done) or "-",
+            "left out" if record.failed else _counted(done.rule for done in record.done) or "-",
             _counted(declined.rule for declined in record.declined) or "-",
             f"{record.seconds * 1e3:.0f}",
         )
@@ -358,6 +359,7 @@ def pass_json(record: PassRecord) -> dict[str, Any]:
     return {
         "name": record.name,
         "changed": record.changed,
+        "failed": record.failed,
         "nodes": _before_after(before.nodes, after.nodes),
         "weight_bytes": _before_after(before.weight_bytes, after.weight_bytes),
         "peak_bytes": _before_after(before.peak_bytes, after.peak_bytes),

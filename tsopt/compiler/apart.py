@@ -1,0 +1,95 @@
+"""What tracers put in the place of functions that all threads share is seen by the thread that traces, and no other.
+
+torch.fx, and torch.export through it, replace the call and the attribute lookup of every nn.Module while they trace;
+torch.export replaces `max`, `min` and `math.pow`, and raises flags that models ask for.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.export import _trace
+from torch.fx import _symbolic_trace
+
+TRACING = threading.RLock()  # two tracers at once would see, and put back, each other's functions
+FUNCTIONS = ((builtins, "max"), (builtins, "min"), (math, "pow"))
+FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+
+
+@contextmanager
+def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
+    """Runs a block that traces; other threads call what they would call without it. One thread traces at a time.
+
+    Args:
+        on_call: told of each module that is called while it is traced.
+    """
+    tell = on_call or (lambda module: None)
+    patch_method = _symbolic_trace._Patcher.patch_method
+
+    def patch_here(self: Any, cls: type, name: str, new: Callable[..., Any], deduplicate: bool = True) -> None:
+        old, traced = getattr(cls, name), new
+        if (cls, name) == (nn.Module, "__call__"):
+
+            @functools.wraps(new)
+            def traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                tell(module)
+                return new(module, *args, **kwargs)
+
+        tracing = _Here(_symbolic_trace._is_fx_tracing_flag, False)
+        setattr(_symbolic_trace, "_is_fx_tracing_flag", tracing)  # noqa: B010 - it is no bool, but speaks for one
+        patch_method(self, cls, name, _only_here(traced, old), deduplicate)
+
+    with TRACING, ExitStack() as stack:
+        stack.enter_context(patch.object(_symbolic_trace._Patcher, "patch_method", patch_here))
+        for name, here in (("_override_builtin_ops", _functions), ("_compiling_state_context", _flags)):
+            if hasattr(_trace, name):
+                stack.enter_context(patch.object(_trace, name, functools.partial(here, getattr(_trace, name))))
+        yield
+
+
+@contextmanager
+def _functions(override: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    before = [getattr(owner, name) for owner, name in FUNCTIONS]
+    with override():
+        for (owner, name), old in zip(FUNCTIONS, before, strict=True):
+            setattr(owner, name, _only_here(getattr(owner, name), old))
+        yield
+
+
+@contextmanager
+def _flags(raised: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    before = [getattr(torch.compiler, name) for name in FLAGS]
+    with raised():
+        for name, old in zip(FLAGS, before, strict=True):
+            setattr(torch.compiler, name, _Here(True, old))
+        yield
+
+
+def _only_here(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `here` for this thread, and `elsewhere` for the others."""
+    owner = threading.get_ident()
+
+    @functools.wraps(here)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (here if threading.get_ident() == owner else elsewhere)(*args, **kwargs)
+
+    return chosen
+
+
+class _Here:
+    """A flag with one value for this thread, and another for the others."""
+
+    def __init__(self, here: object, elsewhere: object) -> None:
+        self.here, self.elsewhere, self.owner = bool(here), bool(elsewhere), threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return self.here if threading.get_ident() == self.owner else self.elsewhere
