@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "compiler/example.py",
     "runtime/artifact.py",
     "runtime/backend.py",
+    "runtime/guarded.py",
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",
