@@ -64,6 +64,8 @@ def optimize(
     isolate: bool = True,
     budget: float | None = None,
     cache: bool = True,
+    check_indices: bool = False,
+    strict_specials: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized | InParts:
     """Makes the fastest verified form of a model that this machine can run.
@@ -100,6 +102,11 @@ def optimize(
         budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
         cache: take over what an earlier race of the same program on this machine has found, after its winner has been
             verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
+        check_indices: engines that accept indices which do not exist have each call's indices checked, whatever that
+            costs, and raise what eager raises. Otherwise those are checked where it costs less than 1 % of a call, and
+            the report names the others.
+        strict_specials: a candidate that differs from eager on NaN, infinities or denormals is out. Otherwise the
+            report says where it differs.
         progress: told the name of each step.
 
     Raises:
@@ -114,7 +121,7 @@ def optimize(
     tell = progress or (lambda text: None)
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, isolate, budget, cache, tell, frontend, dynamic),
+        *(on_new_signature, isolate, budget, cache, tell, frontend, dynamic, check_indices, strict_specials),
     )
     reason: NotOneGraph | None = None
     if frontend != "parts":
@@ -156,6 +163,8 @@ class _Request:
     tell: Callable[[str], None]
     frontend: str
     dynamic: Mapping[str, Mapping[int, str]] | None = None
+    check_indices: bool = False
+    strict_specials: bool = False
 
     def as_one_graph(self, *examples: Example) -> Optimized:
         example = examples[0]
@@ -187,6 +196,8 @@ class _Request:
                 budget=self.budget,
                 progress=self.tell,
                 elsewhere=sized.elsewhere,
+                check_indices=self.check_indices,
+                strict_specials=self.strict_specials,
             )
         report = Report(
             captured.name,
@@ -238,6 +249,8 @@ class _Request:
             threads=self.threads,
             seconds=SHORT_RACE,
             seed=self.seed,
+            check_indices=self.check_indices,
+            strict_specials=self.strict_specials,
         )
         if outcome.executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)

@@ -16,6 +16,10 @@ INT32 = of_dtype(torch.int32)
 IN_FLOAT32, IN_FLOAT64 = signed(24), signed(53)
 # A quotient in floats, rounded to the nearest float before it is cut: another number next to a multiple.
 QUOTIENTS = frozenset({"div", "floor_divide", "remainder", "fmod"})
+REDUCTIONS = frozenset(
+    {"sum", "prod", "cumprod", "amax", "amin", "max", "min", "mm", "bmm", "addmm", "matmul", "linear"}
+    | {"scatter_add", "scatter_reduce", "index_add"}
+)
 
 # The ONNX exporter translates these for whole numbers by way of floats; ONNX Runtime's sums saturate.
 ONNX_RUNTIME = Engine(
@@ -42,8 +46,7 @@ OPENVINO = Engine(
     "OpenVINO",
     dtypes={**{dtype: of_dtype(dtype) for dtype in WHOLE}, **{dtype: of_dtype(dtype) & INT32 for dtype in WIDE}},
     by_op=dict.fromkeys(
-        (*QUOTIENTS, "pow", "prod", "rshift", "bitwise_right_shift", "sum", "amax", "amin", "max", "min", "relu")
-        + ("mm", "bmm", "addmm", "matmul", "linear", "scatter_add", "scatter_reduce", "index_add", "cumprod"),
+        (*QUOTIENTS, *REDUCTIONS, "pow", "rshift", "bitwise_right_shift", "relu"),
         IN_FLOAT32,
     ),
     absent={torch.float64: "float32", torch.complex64: "no way", torch.complex128: "no way"},

@@ -109,8 +109,8 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
         return Examined(tuple(dict.fromkeys(refused)))
     checked = {node: limit for node, limit in limits.items() if _is_bounding(node, limit, places[0])}
     bounds, unchecked = _bounds(program, places, demands, checked, check_indices, threads)
-    notes = [f"{engine.name} is given inputs up to {_size(limit)} in size; torch runs the others" for limit in
-             dict.fromkeys(bound for node, bound in checked.items())]  # fmt: skip
+    sizes = dict.fromkeys(_size(limit) for limit in checked.values())
+    notes = [f"{engine.name} runs calls whose integers are within {size} of zero, PyTorch all others" for size in sizes]
     if unchecked:
         notes.append(
             f"{engine.name} accepts indices that do not exist, negative ones and others, where PyTorch raises "
@@ -259,7 +259,7 @@ def _of(dtype: torch.dtype) -> str:
 
 def _size(found: Range) -> str:
     most = max(abs(found.low), abs(found.high))
-    return f"2^{int(most).bit_length()}" if most < math.inf else "any size"
+    return f"2^{int(most - 1).bit_length()}" if most < math.inf else "any size"
 
 
 def _name(program: Program, node: fx.Node) -> str:
