@@ -14,7 +14,11 @@ BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 
 # Module below this package -> what its cases are about.
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "dtypes": "numbers at the ends of their dtypes",
+    "indices": "indices that do not exist",
+    "specials": "NaN and infinities",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ REAL = {
         1e-300,
     ),
     torch.float32: (3e9, 1.7e9, 255.0, -3e9, 65_504.0, 2.0**24 + 2, 0.1, -128.5, 1.7e12, 256.5, -0.0),
-    torch.float16: (65_504.0, 2049.0, 255.0, -65_504.0, 1e-7, 0.1, -0.0, -128.5),
+    torch.float16: (65_504.0, 2047.0, 255.0, -65_504.0, 1e-7, 0.1, -0.0, -128.5),
     torch.bfloat16: (3e9, 257.0, 65_536.0, -3e9, 0.1, -0.0, -128.5),
 }
 # Values decide how much these make or how long they take, or they are not checked before memory is read or written.

@@ -126,7 +126,7 @@ def is_index_only(node: fx.Node, values: Values) -> bool:
     todo, seen = [node], {node}
     while todo:
         for user in todo.pop().users:
-            if user in seen:
+            if user in seen or ops.is_settled_check(user):
                 continue
             if base_name(user) in REARRANGED or (base_name(user) in CASTS and _is_whole(values.get(user))):
                 seen.add(user)
