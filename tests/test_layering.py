@@ -63,6 +63,7 @@ WITHOUT_TORCH = (
     "runtime/probe.py",
     "runtime/processes.py",
     "runtime/staging.py",
+    "runtime/guarded.py",
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",

@@ -71,6 +71,8 @@ def optimize(
     isolate: bool = True,
     budget: float | None = None,
     cache: bool = True,
+    check_indices: bool = False,
+    strict_specials: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized | InParts | InEager:
     """Makes the fastest verified form of a model that this machine can run.
@@ -111,6 +113,11 @@ def optimize(
         budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
         cache: take over what an earlier race of the same program on this machine has found, after its winner has been
             verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
+        check_indices: engines that accept indices which do not exist have each call's indices checked, whatever that
+            costs, and raise what eager raises. Otherwise those are checked where it costs less than 1 % of a call, and
+            the report names the others.
+        strict_specials: a candidate that differs from eager on NaN, infinities or denormals is out. Otherwise the
+            report says where it differs.
         progress: told the name of each step.
 
     A model that cannot be captured, in parts neither, or of which nothing can be verified, comes back as it is: an
@@ -127,7 +134,18 @@ def optimize(
     tell = Telling(progress or (lambda text: None))
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, on_gradients, isolate, budget, cache, tell, frontend, dynamic),
+        *(
+            on_new_signature,
+            on_gradients,
+            isolate,
+            budget,
+            cache,
+            tell,
+            frontend,
+            dynamic,
+            check_indices,
+            strict_specials,
+        ),
     )
     because: NotOneGraph | None = None
     if frontend != "parts":
@@ -186,6 +204,8 @@ class _Request:
     tell: Telling
     frontend: str
     dynamic: Mapping[str, Mapping[int, str]] | None = None
+    check_indices: bool = False
+    strict_specials: bool = False
 
     def as_one_graph(self, *examples: Example) -> Optimized:
         example = examples[0]
@@ -221,6 +241,8 @@ class _Request:
                 budget=self.budget,
                 progress=self.tell,
                 elsewhere=sized.elsewhere,
+                check_indices=self.check_indices,
+                strict_specials=self.strict_specials,
             )
         report = Report(
             captured.name,
@@ -321,6 +343,8 @@ class _Request:
             threads=self.threads,
             seconds=SHORT_RACE,
             seed=self.seed,
+            check_indices=self.check_indices,
+            strict_specials=self.strict_specials,
         )
         executable = rehearsal.ended(outcome.executable)
         if executable is None:

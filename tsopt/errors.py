@@ -88,6 +88,14 @@ class SignatureError(TsoptError):
     """A call does not fit the signature that the program was captured for."""
 
 
+class IndexOutOfRange(TsoptError, IndexError):
+    """A call holds an index that does not exist, where PyTorch raises IndexError."""
+
+
+class IndexRefused(TsoptError, RuntimeError):
+    """A call holds an index that does not exist, where PyTorch raises RuntimeError."""
+
+
 class AccuracyError(TsoptError):
     """A candidate does not compute what the model computes."""
 

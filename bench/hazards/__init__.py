@@ -22,6 +22,9 @@ FAMILIES: dict[str, str] = {
     "ambient": "gradients, transforms, tracing, autocast",
     "refused": "models that eager runs",
     "threads": "calls in other threads meanwhile",
+    "dtypes": "numbers at the ends of their dtypes",
+    "indices": "indices that do not exist",
+    "specials": "NaN and infinities",
 }
 
 

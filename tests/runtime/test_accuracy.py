@@ -271,3 +271,51 @@ def test_a_few_input_sets():
         "example",
         "drawn-1",
     ]
+
+
+# ---- NaN and infinities -------------------------------------------------------------------------------------
+
+
+def judged_on_relu(candidate, **options):
+    x = torch.linspace(-2, 2, 64)
+    return Oracle(torch.relu, tsopt.example(x), tsopt.capture(torch.relu, x), **options).judge(candidate)
+
+
+def loses_nan(x):
+    return torch.where(x > 0, x, torch.zeros(()))
+
+
+def raises_on_nan(x):
+    if x.isnan().any():
+        raise ValueError("no number")
+    return torch.relu(x)
+
+
+def test_what_differs_on_nan_is_a_note():
+    verdict = judged_on_relu(loses_nan)
+    assert verdict.ok
+    assert "special" not in verdict.inputs
+    assert "NaN at other places than eager" in verdict.notes[0]
+    assert judged_on_relu(torch.relu).notes == ()
+
+
+def test_what_differs_on_nan_is_a_verdict_where_it_was_asked_for():
+    verdict = judged_on_relu(loses_nan, strict_specials=True)
+    assert not verdict.ok
+    assert "special input" in verdict.reason
+    assert "special" in judged_on_relu(torch.relu, strict_specials=True).inputs
+
+
+def test_a_candidate_that_fails_on_nan_is_noted_and_out_where_it_was_asked_for():
+    assert "it raises ValueError" in judged_on_relu(raises_on_nan).notes[0]
+    with pytest.raises(ValueError, match="no number"):
+        judged_on_relu(raises_on_nan, strict_specials=True)
+
+
+def test_what_differs_where_eager_makes_infinities_of_extremes_is_a_note():
+    def model(x):
+        return x * x * x
+
+    x = torch.linspace(-2, 2, 64, dtype=torch.float64) * 1e100
+    oracle = Oracle(model, tsopt.example(x), tsopt.capture(model, x))
+    assert oracle.judge(model).ok

@@ -393,3 +393,25 @@ def test_it_is_timed_on_inputs_that_the_model_takes():
     assert [row.status for row in fast.report.rows] == ["ok", "ok"]
     found = benchmark(picky, {"same": picky}, torch.arange(4.0), seconds=0.02)
     assert found.row("same").status == "ok"
+
+
+def drops_nan(calls, inputs, right):
+    return [value.nan_to_num(0.0) for value in right]
+
+
+def test_what_differs_on_nan_is_noted_in_the_row_and_by_the_winner(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "run", staticmethod(drops_nan))
+    fast_timings(monkeypatch)
+    found = run_race()
+    assert found.winner == "faulty"
+    (note,) = row(found).notes
+    assert "NaN at other places than eager" in note
+    assert found.executable.notes == (note,)  # which is what a bundle's manifest says
+
+
+def test_what_differs_on_nan_costs_the_race_where_that_was_asked_for(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "run", staticmethod(drops_nan))
+    fast_timings(monkeypatch)
+    found = run_race(strict_specials=True)
+    assert row(found).status == "wrong"
+    assert_goes_on(found)

@@ -23,7 +23,7 @@ from tsopt.compiler.values import Values, laid_out
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backend import FULL
 from tsopt.runtime.compare import TOLERANCES, Comparison, bit_equal, compare
-from tsopt.runtime.inputs import SPECIAL, InputSet, input_sets
+from tsopt.runtime.inputs import EXTREME, SPECIAL, InputSet, input_sets
 from tsopt.runtime.limits import at_most
 from tsopt.runtime.reference64 import Reference64, decided_within_rounding
 
@@ -32,6 +32,7 @@ ORDER = ("bits", "element", "float64", "decision", "limit")
 # are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
+UNUSUAL = "differs from eager where there are NaN, infinities or denormals"
 AGAIN = 2  # calls after the first, on the example
 FEW = 2  # input sets: the example, and values drawn from it
 # Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
@@ -45,6 +46,7 @@ class Verdict:
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
     test: the weakest test that was needed: bits < element < float64 < decision < limit.
     inputs: the input sets compared; `skipped` those that eager itself refuses or answers with no finite value.
+    notes: what differs from eager on NaN and infinities, where those do not decide.
     """
 
     ok: bool
@@ -53,6 +55,7 @@ class Verdict:
     inputs: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.ok:
@@ -82,6 +85,13 @@ class Expected:
     written: tuple[torch.Tensor, ...]
     again: tuple[tuple[torch.Tensor, ...], ...] = ()
 
+    @property
+    def unusual(self) -> bool:
+        """Whether NaN and infinities are what it is about: given, or what eager makes of extremes."""
+        kind = self.inputs.kind
+        floats = [leaf for leaf in self.leaves if leaf.is_floating_point()]
+        return kind == SPECIAL or (kind.startswith(EXTREME) and not all(bool(leaf.isfinite().all()) for leaf in floats))
+
     def call(self) -> Example:
         """The call, to be made again and again."""
         leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))
@@ -102,6 +112,7 @@ class Oracle:
         program: the captured program before any pass: the float64 reference.
         state: what the model may write beside its inputs; the program says it where there is one.
         few: two input sets, where there are several oracles.
+        strict_specials: what differs on NaN and infinities is wrong, not a note.
     """
 
     def __init__(
@@ -113,8 +124,10 @@ class Oracle:
         seed: int = 0,
         state: Sequence[torch.Tensor] = (),
         few: bool = False,
+        strict_specials: bool = False,
     ) -> None:
         self.program = program
+        self.strict_specials = strict_specials
         self.seed = seed
         self.expected: list[Expected] = []
         self.skipped: list[str] = []
@@ -123,9 +136,9 @@ class Oracle:
         self._state = list(program.state.values()) if program is not None else list(state)
         if program is not None and not program.signature.aliasing:
             example = example.apart()
-        for inputs in input_sets(example, seed)[: FEW if few else None]:
+        for inputs in input_sets(example, seed, None if few else program)[: FEW if few else None]:
             self._ask(model, inputs, self._state)
-        if all(expected.inputs.kind == SPECIAL for expected in self.expected):
+        if all(expected.unusual for expected in self.expected):
             raise AccuracyError(
                 "the model gives no finite value on any input, so nothing can be verified",
                 why="; ".join(self.skipped)[:300],
@@ -174,41 +187,66 @@ class Oracle:
             Exception: whatever the candidate raises.
         """
         done: list[str] = []
+        notes: list[str] = []
         test, worst = "bits", 0.0
         first: list[tuple[torch.Tensor, torch.Tensor]] = []
         for expected in self.expected:
             kind = expected.inputs.kind
-            if kind == SPECIAL and not exact:
-                continue
+            decides = exact or self.strict_specials or not expected.unusual
             limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
-            with self._frozen(None, self._state, kind):
-                call = expected.inputs.clone()
-                given, _ = flatten((call.args, call.kwargs))
-                leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
-                spoilt = self._spoilt(expected, [*given, *self._state], exact, limit)
-                kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-                again = [_answers(candidate, expected.inputs) for _ in expected.again]
+            try:
+                found = self._judged(candidate, expected, exact, limit, first)
+            except Exception as error:
+                if decides:
+                    raise
+                notes.append(f"{UNUSUAL}: it raises {type(error).__name__}")
+                continue
+            if not decides:
+                notes += [f"{UNUSUAL}: {found.reason}"] if not found.ok else []
+                continue
             done.append(kind)
-            first = first or [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            failure = _structure_fault(structure, effects, leaves, expected) or spoilt
-            if failure:
-                return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), f"{failure} ({kind} input)")
-            for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
-                found = self._compare(value, reference, position, expected, exact, limit)
-                if kind != "large":
-                    worst = max(worst, found.max_difference)
-                if not found.ok:
-                    name = expected.name(position)
-                    reason = f"{name} on the {kind} input: {found.reason}"
-                    return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), reason)
-                test = max(test, found.test, key=ORDER.index)
-            failure = _forgetful(expected, kept, again, exact, limit)
-            if failure:
-                return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), failure)
+            worst = max(worst, found.max_difference)
+            if not found.ok:
+                return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), found.reason)
+            test = max(test, found.test, key=ORDER.index)
         if not all(bit_equal(leaf, kept) for leaf, kept in first):
             reason = "an output of the first call was overwritten by a later one"
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
-        return Verdict(True, test, worst, tuple(done), tuple(self.skipped))
+        said = tuple(dict.fromkeys(notes))[:1]  # one example says it
+        return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
+
+    def _judged(
+        self,
+        candidate: Callable[..., Any],
+        expected: Expected,
+        exact: bool,
+        limit: float | None,
+        first: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Comparison:
+        """The comparison on one input set. The outputs of the first call are kept in `first`."""
+        kind = expected.inputs.kind
+        with self._frozen(None, self._state, kind):
+            call = expected.inputs.clone()
+            given, _ = flatten((call.args, call.kwargs))
+            leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
+            spoilt = self._spoilt(expected, [*given, *self._state], exact, limit)
+            kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            again = [_answers(candidate, expected.inputs) for _ in expected.again]
+        first += [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)] if not first else []
+        failure = _structure_fault(structure, effects, leaves, expected) or spoilt
+        if failure:
+            return Comparison(False, "type", 0.0, f"{failure} ({kind} input)")
+        test, worst = "bits", 0.0
+        for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
+            found = self._compare(value, reference, position, expected, exact, limit)
+            if kind != "large" and not kind.startswith(EXTREME):  # of ordinary size
+                worst = max(worst, found.max_difference)
+            if not found.ok:
+                reason = f"{expected.name(position)} on the {kind} input: {found.reason}"
+                return Comparison(False, found.test, worst, reason)
+            test = max(test, found.test, key=ORDER.index)
+        failure = _forgetful(expected, kept, again, exact, limit)
+        return Comparison(not failure, "type" if failure else test, worst, failure)
 
     def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
         """What a candidate wrote otherwise than eager, to its inputs or to the model's state."""

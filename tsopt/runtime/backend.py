@@ -339,9 +339,11 @@ def can_compute_in(name: str, precision: str) -> bool:
         return False
 
 
-def race_options(name: str, threads: int | None) -> dict[str, Any]:
-    """The options that a backend races with: the number of threads, if it has a say in that."""
-    return {"threads": threads} if "threads" in _options_of(type(get_backend(name))) else {}
+def race_options(name: str, threads: int | None, check_indices: bool = False) -> dict[str, Any]:
+    """The options that a backend races with: the number of threads and the checks, if it has a say in that."""
+    known = _options_of(type(get_backend(name)))
+    checks = {"check_indices": True} if check_indices and "check_indices" in known else {}
+    return ({"threads": threads} if "threads" in known else {}) | checks
 
 
 def compile(program: Program, backend: str | Backend = "onnxruntime", **options: Any) -> Executable:

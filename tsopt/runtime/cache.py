@@ -190,7 +190,8 @@ def _row(data: dict[str, Any]) -> Row:
 
 def _verdict(data: dict[str, Any]) -> Verdict:
     inputs, skipped = (tuple(map(str, data.pop(key))) for key in ("inputs", "skipped"))
-    found = Verdict(**data, inputs=inputs, skipped=skipped)
+    notes = tuple(map(str, data.pop("notes", ())))
+    found = Verdict(**data, inputs=inputs, skipped=skipped, notes=notes)
     return replace(found, max_difference=float(found.max_difference), ok=found.ok is True)
 
 

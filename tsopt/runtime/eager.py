@@ -55,6 +55,11 @@ class EagerBackend:
         )
 
 
+def by_torch(program: Program) -> Runner:
+    """The runner of a program by torch's own kernels: for calls that an engine is not asked for."""
+    return torch_runner(program.module().forward, program.signature, None)
+
+
 def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Runner:
     """Calls flat torch code without gradients, on inputs laid out as captured, with the thread count asked for."""
     strides = [None if item.type.contiguous else item.type.stride for item in signature.inputs]

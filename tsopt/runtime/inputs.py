@@ -15,6 +15,8 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.compiler.types import TensorType, contiguous_strides
+from tsopt.runtime.extremes import EXTREME as EXTREME
+from tsopt.runtime.extremes import extreme_values
 
 SPECIAL = "special"
 
@@ -52,11 +54,13 @@ def exported(program: Program) -> ExportedProgram:
     )
 
 
-def input_sets(example: Example, seed: int) -> list[InputSet]:
+def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
     and `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared.
 
-    Integers and booleans are drawn from the example's own values, so that an index stays an index.
+    In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
+    program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
+    the world: of one input at a time, because one may be an index, and of all.
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = flatten((example.args, example.kwargs))
@@ -73,6 +77,8 @@ def input_sets(example: Example, seed: int) -> list[InputSet]:
         sets.append(rebuilt(SPECIAL, [_special(leaf, generator) for leaf in leaves]))
     else:
         sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
+    if program is not None:
+        sets += [rebuilt(kind, values) for kind, values in extreme_values(program, leaves, generator)]
     return sets
 
 

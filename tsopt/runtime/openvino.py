@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, UsageError
 from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision, to_install
+from tsopt.runtime.guarded import from_options, guarded, to_options
 from tsopt.runtime.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
+    from tsopt.runtime.narrow import Examined
 
 HINTS = ("latency", "throughput")
 PRECISION_HINTS = {FULL: "f32", "bf16": "bf16", "fp16": "f16"}
@@ -31,11 +33,13 @@ class OpenVinoBackend:
     threads: inference threads; None takes torch's number at compile time, so that both race with the same.
     hint: `latency` or `throughput`.
     precision: `fp32`, where OpenVINO by itself would compute in bfloat16 if the processor can; `bf16`, `fp16`.
+    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
     """
 
     threads: int | None = None
     hint: str = "latency"
     precision: str = FULL
+    check_indices: bool = False
     name: str = "openvino"
 
     def __post_init__(self) -> None:
@@ -47,11 +51,18 @@ class OpenVinoBackend:
         return to_install("openvino", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return refusals(program, "OpenVINO")
+        return refusals(program, "OpenVINO") or list(self._examined(program).refused)
+
+    def _examined(self, program: Program) -> Examined:
+        from tsopt.runtime.engines import OPENVINO
+        from tsopt.runtime.narrow import examine
+
+        return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 
     def compile(self, program: Program) -> Executable:
         import torch
 
+        from tsopt.runtime.eager import by_torch
         from tsopt.runtime.onnx_export import to_onnx
 
         model = to_onnx(program)
@@ -64,14 +75,16 @@ class OpenVinoBackend:
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             save(Path(directory))
             runner = load_runner(Path(directory), program.signature, options)
+        examined = self._examined(program)
         state = [program.state[item.name] for item in program.signature.state_inputs]
         return Executable(
             self.name,
             program.signature,
-            runner,
+            guarded(runner, examined.bounds, program.signature, lambda: by_torch(program)),
             state=state,
             save=save,
-            options=options,
+            options=options | to_options(examined.bounds),
+            notes=examined.notes,
             precision=self.precision,
         )
 
@@ -96,7 +109,7 @@ def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) 
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise BackendError("OpenVINO refuses the exported model", why=lines[-1][:200] if lines else "") from error
-    return _runner(compiled, signature)
+    return guarded(_runner(compiled, signature), from_options(options, signature), signature)
 
 
 def _runner(compiled: Any, signature: Signature) -> Runner:

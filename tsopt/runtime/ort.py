@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
+from tsopt.runtime.guarded import from_options, guarded, to_options
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
+    from tsopt.runtime.narrow import Examined
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
@@ -25,7 +27,6 @@ DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
-NEGATIVE_INDEX = "ONNX Runtime accepts negative indices where PyTorch raises IndexError"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class OnnxRuntimeBackend:
     spinning: let idle threads wait busily for their next piece of work, at the cost of whoever else needs the cores.
     parallel: run independent parts of the graph at once.
     arena: keep memory from call to call.
+    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
     """
 
     threads: int | None = None
@@ -46,13 +48,14 @@ class OnnxRuntimeBackend:
     spinning: bool = True
     parallel: bool = False
     arena: bool = True
+    check_indices: bool = False
     name: str = "onnxruntime"
 
     def missing(self) -> str | None:
         return to_install("onnxruntime", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        found = refusals(program, "ONNX Runtime", ("cpu", "cuda"))
+        found = refusals(program, "ONNX Runtime", ("cpu", "cuda")) or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
             import onnxruntime as ort
 
@@ -61,11 +64,17 @@ class OnnxRuntimeBackend:
             found += refusals_on_gpu(program, ort.get_available_providers())
         return found
 
+    def _examined(self, program: Program) -> Examined:
+        from tsopt.runtime.engines import ONNX_RUNTIME
+        from tsopt.runtime.narrow import examine
+
+        return examine(program, ONNX_RUNTIME, self.check_indices, self.threads or 0)
+
     def compile(self, program: Program) -> Executable:
         import torch
 
-        from tsopt.compiler.control import all_calls
         from tsopt.compiler.generalize import through
+        from tsopt.runtime.eager import by_torch
         from tsopt.runtime.onnx_export import four_axes, to_onnx
         from tsopt.runtime.ort_bfloat16 import widened
         from tsopt.runtime.ort_kernels import with_own_operators
@@ -81,8 +90,9 @@ class OnnxRuntimeBackend:
             **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
         }
         session = open_session(proto, options, weights, _providers(program.signature))
-        reading = ("aten.embedding", "aten.index", "aten.gather")
-        indexed = any(str(node.target).startswith(reading) for node in all_calls(program))
+        examined = self._examined(program)
+        options |= to_options(examined.bounds)
+        run = session_runner(session, program.signature)
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -90,11 +100,11 @@ class OnnxRuntimeBackend:
         return Executable(
             self.name,
             program.signature,
-            session_runner(session, program.signature),
+            guarded(run, examined.bounds, program.signature, lambda: by_torch(program)),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options=options,
-            notes=[NEGATIVE_INDEX] if indexed else [],
+            notes=examined.notes,
         )
 
 
@@ -264,4 +274,5 @@ def tensor_maker() -> Callable[[Any], Any] | None:
 
 def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """The runner of a stored model."""
-    return session_runner(open_session(str(path), options, providers=_providers(signature)), signature)
+    run = session_runner(open_session(str(path), options, providers=_providers(signature)), signature)
+    return guarded(run, from_options(options, signature), signature)

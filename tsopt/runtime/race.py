@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -100,6 +101,8 @@ def race(
     budget: float | None = None,
     progress: Progress | None = None,
     elsewhere: Sequence[HeldOut] = (),
+    check_indices: bool = False,
+    strict_specials: bool = False,
 ) -> Race:
     """Runs the race.
 
@@ -111,6 +114,8 @@ def race(
         budget: seconds for all candidates together; eager takes part whatever it costs. A candidate with a process of
             its own gets an equal share of what is left, one in this process is not begun when nothing is.
         elsewhere: other sizes that every candidate has to be right at.
+        check_indices: candidates look at the indices of each call, whatever that costs.
+        strict_specials: a candidate that differs from eager on NaN and infinities is wrong.
 
     Raises:
         AccuracyError: the model itself fails on its example, or nothing about it can be verified.
@@ -118,19 +123,20 @@ def race(
     tell = progress or (lambda text: None)
     clock = _Clock(budget)
     tell("eager")
-    judge = Judge(Oracle(model, example, captured, seed=seed), elsewhere)
+    ask = partial(Oracle, model, example, captured, strict_specials=strict_specials)
+    judge = Judge(ask(seed=seed), elsewhere)
     before = torch.get_num_threads()
     try:
         if threads is not None:
             torch.set_num_threads(threads)
         together = _open(workshop, optimized)
-        make = _maker(optimized, threads, None if together else workshop)
+        make = _maker(optimized, threads, None if together else workshop, check_indices)
         rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
         rows = _timed(model, captured, judge, rows, candidates, min(seconds, clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
         found = _choose(
-            lambda: Judge(Oracle(model, example, captured, seed=seed + 1), elsewhere),
-            *(optimized, rows, candidates, specs, threads, tell),
+            lambda: Judge(ask(seed=seed + 1), elsewhere),
+            *(optimized, rows, candidates, specs, threads, tell, check_indices),
         )
     finally:
         torch.set_num_threads(before)
@@ -160,15 +166,17 @@ def _open(workshop: Workshop | None, program: Program) -> str:
     return ""
 
 
-def _maker(program: Program, threads: int | None, workshop: Workshop | None) -> Callable[[str], Candidate]:
+def _maker(
+    program: Program, threads: int | None, workshop: Workshop | None, check_indices: bool
+) -> Callable[[str], Candidate]:
     def apart(backend: str) -> Candidate:
         assert workshop is not None
-        candidate = workshop.candidate(backend, **race_options(backend, threads))
+        candidate = workshop.candidate(backend, **race_options(backend, threads, check_indices))
         candidate.compile()
         return candidate
 
     def here(backend: str) -> Candidate:
-        return compile(program, backend, **race_options(backend, threads))
+        return compile(program, backend, **race_options(backend, threads, check_indices))
 
     return here if workshop is None else apart
 
@@ -217,6 +225,7 @@ def _prepare(
             if not verdict.ok and is_exact(program, backend):
                 verdict = judge.judge(candidate)
                 candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
+            candidate.notes += verdict.notes
         except NoGain as error:
             rows.append(Row(title, "no gain", error.what))
             continue
@@ -342,6 +351,7 @@ def _choose(
     backends: Mapping[str, str],
     threads: int | None,
     tell: Progress,
+    check_indices: bool,
 ) -> Race:
     judge: Judge | None = None
     faster = sorted((row for row in rows if row.speedup is not None and row.speedup.low > 1.0), key=_median)
@@ -353,9 +363,13 @@ def _choose(
         try:
             candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict, executable = judge.judge(candidate, precision=precision), _here(candidate, optimized, threads)
+            verdict, executable = (
+                judge.judge(candidate, precision=precision),
+                _here(candidate, optimized, threads, check_indices),
+            )
             if executable is not candidate and verdict.ok:
                 verdict = judge.judge(executable, precision=precision)
+            executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
             failure = "" if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
@@ -391,12 +405,12 @@ def _is_slower(row: Row, best: Row) -> bool:
     return speedup(best.timing, row.timing).low > 1.0
 
 
-def _here(candidate: Candidate, program: Program, threads: int | None) -> Executable:
+def _here(candidate: Candidate, program: Program, threads: int | None, check_indices: bool) -> Executable:
     """The candidate in this process."""
     if isinstance(candidate, Executable):
         return candidate
     isolated = cast(Isolated, candidate)
-    options = race_options(isolated.backend, threads)
+    options = race_options(isolated.backend, threads, check_indices)
     backend = get_backend(isolated.backend, **options)
     if isinstance(backend, Reopens):
         return backend.reopen(program, isolated.saved())

@@ -32,6 +32,8 @@ def race_or_recall(
     budget: float | None,
     progress: Progress,
     elsewhere: Sequence[HeldOut] = (),
+    check_indices: bool = False,
+    strict_specials: bool = False,
     **options: Any,
 ) -> Race:
     """`race`, unless one of the same program on this machine is in the cache, whose winner is still right and faster.
@@ -40,8 +42,9 @@ def race_or_recall(
         options: of `race`, for a race that is run.
     """
     asked: dict[str, Any] = {"threads": threads, "seed": seed, "budget": budget, "progress": progress}
-    asked["elsewhere"] = elsewhere
-    key = cache.key_of(captured, optimized, backends, threads)
+    stricter = {"check_indices": check_indices, "strict_specials": strict_specials}
+    asked |= {"elsewhere": elsewhere, **stricter}
+    key = cache.key_of(captured, optimized, (*backends, *(name for name, on in stricter.items() if on)), threads)
     entry = None if key is None else cache.find(key, backends, seconds)
     if key is not None and entry is not None:
         found = _again(entry, model, captured, optimized, example, asked)

@@ -1,0 +1,142 @@
+"""The ends of each dtype, and numbers as they are in the world: where an engine that computes in fewer bits is wrong.
+
+Made only for inputs of a program in which no value decides how much is computed, or can end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from tsopt.compiler import ops
+from tsopt.compiler.program import Program
+from tsopt.compiler.ranges import base_name
+
+EXTREME = "extreme"
+ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
+
+# Times in seconds and milliseconds, hashes, the ends of int32, what float32 and float64 hold, the ends of bytes.
+WHOLE = (
+    *(2**31, 1_700_000_000_123, 2**53 + 1, 255, -(2**31) - 1, 2**24 + 1, 1_700_000_000, 2**31 - 1, -128, 2**40),
+    *(2**32 + 5, -1, 128, 0x5BD1E995_9E3779B9, -(2**53) - 1, 65_536, 1, 0, 127, 32_767, -(2**24) - 1, 256),
+)
+REAL = {
+    torch.float64: (
+        1.7e9 + 0.25,
+        3e9,
+        2.0**53,
+        1 + 2.0**-40,
+        1.7e12 + 0.5,
+        16_777_217.0,
+        255.0,
+        -0.0,
+        0.1,
+        -3e9,
+        1e-300,
+    ),
+    torch.float32: (3e9, 1.7e9, 255.0, -3e9, 65_504.0, 2.0**24 + 2, 0.1, -128.5, 1.7e12, 256.5, -0.0),
+    torch.float16: (65_504.0, 2047.0, 255.0, -65_504.0, 1e-7, 0.1, -0.0, -128.5),
+    torch.bfloat16: (3e9, 257.0, 65_536.0, -3e9, 0.1, -0.0, -128.5),
+}
+# Values decide how much these make or how long they take, or they are not checked before memory is read or written.
+VALUES_DECIDE = frozenset(
+    {
+        "bincount",
+        "repeat_interleave",
+        "nonzero",
+        "unique",
+        "unique2",
+        "masked_select",
+        "embedding_bag",
+        "segment_reduce",
+    }
+    | {"max_unpool2d", "max_unpool3d", "histc", "item", "local_scalar_dense", "tensor_split", "combinations"}
+)
+# Integer division of the lowest number by -1, and by zero, ends the process.
+DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gcd", "lcm"})
+# Of floats: here the size of a number decides another one than itself.
+CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fmod", "floor_divide"})
+
+
+def extreme_values(
+    program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The values of all inputs, with extremes in the place of one of them, or of all."""
+    if len(leaves) != len(program.signature.user_inputs) or not _is_safe(program):
+        return
+    wanted = [position for position, leaf in enumerate(leaves) if _is_tried(leaf, program)]
+    for position in wanted:
+        leaf, name = leaves[position], program.signature.user_inputs[position].name
+        for number in range(min(ROUNDS, -(-len(numbers_of(leaf.dtype)) // leaf.numel()))):
+            changed = list(leaves)
+            changed[position] = extreme(leaf, generator, number)
+            yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", changed
+    if len(wanted) > 1:
+        yield EXTREME, [extreme(leaf, generator) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+
+
+def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
+    """What is tried of a dtype; nothing of one whose numbers are not kept apart here."""
+    if dtype in REAL:
+        return REAL[dtype]
+    if dtype.is_floating_point or dtype.is_complex or dtype not in _INTEGERS:
+        return ()
+    info = torch.iinfo(dtype)
+    return tuple(dict.fromkeys((info.max, info.min, *(n for n in WHOLE if info.min <= n <= info.max), info.min + 1)))
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> torch.Tensor:
+    """A tensor like another one, of the numbers of its dtype in any order."""
+    known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype)
+    count = leaf.numel()
+    places = (torch.arange(count) + number * count) % len(known)
+    values = known[places][torch.randperm(count, generator=generator)].reshape(leaf.shape).to(leaf.device)
+    if any(step == 0 for step in leaf.stride()):
+        return values
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)
+
+
+def _is_tried(leaf: torch.Tensor, program: Program) -> bool:
+    """Whether extremes of an input show what ordinary numbers do not: of float32, where it becomes a whole number."""
+    if not leaf.numel() or not numbers_of(leaf.dtype):
+        return False
+    return leaf.dtype != torch.float32 or any(_cuts(node) for node in program.calls())
+
+
+def _cuts(node: fx.Node) -> bool:
+    made = node.meta.get("val")
+    taken = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
+    if not isinstance(made, torch.Tensor) or not any(value.is_floating_point() for value in taken):
+        return False
+    name = base_name(node)
+    return name in CUTTING or (name in ("to", "to_copy", "type_as") and not made.dtype.is_floating_point)
+
+
+def _is_safe(program: Program) -> bool:
+    """Whether any whole number may be given to a program: eager refuses what it does not take, and survives."""
+    return not any(_is_unsafe(node) for node in program.calls())
+
+
+def _is_unsafe(node: fx.Node) -> bool:
+    values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
+    if ops.blocks_of(node):
+        return True  # a loop goes on for as long as a value says
+    if not any(value.dtype in _INTEGERS for value in values):
+        return False
+    name = base_name(node)
+    if name == "getitem" or ops.is_number(node):
+        return False
+    if not name or name in VALUES_DECIDE:
+        return True  # an op of somebody else may read memory at any place
+    if name not in DIVISIONS:
+        return False
+    call = ops.bind(node)
+    if name in ("div", "divide") and call.get("rounding_mode") is None:
+        return False  # of floats
+    divisor = call.get("other")
+    return not (isinstance(divisor, (int, float)) and divisor not in (0, -1))
