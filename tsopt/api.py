@@ -25,6 +25,7 @@ from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, NotOneGraph, UsageError
 from tsopt.passes import STANDARD
+from tsopt.runtime.audit import SHARE, Audits
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
@@ -36,6 +37,7 @@ from tsopt.runtime.parts import PART, InParts, optimize_in_parts
 from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.report import Report
+from tsopt.runtime.watch import Weights
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
@@ -64,6 +66,8 @@ def optimize(
     isolate: bool = True,
     budget: float | None = None,
     cache: bool = True,
+    share_weights: bool = False,
+    audit: float = SHARE,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized | InParts:
     """Makes the fastest verified form of a model that this machine can run.
@@ -100,6 +104,10 @@ def optimize(
         budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
         cache: take over what an earlier race of the same program on this machine has found, after its winner has been
             verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
+        share_weights: let the winner read the model's weights where they are, which saves a copy of them. Calls then
+            raise WeightsChangedError once torch has written to one of them; without, the winner keeps those of now.
+        audit: the share of the time served that audits may take: real calls that eager makes as well, on copies of
+            the inputs. The first is within 100 calls. A difference is a warning, and eager from then on. 0: none.
         progress: told the name of each step.
 
     Raises:
@@ -110,11 +118,12 @@ def optimize(
     examples = as_examples(example_input)
     example = examples[0]
     _check_options(on_new_signature, backends, threads, seconds, budget, frontend)
+    audits = Audits(audit)
     racing = backends_for(example, backends, precision)
     tell = progress or (lambda text: None)
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(on_new_signature, isolate, budget, cache, tell, frontend, dynamic),
+        *(on_new_signature, isolate, budget, cache, tell, frontend, audit, share_weights, dynamic),
     )
     reason: NotOneGraph | None = None
     if frontend != "parts":
@@ -128,7 +137,13 @@ def optimize(
     with training_flags(model if eval_mode else None, False):
         script = frontends.by_torchscript(model) if frontend == "torchscript" else None
     made = optimize_in_parts(
-        called, example, request.part, script=script, because=reason, seconds=seconds, seed=seed, progress=tell
+        *(called, example, request.part),
+        script=script,
+        because=reason,
+        seconds=seconds,
+        seed=seed,
+        audits=audits,
+        progress=tell,
     )
     if dynamic is not None or len(examples) > 1:
         made.report = replace(made.report, sizes=ONE_BY_ONE)
@@ -155,6 +170,8 @@ class _Request:
     cache: bool
     tell: Callable[[str], None]
     frontend: str
+    audit: float
+    share_weights: bool
     dynamic: Mapping[str, Mapping[int, str]] | None = None
 
     def as_one_graph(self, *examples: Example) -> Optimized:
@@ -170,6 +187,7 @@ class _Request:
                 self.tell("other sizes")
                 sized = settled(as_eval(self.model, self.eval_mode), captured, *examples, seed=self.seed)
                 captured = at(captured, sizes_in(captured.signature, example))
+            reference = sized.program
             start = time.perf_counter()
             optimized, records, sized = self._transformed(sized)
             pass_seconds = time.perf_counter() - start
@@ -187,6 +205,7 @@ class _Request:
                 budget=self.budget,
                 progress=self.tell,
                 elsewhere=sized.elsewhere,
+                share_weights=self.share_weights,
             )
         report = Report(
             captured.name,
@@ -206,7 +225,16 @@ class _Request:
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
-        return Optimized(called, optimized, outcome.executable, report, example, form, self.policy)
+        made, written = outcome.executable, captured.state.values()
+        if made is not None:
+            made.reference = reference
+        exact = made is not None and not self.share_weights
+        return Optimized(
+            *(called, optimized, made, report, example, form, self.policy),
+            audits=Audits(self.audit),
+            weights=Weights(called, reference.weights.values(), written, exact=exact),
+            share_weights=self.share_weights,
+        )
 
     def captured(self, example: Any, **options: Any) -> Program:
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
@@ -238,16 +266,19 @@ class _Request:
             threads=self.threads,
             seconds=SHORT_RACE,
             seed=self.seed,
+            share_weights=self.share_weights,
         )
         if outcome.executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             raise AccuracyError(f"{backend} does not win for this form: {reason}")
+        outcome.executable.reference = captured
         return outcome.executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """A graph between pieces of Python, optimized as the whole would have been."""
         own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
-        return replace(own, frontend="export", tell=lambda text: None).as_one_graph(inputs)
+        # Whoever calls the whole model audits it, and knows its weights.
+        return replace(own, frontend="export", audit=0.0, tell=lambda text: None).as_one_graph(inputs)
 
 
 def transform(

@@ -84,6 +84,10 @@ class SignatureError(TsoptError):
     """A call does not fit the signature that the program was captured for."""
 
 
+class WeightsChangedError(TsoptError):
+    """The model's weights are no longer those that something was made of."""
+
+
 class AccuracyError(TsoptError):
     """A candidate does not compute what the model computes."""
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 
 from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.owned import owned
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
@@ -100,6 +101,7 @@ def race(
     budget: float | None = None,
     progress: Progress | None = None,
     elsewhere: Sequence[HeldOut] = (),
+    share_weights: bool = False,
 ) -> Race:
     """Runs the race.
 
@@ -111,6 +113,7 @@ def race(
         budget: seconds for all candidates together; eager takes part whatever it costs. A candidate with a process of
             its own gets an equal share of what is left, one in this process is not begun when nothing is.
         elsewhere: other sizes that every candidate has to be right at.
+        share_weights: let the winner read the model's weights where they are.
 
     Raises:
         AccuracyError: the model itself fails on its example, or nothing about it can be verified.
@@ -124,13 +127,15 @@ def race(
         if threads is not None:
             torch.set_num_threads(threads)
         together = _open(workshop, optimized)
+        if not share_weights and (together or workshop is None):
+            optimized = owned(optimized)  # once for all candidates; those in other processes have read their own
         make = _maker(optimized, threads, None if together else workshop)
         rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
         rows = _timed(model, captured, judge, rows, candidates, min(seconds, clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
         found = _choose(
             lambda: Judge(Oracle(model, example, captured, seed=seed + 1), elsewhere),
-            *(optimized, rows, candidates, specs, threads, tell),
+            *(optimized, rows, candidates, specs, threads, share_weights, tell),
         )
     finally:
         torch.set_num_threads(before)
@@ -168,7 +173,7 @@ def _maker(program: Program, threads: int | None, workshop: Workshop | None) -> 
         return candidate
 
     def here(backend: str) -> Candidate:
-        return compile(program, backend, **race_options(backend, threads))
+        return compile(program, backend, share_weights=True, **race_options(backend, threads))
 
     return here if workshop is None else apart
 
@@ -341,6 +346,7 @@ def _choose(
     candidates: Mapping[str, Candidate],
     backends: Mapping[str, str],
     threads: int | None,
+    share_weights: bool,
     tell: Progress,
 ) -> Race:
     judge: Judge | None = None
@@ -353,7 +359,8 @@ def _choose(
         try:
             candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict, executable = judge.judge(candidate, precision=precision), _here(candidate, optimized, threads)
+            verdict = judge.judge(candidate, precision=precision)
+            executable = _here(candidate, optimized, threads, share_weights)
             if executable is not candidate and verdict.ok:
                 verdict = judge.judge(executable, precision=precision)
             failure = "" if verdict.ok else verdict.reason
@@ -391,7 +398,7 @@ def _is_slower(row: Row, best: Row) -> bool:
     return speedup(best.timing, row.timing).low > 1.0
 
 
-def _here(candidate: Candidate, program: Program, threads: int | None) -> Executable:
+def _here(candidate: Candidate, program: Program, threads: int | None, share_weights: bool) -> Executable:
     """The candidate in this process."""
     if isinstance(candidate, Executable):
         return candidate
@@ -400,7 +407,7 @@ def _here(candidate: Candidate, program: Program, threads: int | None) -> Execut
     backend = get_backend(isolated.backend, **options)
     if isinstance(backend, Reopens):
         return backend.reopen(program, isolated.saved())
-    return compile(program, isolated.backend, **options)
+    return compile(program, isolated.backend, share_weights=share_weights, **options)
 
 
 def _median(row: Row) -> float:
