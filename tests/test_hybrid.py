@@ -124,7 +124,7 @@ def test_weights_that_always_change_are_left_to_eager(net, calls):
             close(net(X), nn.Module.__call__(tsopt.hybridize(net, active=False), X))
     assert len(calls) <= hybrid.CHANGES + 1
     assert [str(item.message) for item in said if "tsopt" in str(item.message)] == [
-        "tsopt: Net runs eager: its weights change between calls"
+        "tsopt: Net runs eager: it changes between calls: its weights, hooks, attributes or globals"
     ]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -25,7 +26,7 @@ from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, NotOneGraph, UsageError
 from tsopt.passes import STANDARD
-from tsopt.runtime.audit import SHARE, Audits
+from tsopt.runtime.audit import SHARE, Audits, executable_difference
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
@@ -228,10 +229,13 @@ class _Request:
         made, written = outcome.executable, captured.state.values()
         if made is not None:
             made.reference = reference
-        exact = made is not None and not self.share_weights
+        exact, audits = made is not None and not self.share_weights, Audits(self.audit)
+        if made is not None:
+            with torch.no_grad():
+                audits.warm(partial(executable_difference, made, called, example))
         return Optimized(
             *(called, optimized, made, report, example, form, self.policy),
-            audits=Audits(self.audit),
+            audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=exact),
             share_weights=self.share_weights,
         )

@@ -252,6 +252,9 @@ class InBackground:
             executable = None
             if answer.signature is not None:
                 executable = self._checked(job, answer, job.made(answer.signature, form[0]))
+                accuracy = answer.report.row(answer.report.winner).accuracy
+                if accuracy is not None and accuracy.test not in ("bits", "element"):
+                    executable.precision = "bf16"  # for audits: nothing here says what is only rounding
         except UsageError as error:
             self._refused = error
             raise

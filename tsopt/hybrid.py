@@ -20,7 +20,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
-from tsopt.runtime.audit import LOOK_AT, SHARE, Audits, executable_difference
+from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.inputs import InputSet
 from tsopt.runtime.parts import InParts
@@ -107,7 +107,7 @@ def compiled_of(model: Any) -> Compiled | None:
 
 
 class Compiled:
-    """The compiled form of a model, for as long as its weights are what they were.
+    """The compiled form of a model, for as long as the model is what it was.
 
     Attributes:
         fast: what `optimize` made; None before the first call and where eager runs.
@@ -140,7 +140,7 @@ class Compiled:
         fast = self.fast
         served = fast is not None and not self._reason(args, kwargs) and not self._changed()
         if not served:
-            self._audits.left = 1
+            self._audits.left = NEAR
             return self(args, kwargs, eager)
         with self._audits.turn() as audited:
             found = self._audit(fast, args, kwargs) if audited else ""
@@ -175,7 +175,7 @@ class Compiled:
                 self.fast, self._watch, self._changes = None, None, self._changes + 1
                 log.info("%s has changed: it is optimized anew", type(self.model).__name__)
             if self._changes > CHANGES:
-                self.why_eager = "its weights change between calls, or what else it computes with"
+                self.why_eager = "it changes between calls: its weights, hooks, attributes or globals"
                 self._say(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
@@ -183,7 +183,7 @@ class Compiled:
             return self.fast
 
     def _optimize(self, example: Example) -> None:
-        self._ambient = _Ambient()
+        self._ambient, audits = _Ambient(), Audits(self.options.get("audit", SHARE))
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
@@ -198,7 +198,7 @@ class Compiled:
         self._learn(watch, example)
         self._ambient.ask(watch.asks)
         if fast.backend != "eager":
-            self._audits = Audits(self.options.get("audit", SHARE))
+            self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
 
     def _learn(self, watch: Watch, example: Example) -> None:

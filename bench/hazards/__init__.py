@@ -14,7 +14,10 @@ BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 
 # Module below this package -> what its cases are about.
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "weights": "weights changed in place after optimize",
+    "stale": "a hybrid whose model changes between calls",
+}
 
 
 @dataclass(frozen=True, slots=True)

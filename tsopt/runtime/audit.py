@@ -36,6 +36,7 @@ FIRST = 100  # calls, of which the first audit is one; not of the first half, wh
 NEAR, FAR = 8, 1 << 12  # calls between two that are timed, at least and at most
 NEVER = float("inf")
 AUDITED = "audited"
+EAGER_RAISES = "eager raises "
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 LOOK_AT = (
     "what the model computes with may have changed since it was compiled: attributes, globals, hooks, weights written "
@@ -122,6 +123,12 @@ class Audits:
             raise
         finally:
             self._lock.release()
+
+    def warm(self, audit: Callable[[], object]) -> Audits:
+        """Makes an audit that does not count: the first one is many times as slow as those to come."""
+        if self.share:
+            audit()
+        return self
 
     def end(self) -> None:
         """No more audits."""
@@ -212,7 +219,7 @@ class _Answer:
     def other_than(self, mine: _Answer, limit: float | None) -> str:
         """What a candidate has made of the same call otherwise than this answer, which is eager's."""
         if self.error or mine.error:
-            told = f"eager raises {self.error}" if self.error else f"it raises {mine.error}, eager does not"
+            told = f"{EAGER_RAISES}{self.error}" if self.error else f"it raises {mine.error}, eager does not"
             return "" if self.error and mine.error else told
         if len(self.leaves) != len(mine.leaves) or self.form != mine.form:
             return "it returns, or leaves in its inputs, objects of another form than eager does"

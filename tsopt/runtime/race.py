@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -35,6 +36,7 @@ from tsopt.runtime.backend import (
 from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
+from tsopt.runtime.streak import unsteady
 from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
 
 EAGER = "eager"
@@ -56,6 +58,7 @@ ON_GPU = ("cudagraph",)  # for models on a GPU
 ALL_ON_GPU = (*ON_GPU, "inductor?cuda_graph=true")
 ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(n for n in BACKENDS if n not in ("null", *ON_GPU)))))
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
+STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
@@ -135,6 +138,7 @@ def race(
         specs = {title_of(backend): backend for backend in backends}
         found = _choose(
             lambda: Judge(Oracle(model, example, captured, seed=seed + 1), elsewhere),
+            partial(unsteady, model=model, example=example, seed=seed, seconds=STREAK * seconds),
             *(optimized, rows, candidates, specs, threads, share_weights, tell),
         )
     finally:
@@ -341,6 +345,7 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 
 def _choose(
     fresh: Callable[[], Judge],
+    streak: Callable[[Executable], str],
     optimized: Program,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
@@ -363,7 +368,7 @@ def _choose(
             executable = _here(candidate, optimized, threads, share_weights)
             if executable is not candidate and verdict.ok:
                 verdict = judge.judge(executable, precision=precision)
-            failure = "" if verdict.ok else verdict.reason
+            failure = streak(executable) if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
-SEARCHED = 2000  # functions, at most
+SEARCHED = 4000  # values, at most
+PARTS = 64  # of a container that is looked through
 BASES = (nn.Module, object)
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -26,7 +28,7 @@ class Reads:
     Attributes:
         names: of attributes and globals.
         modules: of the model, and those that its functions reach around them.
-        places: dictionaries of globals, classes and Python modules, with the names that are read from each.
+        places: dictionaries of globals and Python modules, with the names that are read from each; `classes` likewise.
         cells: of closures.
         functions: that do not come with torch.
     """
@@ -34,6 +36,7 @@ class Reads:
     names: set[str] = field(default_factory=set)
     modules: list[nn.Module] = field(default_factory=list)
     places: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
+    classes: list[tuple[type, str]] = field(default_factory=list)
     cells: list[CellType] = field(default_factory=list)
     functions: list[FunctionType] = field(default_factory=list)
 
@@ -82,12 +85,25 @@ class _Search:
             self._value(value.fget, cls)
         elif hasattr(value, "__wrapped__") and callable(value):
             self._value(value.__wrapped__, cls)
-        elif isinstance(vars(type(value)).get("__call__"), FunctionType):
-            self._class_name(type(value), "__call__")
-            return False  # its attributes may be what it computes with
+        elif isinstance(value, (type, ModuleType)):
+            return True
         else:
-            return isinstance(value, (type, ModuleType)) or callable(value)
+            self._parts(value)
+            return callable(value) and not hasattr(value, "__dict__")
         return True
+
+    def _parts(self, value: Any) -> None:
+        """Code and modules below what code computes with: in a list, or an object that can be called."""
+        if isinstance(value, (str, bytes, torch.Tensor)) or not self._is_new(value):
+            return
+        if isinstance(value, (list, tuple, set, dict)):
+            parts = list(value.values() if isinstance(value, dict) else value)
+        else:
+            if isinstance(vars(type(value)).get("__call__"), FunctionType):
+                self._class_name(type(value), "__call__")
+            parts = list(getattr(value, "__dict__", {}).values())
+        for part in parts if len(parts) <= PARTS else ():
+            self._value(part, None)
 
     def _module(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -95,22 +111,23 @@ class _Search:
                 continue
             self.found.modules.append(module)
             cls = type(module)
-            if self._is_new(cls, cls):
-                self._class_name(cls, "forward")
+            self._class_name(cls, "forward")
             for hooks in HOOKS:
                 for hook in list(getattr(module, hooks, {}).values()):
                     self._value(hook, None)
-            if "forward" in module.__dict__:
-                self._value(module.__dict__["forward"], cls)
+            for name, value in list(module.__dict__.items()):
+                if name not in TABLES and name not in HOOKS:
+                    self._value(value, cls)
 
     def _class_name(self, cls: type, name: str) -> None:
         """An attribute of a class, where it is defined."""
         base = next((base for base in cls.__mro__ if name in vars(base)), None)
-        if base is None or base in BASES or not self._is_new(base, name, cls):
+        if base is None or base in BASES or not self._is_new(cls, name):
             return
-        value = vars(base)[name]
-        if not self._value(value, cls) or name == "forward":
-            self.found.places.append((vars(base), name))
+        self._value(vars(base)[name], cls)
+        # Of torch's own classes only what users are known to replace: there are many, and each costs time in each call.
+        if name == "forward" or cls.__module__.partition(".")[0] != "torch":
+            self.found.classes.append((cls, name))
 
     def _function(self, function: FunctionType, cls: type | None) -> None:
         if not self._is_new(function.__code__, cls):

@@ -57,11 +57,12 @@ class Watch:
         self._views = [held.values() if isinstance(held, dict) else held for held in found.containers]
         self._held = [*chain.from_iterable(self._views)]
         self._values = [place[name] for place, name in found.slots]
+        self._classes = [getattr(cls, name) for cls, name in found.classes]
         self._cells = [_content(cell) for cell in found.cells]
         self._functions = [_function(function) for function in found.functions]
         self._sizes = [*map(len, found.tables)]
         # Tensors by what holds them: whatever code reads, however it is reached.
-        held = (*self._held, *self._values, *self._cells, *found.tensors)
+        held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and _has_place(tensor)}
         self._tensors = [*unique.values()]
@@ -97,6 +98,7 @@ class Watch:
                 and [*chain.from_iterable(self._views)] == self._held
                 and not any(found.empty)
                 and [place[name] for place, name in found.slots] == self._values
+                and [getattr(cls, name) for cls, name in found.classes] == self._classes
                 and [*map(len, found.tables)] == self._sizes
                 and (not found.cells or [*map(_cell, found.cells)] == self._cells)
                 and (not found.functions or [*map(_function, found.functions)] == self._functions)
@@ -172,7 +174,7 @@ class _Found:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
         self.cells: list[CellType] = reads.cells
-        self.functions = reads.functions
+        self.functions, self.classes = reads.functions, reads.classes
         self.tables = [module.__dict__ for module in reads.modules]
         self.known = [frozenset(table) for table in self.tables]
         self._seen: set[int] = set()
@@ -185,6 +187,7 @@ class _Found:
         self.containers = [table for table in held if table]
         self.empty = [table for table in held if not table]
         values = [place[name] for place, name in self.slots]
+        values += [getattr(cls, name) for cls, name in self.classes]
         values += [_content(cell) for cell in self.cells]
         self._below(values, reads.names)
         self.measure()
