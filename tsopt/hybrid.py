@@ -197,7 +197,8 @@ class Compiled:
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         self._learn(watch, example)
         self._ambient.ask(watch.asks)
-        if fast.backend != "eager":
+        itself = fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
+        if not itself:  # eager is not audited
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
 

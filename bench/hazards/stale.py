@@ -15,8 +15,10 @@ from torch import nn
 
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
+from tsopt.runtime import race
+from tsopt.runtime.timing import Speedup
 
-OPTIONS: dict[str, Any] = {"seconds": 0.1, "isolate": False, "cache": False, "backends": ("eager", "torchscript")}
+OPTIONS: dict[str, Any] = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 CALLS, AFTER = 150, 3
 FACTOR = 1.0
@@ -116,15 +118,15 @@ class AsksDtype(Net):
 
 
 def hybrid(model: Any) -> Any:
-    """The model hybridized and compiled; where eager wins by chance, once more."""
+    """The model hybridized and compiled. Whoever is right is faster here: what is told is not about time."""
+    race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)  # type: ignore[assignment]
+    net = tsopt.hybridize(model, **OPTIONS)
     for _ in range(3):
-        net = tsopt.hybridize(model, **OPTIONS)
-        for _ in range(3):
-            net(X)
-        fast = tsopt.hybrid.compiled_of(net).fast
-        if fast is not None and fast.backend != "eager":
-            return net
-    raise AssertionError("eager has won three times")
+        net(X)
+    fast = tsopt.hybrid.compiled_of(net).fast
+    assert fast is not None, "it is not compiled"
+    assert fast.executable is not None, "eager has won"
+    return net
 
 
 def seen(change: Change, build: Callable[[], Any] = lambda: Net().eval()) -> Callable[[str], Outcome]:

@@ -13,8 +13,10 @@ from torch import nn
 
 import tsopt
 from bench.hazards import RIGHT, Case, Outcome
+from tsopt.runtime import onednn, race
+from tsopt.runtime.timing import Speedup
 
-OPTIONS: dict[str, Any] = {"seconds": 0.1, "isolate": False, "cache": False}
+OPTIONS: dict[str, Any] = {"seconds": 0.05, "isolate": False, "cache": False}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 Build = Callable[[], Any]
 Change = Callable[[Any], Any]
@@ -64,12 +66,12 @@ def closure() -> Any:
 
 
 def made_by(backend: str, model: Any, **options: Any) -> Any:
-    """What `optimize` makes with one backend; what the backend makes, where eager is the faster one here."""
-    for _ in range(2):
-        fast = tsopt.optimize(model, X, backends=(backend,), **OPTIONS | options)
-        if getattr(fast, "executable", None) is not None and fast.backend == backend:
-            return fast
-    return tsopt.compile(tsopt.transform(tsopt.capture(model, X)), backend)
+    """What `optimize` makes with one backend. Whoever is right is faster here: what is told is not about time."""
+    race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)  # type: ignore[assignment]
+    onednn._is_faster = lambda *_: True
+    fast = tsopt.optimize(model, X, backends=(backend,), **OPTIONS | options)
+    assert getattr(fast, "executable", None) is not None, "eager has won"
+    return fast
 
 
 def kept(build: Build, change: Change) -> Callable[[str], Outcome]:
@@ -104,8 +106,6 @@ def another_form(backend: str) -> Outcome:
     model = Net().eval()
     with torch.no_grad():
         fast = made_by(backend, model)
-        if not isinstance(fast, tsopt.Optimized):
-            return Outcome("refused", "a compiled program takes one form")
         wanted = fast(X)[:2].clone()
         model.last.bias.data.add_(1)
         found = fast(X[:2])
@@ -120,8 +120,6 @@ def saved(backend: str) -> Outcome:
         wanted = fast(X).clone()
         model.last.bias.data.add_(1)
         model.layers[0].weight.data.add_(1)
-        if not isinstance(fast, tsopt.Optimized):
-            return RIGHT if torch.allclose(fast(X), wanted, atol=1e-5) else Outcome("wrong", "the new ones")
         found = tsopt.load(fast.save(Path(directory) / "m.tsopt"), trust=True)(X)
     return RIGHT if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5) else Outcome("wrong", "not those of then")
 

@@ -15,6 +15,7 @@ from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
 
+ITSELF = "calls run the model itself, with the weights that it has then"
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
 
@@ -155,6 +156,7 @@ class Report:
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
+        lines += [ITSELF] if self.winner == "eager" else []
         lines += [f"since then: {text}" for text in self.audits]
         lines += [f"{kind}: {path}" for kind, path in self.files]
         return "\n".join([*lines, f"on {self.environment}"])
