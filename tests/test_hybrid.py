@@ -13,6 +13,8 @@ from torch import nn
 import tsopt
 from tsopt import hybrid
 from tsopt.hybrid import compiled_of
+from tsopt.runtime import race
+from tsopt.runtime.timing import Speedup
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -124,7 +126,7 @@ def test_weights_that_always_change_are_left_to_eager(net, calls):
             close(net(X), nn.Module.__call__(tsopt.hybridize(net, active=False), X))
     assert len(calls) <= hybrid.CHANGES + 1
     assert [str(item.message) for item in said if "tsopt" in str(item.message)] == [
-        "tsopt: Net runs eager: its weights change between calls"
+        "tsopt: Net runs eager: it changes between calls: its weights, hooks, attributes or globals"
     ]
 
 
@@ -244,4 +246,144 @@ def test_anything_else_is_refused(bad):
 def test_wrong_options_are_told_at_the_first_call():
     net = tsopt.hybridize(Net().eval(), frontend="magic")
     with torch.no_grad(), pytest.raises(tsopt.UsageError, match="frontend='magic'"):
+        net(X)
+
+
+# What changes between calls.
+
+
+@pytest.fixture
+def always_faster(monkeypatch):
+    """Whoever is right wins: what is told here is not about time."""
+    monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
+
+
+def eager(net, x=X):
+    return nn.Module.__call__(tsopt.hybridize(net, active=False), x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "scale", 3.0),
+        lambda net: net.layers[0].register_forward_hook(lambda module, args, output: output + 1),
+        lambda net: net.layers.append(nn.Tanh()),
+        lambda net: setattr(net.layers[1], "forward", torch.tanh),
+        lambda net: setattr(net.layers[0].weight, "data", net.layers[0].weight.data.flip(0)),
+    ],
+    ids=["attribute", "hook", "module", "forward", "data"],
+)
+def test_what_is_seen_at_the_call_is_right_at_the_next_one(always_faster, change):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        assert compiled_of(net).fast.executable is not None
+        change(net)
+        close(net(X), eager(net))
+        assert compiled_of(net).fast.executable is not None, "it is compiled again"
+
+
+def test_a_module_in_training_mode_is_eagers_for_as_long_as_it_is(always_faster, calls):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        net.layers[2].train()
+        with pytest.warns(UserWarning, match="a module in it is in training mode"):
+            assert not torch.equal(net(X), net(X))
+        net.layers[2].eval()
+        close(net(X), wanted)
+    assert len(calls) == 1
+
+
+def test_a_module_that_was_in_training_mode_at_first_does_not_stand_for_good(always_faster, calls):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net.layers[2].train()
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="in training mode"):
+            net(X)
+        net(X)
+        assert len(calls) == 1, "it is not tried at every call"
+        net.eval()
+        close(net(X), Net().eval()(X))
+        assert compiled_of(net).fast.executable is not None
+
+
+def test_another_default_dtype_is_eagers(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.warns(UserWarning, match="the default dtype is another"):
+                close(net(X), eager(net))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_modes_are_looked_at_where_the_model_asks_for_them(always_faster):
+    class Asks(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            return found * 3 if torch.is_inference_mode_enabled() or torch.is_grad_enabled() else found
+
+    net = tsopt.hybridize(Asks().eval().requires_grad_(False), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+    with torch.inference_mode(), pytest.warns(UserWarning, match="asks for the grad mode"):
+        close(net(X), wanted * 3)
+    close(net(X), wanted * 3)
+    with torch.no_grad():
+        close(net(X), wanted)
+
+
+def test_what_a_call_of_the_model_counts_is_no_change(always_faster, calls):
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    net = tsopt.hybridize(Counts().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        eager(net)
+        net(X)
+    assert len(calls) == 1
+    assert net.calls == 1, "of eager alone: what was compiled does not count"
+
+
+def test_what_nobody_sees_an_audit_finds_and_it_is_compiled_again(always_faster, calls):
+    net = tsopt.hybridize(Net().eval(), share_weights=False, **QUICK)
+    with torch.no_grad():
+        before = net(X)
+        net.layers[0].weight.detach().numpy()[:] *= -1
+        wanted = eager(net)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = [net(X) for _ in range(100)]
+        right = [torch.allclose(value, wanted, atol=1e-5) for value in found]
+        assert not torch.allclose(before, wanted, atol=1e-3)
+        assert right == sorted(right), "right from the audit on"
+        assert right[-1]
+    assert len(calls) == 2
+    text = [str(item.message) for item in said if "tsopt" in str(item.message)]
+    assert len(text) == 1
+    assert text[0].startswith("tsopt: Net: in an audited call, output: ")
+    assert "it is optimized again" in text[0]
+
+
+def test_without_audits_nobody_looks(always_faster):
+    net = tsopt.hybridize(Net().eval(), audit=0, share_weights=False, **QUICK)
+    with torch.no_grad():
+        before = net(X)
+        net.layers[0].weight.detach().numpy()[:] *= -1
+        assert all(torch.equal(net(X), before) for _ in range(110))
+
+
+def test_a_share_that_is_none_is_told_at_the_first_call():
+    net = tsopt.hybridize(Net().eval(), audit=7, **QUICK)
+    with torch.no_grad(), pytest.raises(tsopt.UsageError, match="audit=7"):
         net(X)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SignatureError,
         TsoptError,
         UsageError,
+        WeightsChangedError,
     )
     from tsopt.hybrid import hybridize, wait
     from tsopt.passes import STANDARD
@@ -73,6 +74,7 @@ _PLACES = {
     "SignatureError": "tsopt.errors",
     "TsoptError": "tsopt.errors",
     "UsageError": "tsopt.errors",
+    "WeightsChangedError": "tsopt.errors",
     "hybridize": "tsopt.hybrid",
     "wait": "tsopt.hybrid",
     "optimize": "tsopt.api",
@@ -133,6 +135,7 @@ __all__ = [
     "Sweep",
     "TsoptError",
     "UsageError",
+    "WeightsChangedError",
     "__version__",
     "benchmark",
     "capture",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -28,6 +29,7 @@ from tsopt.compiler.sizes import at
 from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, TsoptError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
+from tsopt.runtime.audit import SHARE, Audits, check_share, executable_difference
 from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
@@ -41,6 +43,7 @@ from tsopt.runtime.race import backends_for, race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
+from tsopt.runtime.watch import Weights
 
 log = logging.getLogger("tsopt")
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
@@ -73,6 +76,8 @@ def optimize(
     cache: bool = True,
     check_indices: bool = False,
     strict_specials: bool = False,
+    share_weights: bool = False,
+    audit: float = SHARE,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized | InParts | InEager:
     """Makes the fastest verified form of a model that this machine can run.
@@ -118,6 +123,10 @@ def optimize(
             the report names the others.
         strict_specials: a candidate that differs from eager on NaN, infinities or denormals is out. Otherwise the
             report says where it differs.
+        share_weights: let the winner read the model's weights where they are, which saves a copy of them. Calls then
+            raise WeightsChangedError once torch has written to one of them; without, the winner keeps those of now.
+        audit: the share of the time served that audits may take: real calls that eager makes as well, on copies of
+            the inputs. The first is within 100 calls. A difference is a warning, and eager from then on. 0: none.
         progress: told the name of each step.
 
     A model that cannot be captured, in parts neither, or of which nothing can be verified, comes back as it is: an
@@ -130,22 +139,13 @@ def optimize(
     """
     examples = as_examples(example_input)
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
+    check_share(audit)
     racing = backends_for(examples[0], backends, precision)
     tell = Telling(progress or (lambda text: None))
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
-        *(
-            on_new_signature,
-            on_gradients,
-            isolate,
-            budget,
-            cache,
-            tell,
-            frontend,
-            dynamic,
-            check_indices,
-            strict_specials,
-        ),
+        *(on_new_signature, on_gradients, isolate, budget, cache, tell, frontend, audit, share_weights, dynamic),
+        *(check_indices, strict_specials),
     )
     because: NotOneGraph | None = None
     if frontend != "parts":
@@ -203,6 +203,8 @@ class _Request:
     cache: bool
     tell: Telling
     frontend: str
+    audit: float
+    share_weights: bool
     dynamic: Mapping[str, Mapping[int, str]] | None = None
     check_indices: bool = False
     strict_specials: bool = False
@@ -224,6 +226,7 @@ class _Request:
                 self.tell("other sizes")
                 sized = settled(rehearsal.model, captured, *examples, seed=self.seed)
                 captured = at(captured, sizes_in(captured.signature, example))
+            reference = sized.program
             start = time.perf_counter()
             optimized, records, sized = self._transformed(sized)
             pass_seconds = time.perf_counter() - start
@@ -243,6 +246,7 @@ class _Request:
                 elsewhere=sized.elsewhere,
                 check_indices=self.check_indices,
                 strict_specials=self.strict_specials,
+                share_weights=self.share_weights,
             )
         report = Report(
             captured.name,
@@ -262,8 +266,19 @@ class _Request:
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
         called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
-        program, executable = rehearsal.program(optimized), rehearsal.ended(outcome.executable)
-        return Optimized(called, program, executable, report, example, form, self.policy, self.on_gradients)
+        program, made = rehearsal.program(optimized), rehearsal.ended(outcome.executable)
+        reference, written = rehearsal.program(reference), program.state.values()
+        exact, audits = made is not None and not self.share_weights, Audits(self.audit)
+        if made is not None:
+            made.reference = reference
+            with torch.no_grad():
+                audits.warm(partial(executable_difference, made, called, example))
+        return Optimized(
+            *(called, program, made, report, example, form, self.policy, self.on_gradients),
+            audits=audits,
+            weights=Weights(called, reference.weights.values(), written, exact=exact),
+            share_weights=self.share_weights,
+        )
 
     def in_parts(self, because: NotOneGraph | None, *examples: Example) -> InParts:
         """The model in parts, because it is not a single graph, or because that is asked for."""
@@ -279,6 +294,7 @@ class _Request:
             because=because,
             seconds=self.seconds,
             seed=self.seed,
+            audits=Audits(self.audit),
             progress=self.tell,
             on_gradients=self.on_gradients,
         )
@@ -345,17 +361,20 @@ class _Request:
             seed=self.seed,
             check_indices=self.check_indices,
             strict_specials=self.strict_specials,
+            share_weights=self.share_weights,
         )
         executable = rehearsal.ended(outcome.executable)
         if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             raise AccuracyError(f"{backend} does not win for this form: {reason}")
+        executable.reference = rehearsal.program(captured)
         return executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """A graph between pieces of Python, optimized as the whole would have been."""
         own = replace(self, model=graph, seconds=PART["seconds"], policy=PART["on_new_signature"], eval_mode=False)
-        own = replace(own, frontend="export", tell=Telling(lambda text: None))
+        # Whoever calls the whole model audits it, and knows its weights.
+        own = replace(own, frontend="export", audit=0.0, tell=Telling(lambda text: None))
         try:
             return own.as_one_graph(inputs)
         except TsoptError:

@@ -35,6 +35,7 @@ from tsopt.runtime.artifact import load, save
 from tsopt.runtime.backend import Executable
 from tsopt.runtime.dispatch import MAX_CAPTURES, Form, Forms, Optimized, form_of
 from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.reads import reads_of
 from tsopt.runtime.report import Report
 from tsopt.runtime.watch import Watch
 
@@ -166,6 +167,8 @@ class InBackground:
         self._refused: UsageError | None = None
         self._lock = threading.Lock()
         self._watch: Watch | None = None
+        self._learning: Watch | None = None
+        self.asks = reads_of(model).names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         latest = self._latest
@@ -173,7 +176,27 @@ class InBackground:
             leaves = latest.accepts(args, kwargs)
             if leaves is not None:
                 return latest.run_leaves(leaves, args, kwargs)
-        return self._served(args, kwargs)(*args, **kwargs)
+        served = self._served(args, kwargs)
+        learning, self._learning = self._learning, None
+        found = served(*args, **kwargs)
+        if learning is not None and served is self.model:
+            learning.leave_out_changes()  # what the model itself changes when it is called is no change of it
+        return found
+
+    def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
+        """What would serve a call, of what is ready; None where that is the model itself."""
+        latest = self._latest
+        if latest is None or latest.accepts(args, kwargs) is not None:
+            return latest
+        try:
+            found = self._forms.get(form_of(args, kwargs))
+        except (TypeError, CaptureError):  # what cannot be told is not served by what was made
+            return None
+        return found if isinstance(found, Executable) else None
+
+    def training_changed(self) -> bool:
+        """Whether modules are in training mode that were not, or the other way round."""
+        return self._watch is not None and self._watch.training_changed()
 
     def changed(self) -> bool:
         """Whether the weights are others than those of the forms that are ready."""
@@ -213,6 +236,7 @@ class InBackground:
         self._started += 1
         try:
             self._job = Job(self.model, example, self.options), form
+            self._learning = self._job[0].watch
         except (TsoptError, OSError) as error:
             self._fail(form, error)
 
@@ -229,6 +253,9 @@ class InBackground:
             executable = None
             if answer.signature is not None:
                 executable = self._checked(job, answer, job.made(answer.signature, form[0]))
+                accuracy = answer.report.row(answer.report.winner).accuracy
+                if accuracy is not None and accuracy.test not in ("bits", "element"):
+                    executable.precision = "bf16"  # for audits: nothing here says what is only rounding
         except UsageError as error:
             self._refused = error
             raise

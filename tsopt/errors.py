@@ -96,6 +96,10 @@ class IndexRefused(TsoptError, RuntimeError):
     """A call holds an index that does not exist, where PyTorch raises RuntimeError."""
 
 
+class WeightsChangedError(TsoptError):
+    """The model's weights are no longer those that something was made of."""
+
+
 class AccuracyError(TsoptError):
     """A candidate does not compute what the model computes."""
 

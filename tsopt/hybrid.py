@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeVar, overload
 
 import torch
@@ -16,16 +17,23 @@ from torch import nn
 from tsopt.api import optimize
 from tsopt.background import InBackground
 from tsopt.compiler.example import Example
+from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
+from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.fallback import InEager
+from tsopt.runtime.inputs import InputSet
 from tsopt.runtime.parts import InParts
 from tsopt.runtime.watch import Watch, tensors_of
 
 log = logging.getLogger("tsopt")
-SECONDS = 2.0  # of timing, where the caller does not say: somebody waits for the first call
-CHANGES = 3  # times that weights may change between compiled calls before it is eager for good
+# Where the caller does not say otherwise: somebody waits for the first call, and whether the weights are what they were
+# is looked at here.
+OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
+CHANGES = 3  # times that the model may change between compiled calls before it is eager for good
+# What code asks that answers otherwise by how it is called, not by what it is given.
+MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
@@ -41,9 +49,11 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     """The same model or function, optimized at its first call and verified before it is used.
 
     A module comes back as an object of its own class that shares everything with it: attributes, parameters, hooks,
-    `state_dict`, `train`, `to`. What is compiled holds for the weights as they are; when they change, it is made anew.
-    Eager runs, and a warning says so once: in training mode, where gradients are wanted (call it under
-    `torch.no_grad()`), and where the model cannot be captured.
+    `state_dict`, `train`, `to`. What is compiled holds for the model as it is: weights, modules, hooks, flags, and what
+    its code reads of attributes and globals. A change of these is seen at the next call, and the model is compiled
+    again; what cannot be seen, audits find (see `audit` of `optimize`). Eager runs, and a warning says so once: in
+    training mode, where gradients are wanted (call it under `torch.no_grad()`), in another default dtype, and where the
+    model cannot be captured.
 
     Args:
         model: an nn.Module or a function; None: for use as a decorator with options.
@@ -98,7 +108,7 @@ def compiled_of(model: Any) -> Compiled | None:
 
 
 class Compiled:
-    """The compiled form of a model, for as long as its weights are what they were.
+    """The compiled form of a model, for as long as the model is what it was.
 
     Attributes:
         fast: what `optimize` made; None before the first call and where eager runs.
@@ -106,31 +116,67 @@ class Compiled:
     """
 
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
-        self.model, self.background, self.options = model, background, {"seconds": SECONDS} | options
+        self.model, self.background, self.options = model, background, OPTIONS | options
         self.fast: Optimized | InParts | InBackground | None = None
         self.why_eager = ""
+        self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
+        self._ambient = _Ambient()
+        self._refused_in: list[bool] | None = None  # the training flags that it could not be captured in
         self._changes = 0
         self._said: set[str] = set()
         self._lock = threading.RLock()
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        self._audits.left -= 1
+        if self._audits.left < 0:
+            return self._looked_at(args, kwargs, eager)
         fast = self.fast
         if fast is None or self._reason(args, kwargs) or self._changed():
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        fast = self.fast
+        served = fast is not None and not self._reason(args, kwargs) and not self._changed()
+        if not served:
+            self._audits.left = NEAR
+            return self(args, kwargs, eager)
+        with self._audits.turn() as audited:
+            found = self._audit(fast, args, kwargs) if audited else ""
+        if found:
+            self._differs(found)
+        return self._audits.timed(lambda: self(args, kwargs, eager))
+
+    def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if isinstance(fast, InParts):
+            return fast.difference(args, kwargs)
+        executable = fast.serving(args, kwargs)
+        return None if executable is None else executable_difference(executable, self.model, Example(args, kwargs))
+
+    def _differs(self, found: str) -> None:
+        """What an audit has found: it is made again, of the model as it is now."""
+        with self._lock:
+            self.fast, self._watch, self._changes = None, None, self._changes + 1
+        self._warn(f": in an audited call, {found}; it is optimized again; {LOOK_AT}")
+
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | InParts | InBackground | None:
+        if self.why_eager and self._other_flags():
+            self.why_eager, self._refused_in = "", None
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
             self._say(reason)
             return None
         with self._lock:
             if self.fast is not None and self._changed():
-                self.fast, self._changes = None, self._changes + 1
-                log.info("the weights of %s have changed: it is optimized anew", type(self.model).__name__)
+                if self._trains():
+                    self._say("a module in it is in training mode: model.eval() first")
+                    return None
+                self.fast, self._watch, self._changes = None, None, self._changes + 1
+                log.info("%s has changed: it is optimized anew", type(self.model).__name__)
             if self._changes > CHANGES:
-                self.why_eager = "its weights change between calls"
+                self.why_eager = "it changes between calls: its weights, hooks, attributes or globals"
                 self._say(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
@@ -138,26 +184,56 @@ class Compiled:
             return self.fast
 
     def _optimize(self, example: Example) -> None:
+        self._ambient, audits = _Ambient(), Audits(self.options.get("audit", SHARE))
         try:
-            fast = optimize(self.model, example, **self.options)
+            fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
             raise
         except TsoptError as error:
             self.why_eager = "; ".join(filter(None, (error.what, error.where)))
+            self._refused_in = [module.training for module in modules_of(self.model)]
             self._say(self.why_eager)
             return
         if isinstance(fast, InEager):
             self.why_eager = fast.report.why
+            self._refused_in = [module.training for module in modules_of(self.model)]
             self._say(self.why_eager)
             return
-        self._watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
-        self.fast = fast
+        fast.unwatched()
+        watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
+        self._learn(watch, example)
+        self._ambient.ask(watch.asks)
+        itself = fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
+        if not itself:  # eager is not audited
+            self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
+        self._watch, self.fast = watch, fast
+
+    def _learn(self, watch: Watch, example: Example) -> None:
+        """What the model itself changes when it is called is no change of it."""
+        with protected(self.model, written=watch.written), contextlib.suppress(Exception):
+            call = InputSet("example", example).clone()
+            self.model(*call.args, **call.kwargs)
+            watch.leave_out_changes()
+        watch.renew()
 
     def _begin(self) -> None:
-        self.fast = self._watch = InBackground(self.model, self.options, self._say)
+        self._ambient = _Ambient()
+        self.fast = self._watch = InBackground(self.model, self.options | {"audit": 0}, self._say)
+        self._ambient.ask(self.fast.asks)
+        self._audits = Audits(self.options.get("audit", SHARE))
 
     def _changed(self) -> bool:
         return self._watch is not None and self._watch.changed()
+
+    def _trains(self) -> bool:
+        """Whether it has changed by a module that is in training mode now."""
+        watch = self._watch
+        flags = watch is not None and watch.training_changed()
+        return flags and any(module.training for module in modules_of(self.model))
+
+    def _other_flags(self) -> bool:
+        """Whether training flags are others than those that it could not be captured in."""
+        return self._refused_in is not None and self._refused_in != [m.training for m in modules_of(self.model)]
 
     def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this call is eager's."""
@@ -168,7 +244,7 @@ class Compiled:
             return "autocast is on, and decides in the call what it computes in"
         if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
             return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
-        return ""
+        return self._ambient.differs()
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(tensor.requires_grad for tensor in tensors_of(self.model)):
@@ -182,8 +258,33 @@ class Compiled:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            name = getattr(self.model, "__name__", type(self.model).__name__)
-            warnings.warn(f"tsopt: {name} runs eager: {reason}", stacklevel=5)
+            self._warn(f" runs eager: {reason}", stacklevel=6)
+
+    def _warn(self, text: str, stacklevel: int = 5) -> None:
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        warnings.warn(f"tsopt: {name}{text}", stacklevel=stacklevel)
+
+
+class _Ambient:
+    """What a model may ask of the process, as it is when the model is compiled."""
+
+    __slots__ = ("_asked", "_dtype", "_inference")
+
+    def __init__(self) -> None:
+        self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        self._asked = False
+
+    def ask(self, names: Container[str]) -> None:
+        """Takes the names that a model reads: most do not ask for modes, and are the same in each."""
+        self._asked = any(name in names for name in MODES)
+
+    def differs(self) -> str:
+        """Why this call is eager's, where it is for what has changed around the model."""
+        if torch.get_default_dtype() is not self._dtype:
+            return "the default dtype is another than when it was compiled"
+        if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
+            return "it asks for the grad mode, which is another than when it was compiled"
+        return ""
 
 
 class _Hybrid:

@@ -25,6 +25,8 @@ FAMILIES: dict[str, str] = {
     "dtypes": "numbers at the ends of their dtypes",
     "indices": "indices that do not exist",
     "specials": "NaN and infinities",
+    "weights": "weights changed in place after optimize",
+    "stale": "a hybrid whose model changes between calls",
 }
 
 

@@ -113,6 +113,7 @@ class Oracle:
         state: what the model may write beside its inputs; the program says it where there is one.
         few: two input sets, where there are several oracles.
         strict_specials: what differs on NaN and infinities is wrong, not a note.
+        only: a name for the example, where that is the only input set and is called once, whatever its answers are.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Oracle:
         state: Sequence[torch.Tensor] = (),
         few: bool = False,
         strict_specials: bool = False,
+        only: str = "",
     ) -> None:
-        self.program = program
+        self.program, self.only = program, only
         self.strict_specials = strict_specials
         self.seed = seed
         self.expected: list[Expected] = []
@@ -136,7 +138,8 @@ class Oracle:
         self._state = list(program.state.values()) if program is not None else list(state)
         if program is not None and not program.signature.aliasing:
             example = example.apart()
-        for inputs in input_sets(example, seed, None if few else program)[: FEW if few else None]:
+        made_up = [InputSet(only, example)] if only else input_sets(example, seed, None if few else program)
+        for inputs in made_up[: FEW if few else None]:
             self._ask(model, inputs, self._state)
         if all(expected.unusual for expected in self.expected):
             raise AccuracyError(
@@ -146,7 +149,7 @@ class Oracle:
             )
 
     def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
-        is_example = inputs.kind == "example"
+        is_example = inputs.kind in ("example", self.only)
         start = time.perf_counter()
         try:
             # A loop that values end may go on for ever on values that nobody has meant.
@@ -156,7 +159,7 @@ class Oracle:
                 leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in (*given, *self._state))
-                again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example else 0))
+                again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example and not self.only else 0))
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
                 raise AccuracyError(
@@ -169,7 +172,8 @@ class Oracle:
         if is_example:
             self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
         floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
-        if inputs.kind != SPECIAL and floats and not any(bool(leaf.isfinite().any()) for leaf in floats):
+        decided = any(bool(leaf.isfinite().any()) for leaf in floats)
+        if inputs.kind not in (SPECIAL, self.only) and floats and not decided:
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
             return
         self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, again))

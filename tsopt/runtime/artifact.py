@@ -309,10 +309,10 @@ def _open_program(directory: Path, backend: str, threads: int | None, signature:
     program = read_program(directory, _read_state(directory, signature))
     if backend != "eager":
         try:
-            return compile(program, backend, **race_options(backend, threads))
+            return compile(program, backend, share_weights=True, **race_options(backend, threads))
         except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
             log.info("%s: %s", directory, error.what)
-    return compile(program, "eager", threads=threads)
+    return compile(program, "eager", share_weights=True, threads=threads)
 
 
 def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:

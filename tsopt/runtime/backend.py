@@ -89,6 +89,7 @@ class Executable:
         code: whether reading those files back executes code (then a bundle asks for trust).
         notes: what a caller should know of how the backend differs from eager.
         precision: what products are computed in, one of PRECISIONS.
+        reference: the captured program, which audits ask what is only rounding.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Executable:
         code: bool = False,
         notes: Sequence[str] = (),
         precision: str = FULL,
+        reference: Program | None = None,
     ) -> None:
         self.backend = backend
         self.precision = precision
@@ -112,9 +114,10 @@ class Executable:
         self.code = code
         self.notes = tuple(notes)
         self.state = list(state)
-        self._run = run
         if "torch" in sys.modules:
             untraced(type(self).__call__)
+        self.reference = reference
+        self._bare = run
         self._leaves = leaves_of(signature)
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
         self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
@@ -122,7 +125,7 @@ class Executable:
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
-        self.quick = None if self.state else quick_call(signature, run, self._broken)
+        self._runs(run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.quick is not None and len(args) == 1 and not kwargs:
@@ -146,7 +149,25 @@ class Executable:
             code=self.code,
             notes=self.notes,
             precision=self.precision,
+            reference=self.reference,
         )
+
+    def after(self, check: Callable[[], None] | None) -> Executable:
+        """The same, with a check before each run; None: without the one that it has."""
+        bare = self._bare
+        made = self.called_as(self.signature)
+        made._bare = bare
+
+        def run(inputs: Sequence[Any]) -> Sequence[Any]:
+            check()  # type: ignore[misc]
+            return bare(inputs)
+
+        made._runs(bare if check is None else run)
+        return made
+
+    def _runs(self, run: Runner) -> None:
+        self._run = run
+        self.quick = None if self.state else quick_call(self.signature, run, self._broken)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The call's tensors in signature order, after a thorough look.
@@ -346,17 +367,22 @@ def race_options(name: str, threads: int | None, check_indices: bool = False) ->
     return ({"threads": threads} if "threads" in known else {}) | checks
 
 
-def compile(program: Program, backend: str | Backend = "onnxruntime", **options: Any) -> Executable:
+def compile(
+    program: Program, backend: str | Backend = "onnxruntime", *, share_weights: bool = False, **options: Any
+) -> Executable:
     """Compiles a program with one backend.
 
     Args:
         backend: a name (`eager`, `torchscript`, `onnxruntime?threads=1`, ...; see `get_backend`) or a Backend.
+        share_weights: let the engine read the program's weights where they are, which saves a copy. What writes to
+            them later, such as training the model that they belong to, then changes some of what it computes.
         options: the backend's own, such as `threads=2`.
 
     Raises:
         BackendError: the backend cannot take the program; the message names the op and its place.
     """
     from tsopt.compiler.apart import apart
+    from tsopt.compiler.owned import owned
     from tsopt.compiler.protect import protected
 
     made = get_backend(backend, **options) if isinstance(backend, str) else backend
@@ -368,8 +394,6 @@ def compile(program: Program, backend: str | Backend = "onnxruntime", **options:
             where=refused[0].where or None,
             fix="use another backend, or let optimize() choose",
         )
-    with (
-        apart(),
-        protected(None),
-    ):  # tracing a random model draws numbers, and backends have been seen to set default dtypes
-        return made.compile(program.copy())
+    # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
+    with apart(), protected(None):
+        return made.compile(program.copy() if share_weights else owned(program.copy()))

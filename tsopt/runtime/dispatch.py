@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +16,24 @@ import torch
 from tsopt.compiler.example import Example
 from tsopt.compiler.memory import overlaps
 from tsopt.compiler.program import Program
+from tsopt.compiler.protect import modules_of
 from tsopt.compiler.structure import Structure, flatten
 from tsopt.compiler.types import TensorType, unlike_a_tensor
-from tsopt.errors import SignatureError, TsoptError
+from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import verify
 from tsopt.runtime.ambient import Unserved, objection_to, untraced
+from tsopt.runtime.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.guard import leaves_of
 from tsopt.runtime.report import Report
+from tsopt.runtime.watch import Weights
 
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
 MAX_FORMS = 16  # kept at a time, those that were called last
+CHANGED = "the weights of {} have changed since `optimize`"
+NOW_AND_THEN = 16  # calls of eager, where it won, between looks at the weights
 MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
 
 
@@ -81,7 +87,7 @@ class Optimized:
         report: what was raced and why the winner won.
         program: the optimized program.
         backend: name of the winner's backend; `eager` when the model itself is the fastest.
-        executable: the winner; None when that is the model itself.
+        executable: the winner; None when that is the model itself, also since an audit has found a difference.
         example: the call that it was made for.
     """
 
@@ -95,6 +101,10 @@ class Optimized:
         another: Callable[[Example], Executable],
         on_new_signature: str = "capture",
         on_gradients: str = "eager",
+        *,
+        audits: Audits | None = None,
+        weights: Weights | None = None,
+        share_weights: bool = False,
     ) -> None:
         self.model, self.program, self.report = model, program, report
         self.backend = "eager" if executable is None else executable.backend
@@ -105,9 +115,20 @@ class Optimized:
         self._forms = Forms()
         self._captures = 0
         self._lock = threading.Lock()
+        self._audits = audits or Audits(0)
+        self._weights, self._shares = weights, share_weights
+        self._flags = [module.training for module in modules_of(model)]
+        if executable is None:
+            self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
+            self._audits.left = NOW_AND_THEN if weights is not None else NEVER
+        else:
+            self.executable = self._refusing(executable)
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._audits.left -= 1
+        if self._audits.left < 0:
+            return self._looked_at(args, kwargs)
         executable = self.executable
         if executable is None:
             return self._by_the_model(args, kwargs)
@@ -116,7 +137,7 @@ class Optimized:
             result = quick(args[0])
             if result is not None:
                 return result
-        leaves = self._leaves(args, kwargs)
+        leaves = executable.accepts(args, kwargs)
         if leaves is not None:
             return executable.run_leaves(leaves, args, kwargs)
         return self._thorough(executable, args, kwargs)
@@ -129,6 +150,103 @@ class Optimized:
             if self._policy == "error":  # whether a form is refused must not depend on who won
                 self.program.signature.bind(args, kwargs)
         return self._eager(*args, **kwargs)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        if self.executable is None:
+            return self._eager_looked_at(args, kwargs)
+        with self._audits.turn() as audited:
+            found = self._audit(args, kwargs) if audited else ""
+        if found:
+            self._retire(found)
+        return self._audits.timed(lambda: self(*args, **kwargs))
+
+    def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        executable = self.serving(args, kwargs)
+        if executable is None or [module.training for module in modules_of(self.model)] != self._flags:
+            return None  # in training mode the model says nothing of what it was
+        if self._weights is not None and self._weights.touched() and self._weights.changed():
+            self._outlived()
+            return None
+        with torch.no_grad():
+            found = executable_difference(executable, self.model, Example(args, kwargs))
+        if found and self._weights is not None and not self._shares and self._weights.changed():
+            self._outlived()
+            return None
+        return found
+
+    def _outlived(self) -> None:
+        """The model has other weights than what was made of it, which goes on: nothing is left to compare it with."""
+        if not self._shares:
+            self._audits.end()
+            self._say(f"{CHANGED.format(self.report.model)}: calls keep those of then")
+
+    def _refusing(self, executable: Executable) -> Executable:
+        """Where weights are shared, what was made refuses to run once somebody has written to them."""
+        if not self._shares or self._weights is None:
+            return executable
+        weights, name = self._weights, self.report.model
+
+        def check() -> None:
+            if weights.touched():
+                raise WeightsChangedError(
+                    CHANGED.format(name),
+                    why="with share_weights=True some of what was made has the new ones, and some the old ones",
+                    fix="optimize it again, or leave share_weights out",
+                )
+
+        return executable.after(check)
+
+    def unwatched(self) -> None:
+        """For who looks after the model's weights itself: nothing here does any more."""
+        self._weights = None
+        self.executable = None if self.executable is None else self.executable.after(None)
+        if self.executable is None:
+            self._audits.end()
+
+    def _check_weights(self, *, thoroughly: bool) -> None:
+        """Raises WeightsChangedError where the model itself would not serve with the weights of what was made of it."""
+        weights = self._weights
+        if self.executable is None or weights is None or not (thoroughly or weights.touched()):
+            return
+        if weights.changed():
+            raise WeightsChangedError(
+                CHANGED.format(self.report.model),
+                why="calls of the forms that were made before keep the weights of then; for others they are gone",
+                fix="optimize the model again",
+            )
+
+    def _retire(self, found: str) -> None:
+        """Eager from now on, for every form: what is wrong with one may be with all."""
+        self.executable, self.backend = None, "eager"
+        self._audits.end()
+        self._say(f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}")
+
+    def _say(self, text: str) -> None:
+        if text not in self.report.audits:
+            self.report = self.report.with_audit(text)
+            warnings.warn(f"tsopt: {text}", stacklevel=4)
+
+    def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
+        """What would serve a call, of what was made so far; None where that is the model itself."""
+        executable = self.executable
+        if executable is None or executable.accepts(args, kwargs) is not None:
+            return executable
+        with contextlib.suppress(SignatureError):
+            executable.bind(args, kwargs)
+            return executable
+        try:
+            found = self._forms.get(form_of(args, kwargs, aliasing=self.program.signature.aliasing))
+        except (TypeError, TsoptError):  # what cannot be told is not served by what was made
+            return None
+        return found if isinstance(found, Executable) else None
+
+    def _eager_looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._audits.left = NOW_AND_THEN
+        if self._weights is not None and self._weights.touched():
+            self._audits.end()
+            self._say(f"{CHANGED.format(self.report.model)}: eager runs, with the new ones")
+        return self(*args, **kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -158,6 +276,12 @@ class Optimized:
         return found.run_leaves(leaves, args, kwargs)
 
     def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        found = self._form_found(args, kwargs)
+        if not isinstance(found, Executable):
+            self._check_weights(thoroughly=False)
+        return found
+
+    def _form_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
         form = form_of(args, kwargs, aliasing=self.program.signature.aliasing)
@@ -174,6 +298,7 @@ class Optimized:
         if self._captures >= MAX_CAPTURES:
             self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
             return self._eager
+        self._check_weights(thoroughly=True)
         self._captures += 1
         made = self._capture(example, ", ".join(str(kind) for kind in form[1] if isinstance(kind, TensorType)))
         self._forms.keep(form, made)
@@ -186,7 +311,7 @@ class Optimized:
             self._note(form, f"eager, because: {error.what}")
             return self._eager
         self._note(form, f"captured for {executable.backend}")
-        return executable
+        return self._refusing(executable)
 
     def _note(self, form: str, outcome: str) -> None:
         log.info("call of another form, %s: %s", form, outcome)
@@ -201,9 +326,13 @@ class Optimized:
         Raises:
             ArtifactError: the path cannot be written or holds something else.
             AccuracyError: eager won, because the program computes something else.
+            WeightsChangedError: eager won, or weights are shared, and the model's weights have changed since.
         """
         executable = self.executable or self.verified("eager")
-        return artifact.save(executable, path, self.model, self.example, self.report)
+        # With other weights the model is not what the bundle is to be compared with.
+        outlived = self._weights is not None and self._weights.changed()
+        model = executable if self.executable is not None and outlived else self.model
+        return artifact.save(executable, path, model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program on another backend, verified against the model: for a file in a format of its own.
@@ -211,9 +340,20 @@ class Optimized:
         Raises:
             BackendError: the backend cannot take it, or it fails.
             AccuracyError: it computes something else.
+            WeightsChangedError: the model's weights have changed since: those of then are not all there any more.
         """
+        self._check_weights(thoroughly=True)
         executable = compile(self.program, backend, **options)
-        verify(self.model, executable, self.example, program=self.program)
+        try:
+            verify(self.model, executable, self.example, program=self.program)
+        except AccuracyError as error:
+            if self._weights is None or not self._weights.touched():
+                raise
+            raise WeightsChangedError(
+                CHANGED.format(self.report.model),
+                why="what was made of them then is not what the model computes now",
+                fix="optimize the model again",
+            ) from error
         return executable
 
     def __repr__(self) -> str:

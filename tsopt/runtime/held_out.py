@@ -85,7 +85,7 @@ class Sized:
         Raises:
             NotGeneral: they have not.
         """
-        run = compile(optimized, "eager")
+        run = compile(optimized, "eager", share_weights=True)
         for item in self.elsewhere:
             failure = _failure(run, item.oracle)
             if failure:
@@ -112,10 +112,10 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
         CaptureError: it is not right between the ends.
     """
     asked = _Asked(model, examples[0], seed)
-    run = compile(program, "eager")
+    run = compile(program, "eager", share_weights=True)
     program = _tied(asked, program, run, examples)
     known = [sizes_in(program.signature, item) for item in examples]
-    search = _Search(asked, program, compile(program, "eager"), known[0])
+    search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
     program = replace(program, signature=replace(program.signature, dims=dims))
     elsewhere = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tsopt.compiler.types import TensorType
 from tsopt.errors import ArtifactError, BackendError, CaptureError, NotReady, TsoptError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.ambient import Unserved, objection_to
+from tsopt.runtime.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.race import EAGER, Progress, device_wait, with_timing
@@ -46,10 +48,17 @@ class InParts:
     """
 
     def __init__(
-        self, model: Callable[..., Any], run: Callable[..., Any], report: Report, on_gradients: str = "eager"
+        self,
+        model: Callable[..., Any],
+        run: Callable[..., Any],
+        report: Report,
+        audits: Audits | None = None,
+        on_gradients: str = "eager",
     ) -> None:
         self.model, self.report = model, report
         self._unserved = Unserved(model, report.model, on_gradients)
+        self._audits = Audits(0) if audits is None or report.winner == EAGER else audits
+        self._flags = [module.training for module in modules_of(model)]
         self.backend = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}[report.winner]
         self._run = model if report.winner == EAGER else run
 
@@ -57,8 +66,34 @@ class InParts:
         reason = objection_to(args, kwargs)
         if reason:
             return self._unserved(reason, args, kwargs)
+        self._audits.left -= 1
+        if self._audits.left < 0:
+            return self._looked_at(args, kwargs)
         with torch.no_grad():
             return self._run(*args, **kwargs)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        with self._audits.turn() as audited:
+            found = self.difference(args, kwargs) if audited else ""
+        if found:
+            self._run, self.backend = self.model, "eager"
+            self._audits.end()
+            text = f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}"
+            self.report = self.report.with_audit(text)
+            warnings.warn(f"tsopt: {text}", stacklevel=3)
+        return self._audits.timed(lambda: self(*args, **kwargs))
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What it makes of a call otherwise than the model, as `audit.difference` says it."""
+        if [module.training for module in modules_of(self.model)] != self._flags:
+            return None  # in training mode the model says nothing of what it was
+        with torch.no_grad():
+            return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
+
+    def unwatched(self) -> None:
+        """For who audits it, and looks after the model's weights, itself."""
+        self._audits.end()
 
     def save(self, path: str | Path) -> Path:
         """Raises ArtifactError: there is no file for the Python between the parts."""
@@ -83,6 +118,7 @@ def optimize_in_parts(
     because: CaptureError | None,
     seconds: float,
     seed: int,
+    audits: Audits | None = None,
     progress: Progress,
     on_gradients: str = "eager",
 ) -> InParts:
@@ -131,7 +167,7 @@ def optimize_in_parts(
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
-    return InParts(model, run, _report(model, rows, graphs, because), on_gradients)
+    return InParts(model, run, _report(model, rows, graphs, because), audits, on_gradients)
 
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
@@ -230,6 +266,7 @@ class Graph:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.fast = fast = found(_Bound(self.graph, weights), example(*values))
+            fast.unwatched()  # what is noticed here is run as it is
         except TsoptError as error:
             log.info("a graph of torch.compile stays as it is: %s", error)
             self.refused = error.what

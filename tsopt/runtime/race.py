@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 
 from tsopt.compiler.example import Example, as_example
+from tsopt.compiler.owned import owned
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
@@ -35,6 +36,7 @@ from tsopt.runtime.backend import (
 from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
+from tsopt.runtime.streak import unsteady
 from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
 
 EAGER = "eager"
@@ -56,6 +58,7 @@ ON_GPU = ("cudagraph",)  # for models on a GPU
 ALL_ON_GPU = (*ON_GPU, "inductor?cuda_graph=true")
 ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(n for n in BACKENDS if n not in ("null", *ON_GPU)))))
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
+STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
@@ -103,6 +106,7 @@ def race(
     elsewhere: Sequence[HeldOut] = (),
     check_indices: bool = False,
     strict_specials: bool = False,
+    share_weights: bool = False,
 ) -> Race:
     """Runs the race.
 
@@ -116,6 +120,7 @@ def race(
         elsewhere: other sizes that every candidate has to be right at.
         check_indices: candidates look at the indices of each call, whatever that costs.
         strict_specials: a candidate that differs from eager on NaN and infinities is wrong.
+        share_weights: let the winner read the model's weights where they are.
 
     Raises:
         AccuracyError: the model itself fails on its example, or nothing about it can be verified.
@@ -130,13 +135,16 @@ def race(
         if threads is not None:
             torch.set_num_threads(threads)
         together = _open(workshop, optimized)
+        if not share_weights and (together or workshop is None):
+            optimized = owned(optimized)  # once for all candidates; those in other processes have read their own
         make = _maker(optimized, threads, None if together else workshop, check_indices)
         rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
         rows = _timed(model, captured, judge, rows, candidates, min(seconds, clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
         found = _choose(
             lambda: Judge(ask(seed=seed + 1), elsewhere),
-            *(optimized, rows, candidates, specs, threads, tell, check_indices),
+            partial(unsteady, model=model, example=example, seed=seed, seconds=STREAK * seconds),
+            *(optimized, rows, candidates, specs, threads, share_weights, tell, check_indices),
         )
     finally:
         torch.set_num_threads(before)
@@ -176,7 +184,8 @@ def _maker(
         return candidate
 
     def here(backend: str) -> Candidate:
-        return compile(program, backend, **race_options(backend, threads, check_indices))
+        options = race_options(backend, threads, check_indices)
+        return compile(program, backend, share_weights=True, **options)
 
     return here if workshop is None else apart
 
@@ -345,11 +354,13 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 
 def _choose(
     fresh: Callable[[], Judge],
+    streak: Callable[[Executable], str],
     optimized: Program,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
     backends: Mapping[str, str],
     threads: int | None,
+    share_weights: bool,
     tell: Progress,
     check_indices: bool,
 ) -> Race:
@@ -363,14 +374,12 @@ def _choose(
         try:
             candidate, precision = candidates[row.name], precision_of(backends[row.name])
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict, executable = (
-                judge.judge(candidate, precision=precision),
-                _here(candidate, optimized, threads, check_indices),
-            )
+            verdict = judge.judge(candidate, precision=precision)
+            executable = _here(candidate, optimized, threads, share_weights, check_indices)
             if executable is not candidate and verdict.ok:
                 verdict = judge.judge(executable, precision=precision)
             executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
-            failure = "" if verdict.ok else verdict.reason
+            failure = streak(executable) if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
@@ -405,7 +414,9 @@ def _is_slower(row: Row, best: Row) -> bool:
     return speedup(best.timing, row.timing).low > 1.0
 
 
-def _here(candidate: Candidate, program: Program, threads: int | None, check_indices: bool) -> Executable:
+def _here(
+    candidate: Candidate, program: Program, threads: int | None, share_weights: bool, check_indices: bool
+) -> Executable:
     """The candidate in this process."""
     if isinstance(candidate, Executable):
         return candidate
@@ -414,7 +425,7 @@ def _here(candidate: Candidate, program: Program, threads: int | None, check_ind
     backend = get_backend(isolated.backend, **options)
     if isinstance(backend, Reopens):
         return backend.reopen(program, isolated.saved())
-    return compile(program, isolated.backend, **options)
+    return compile(program, isolated.backend, share_weights=share_weights, **options)
 
 
 def _median(row: Row) -> float:

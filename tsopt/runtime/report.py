@@ -15,6 +15,7 @@ from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
 
+ITSELF = "calls run the model itself, with the weights that it has then"
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
 
@@ -92,6 +93,7 @@ class Report:
         signatures: what became of calls of another form: (form, outcome).
         frontend: how the model was captured, where that was not by torch.export as usual.
         sizes: which sizes may differ from call to call, and at which ones that was tried.
+        audits: what was found since, in calls.
     """
 
     model: str
@@ -111,6 +113,7 @@ class Report:
     cached: str = ""
     frontend: str = ""
     sizes: str = ""
+    audits: tuple[str, ...] = ()
 
     def row(self, name: str) -> Row:
         return next(row for row in self.rows if row.name == name)
@@ -126,6 +129,9 @@ class Report:
 
     def with_signature(self, form: str, outcome: str) -> Report:
         return replace(self, signatures=(*self.signatures, (form, outcome)))
+
+    def with_audit(self, text: str) -> Report:
+        return replace(self, audits=(*self.audits, text))
 
     @property
     def text(self) -> str:
@@ -151,6 +157,8 @@ class Report:
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
+        lines += [ITSELF] if self.winner == "eager" else []
+        lines += [f"since then: {text}" for text in self.audits]
         lines += [f"{kind}: {path}" for kind, path in self.files]
         return "\n".join([*lines, f"on {self.environment}"])
 
@@ -184,6 +192,7 @@ class Report:
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],
+            "audits": list(self.audits),
         }
 
     def to_frame(self) -> Any:

@@ -151,7 +151,7 @@ class _Candidate:
             send(self.connection, answer)
 
     def compile(self, message: Message) -> Message:
-        self.executable = compile(self.program, message["backend"], **message["options"])
+        self.executable = compile(self.program, message["backend"], share_weights=True, **message["options"])
         return {"notes": list(self.executable.notes)}
 
     def save(self, message: Message) -> Message:

@@ -1,0 +1,175 @@
+"""What the Python of a model reads beside its arguments: names, globals, closures, modules; as its code says it.
+
+Code is read, not run: what it reads through `getattr` with a computed name, say, is not found. Audits are for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+SEARCHED = 4000  # values, at most
+PARTS = 64  # of a container that is looked through
+BASES = (nn.Module, object)
+TABLES = frozenset({"_parameters", "_buffers", "_modules"})
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was found.
+
+    Attributes:
+        names: of attributes and globals.
+        modules: of the model, and those that its functions reach around them.
+        places: dictionaries of globals and Python modules, with the names that are read from each; `classes` likewise.
+        cells: of closures.
+        functions: that do not come with torch.
+    """
+
+    names: set[str] = field(default_factory=set)
+    modules: list[nn.Module] = field(default_factory=list)
+    places: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
+    classes: list[tuple[type, str]] = field(default_factory=list)
+    cells: list[CellType] = field(default_factory=list)
+    functions: list[FunctionType] = field(default_factory=list)
+
+
+def reads_of(model: Any) -> Reads:
+    """What a module, with all below it, or a function reads."""
+    return _Search().run(model)
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.found = Reads(names={"training", "forward"})
+        self._seen: set[Any] = set()
+        self._kept: list[Any] = []  # ids are those of what is there
+        self._todo: list[tuple[FunctionType, type | None]] = []
+
+    def run(self, model: Any) -> Reads:
+        self._value(model, None)
+        while self._todo and len(self._seen) < SEARCHED:
+            self._function(*self._todo.pop())
+        return self.found
+
+    def _is_new(self, *key: Any) -> bool:
+        ids = tuple(map(id, key))
+        if ids in self._seen:
+            return False
+        self._seen.add(ids)
+        self._kept.append(key)
+        return True
+
+    def _value(self, value: Any, cls: type | None) -> bool:
+        """Follows what can be followed; whether it is code or a module, and not what code computes with."""
+        if isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, FunctionType):
+            self._todo.append((value, cls))
+        elif isinstance(value, MethodType):
+            self._value(value.__self__, cls)
+            self._value(value.__func__, type(value.__self__))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._value(part, cls)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._value(value.__func__, cls)
+        elif isinstance(value, property):
+            self._value(value.fget, cls)
+        elif hasattr(value, "__wrapped__") and callable(value):
+            self._value(value.__wrapped__, cls)
+        elif isinstance(value, (type, ModuleType)):
+            return True
+        else:
+            self._parts(value)
+            return callable(value) and not hasattr(value, "__dict__")
+        return True
+
+    def _parts(self, value: Any) -> None:
+        """Code and modules below what code computes with: in a list, or an object that can be called."""
+        if isinstance(value, (str, bytes, torch.Tensor)) or not self._is_new(value):
+            return
+        if isinstance(value, (list, tuple, set, dict)):
+            parts = list(value.values() if isinstance(value, dict) else value)
+        else:
+            if isinstance(vars(type(value)).get("__call__"), FunctionType):
+                self._class_name(type(value), "__call__")
+            parts = list(getattr(value, "__dict__", {}).values())
+        for part in parts if len(parts) <= PARTS else ():
+            self._value(part, None)
+
+    def _module(self, root: nn.Module) -> None:
+        for module in root.modules():
+            if not self._is_new(module):
+                continue
+            self.found.modules.append(module)
+            cls = type(module)
+            self._class_name(cls, "forward")
+            for hooks in HOOKS:
+                for hook in list(getattr(module, hooks, {}).values()):
+                    self._value(hook, None)
+            for name, value in list(module.__dict__.items()):
+                if name not in TABLES and name not in HOOKS:
+                    self._value(value, cls)
+
+    def _class_name(self, cls: type, name: str) -> None:
+        """An attribute of a class, where it is defined."""
+        base = next((base for base in cls.__mro__ if name in vars(base)), None)
+        if base is None or base in BASES or not self._is_new(cls, name):
+            return
+        self._value(vars(base)[name], cls)
+        # Of torch's own classes only what users are known to replace: there are many, and each costs time in each call.
+        if name == "forward" or cls.__module__.partition(".")[0] != "torch":
+            self.found.classes.append((cls, name))
+
+    def _function(self, function: FunctionType, cls: type | None) -> None:
+        if not self._is_new(function.__code__, cls):
+            return
+        names = set(_names_in(function.__code__))
+        self.found.names |= names
+        for name in names if cls is not None else ():
+            assert cls is not None
+            self._class_name(cls, name)
+        if (function.__module__ or "").partition(".")[0] == "torch":
+            return
+        self.found.functions.append(function)
+        for cell in function.__closure__ or ():
+            self._cell(cell, cls)
+        for name in names & function.__globals__.keys():
+            self._global(function.__globals__, name, names)
+
+    def _cell(self, cell: CellType, cls: type | None) -> None:
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            return
+        self._value(value, cls)
+        if self._is_new(cell):
+            self.found.cells.append(cell)
+
+    def _global(self, place: dict[str, Any], name: str, names: set[str]) -> None:
+        value = place[name]
+        if not self._is_new(place, name):
+            return
+        if isinstance(value, ModuleType):
+            if value.__name__.partition(".")[0] not in ("torch", "builtins"):
+                for inner in names & vars(value).keys():
+                    if not isinstance(vars(value)[inner], ModuleType):
+                        self._global(vars(value), inner, names)
+            return
+        if not self._value(value, None) or isinstance(value, (FunctionType, nn.Module)):
+            self.found.places.append((place, name))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
