@@ -51,10 +51,21 @@ WITHOUT_TORCH = (
     "compiler/example.py",
     "runtime/artifact.py",
     "runtime/backend.py",
+    "runtime/cache_files.py",
+    "runtime/compare_arrays.py",
+    "runtime/endings.py",
+    "runtime/environment.py",
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",
+    "cli/console.py",
+    "cli/diagnosis.py",
+    "cli/export.py",
+    "cli/model_file.py",
     "cli/options.py",
+    "cli/process.py",
+    "cli/sweeping.py",
+    "cli/verification.py",
 )
 
 

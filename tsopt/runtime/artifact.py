@@ -7,7 +7,7 @@ neither torch nor onnx, only ONNX Runtime and numpy.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -21,6 +21,7 @@ from tsopt._version import __version__
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 from tsopt.runtime.backend import CODE, FULL, Executable, compile, race_options
+from tsopt.runtime.environment import is_installed
 
 if TYPE_CHECKING:
     from tsopt.compiler.example import Example
@@ -151,7 +152,7 @@ def _read_state(directory: Path, signature: Signature) -> list[Any]:
     names = [item.name for item in signature.state_inputs]
     if not names:
         return []
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         from safetensors.numpy import load_file
     else:
         from safetensors.torch import load_file  # type: ignore[assignment]

@@ -387,12 +387,12 @@ def _choose(
 
 def _why_eager(rows: Sequence[Row]) -> str:
     """Why nobody has won."""
+    late = " in the time that there was" if any(row.status == "timed out" for row in rows) else ""
     reason = endings.stopped(tuple(rows))
     if reason:
-        return f"no candidate could be tried: {reason}"
+        return f"no candidate could be tried{late}: {reason}"
     if not any(row.name != EAGER and row.status == "ok" for row in rows):
-        late = any(row.status == "timed out" for row in rows)
-        return f"no candidate could be used{' in the time that there was' if late else ''}"
+        return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
     return "no candidate is faster beyond noise" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
 
