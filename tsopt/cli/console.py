@@ -14,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tsopt.cli.process import printable
+from tsopt.cli.process import UNWRITTEN, printable, silence_stdout
+from tsopt.errors import UsageError
 
 if TYPE_CHECKING:
     from tsopt.errors import TsoptError
@@ -67,11 +68,25 @@ class Output:
 
     def say(self, text: str = "") -> None:
         if not self.quiet and not self.as_json:
-            self.out.print(Text(printable(text)), soft_wrap=True)
+            with self._written():
+                self.out.print(Text(printable(text)), soft_wrap=True)
 
     def json(self, value: Any) -> None:
         if self.as_json:
-            sys.stdout.write(json.dumps(value, indent=1) + "\n")
+            with self._written():
+                sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Raises UsageError where stdout takes no more, and has the error on stderr then."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            silence_stdout()
+            self.as_json = False
+            raise UsageError(UNWRITTEN, why=error.strerror) from error
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], *, style_column: int | None = None) -> None:
         if self.quiet or self.as_json:
@@ -82,7 +97,8 @@ class Output:
         for row in rows:
             style = STYLES.get(row[style_column], "") if style_column is not None else ""
             table.add_row(*(Text(printable(cell)) for cell in row), style=style)
-        self.out.print(table)
+        with self._written():
+            self.out.print(table)
 
     def report(self, report: Report) -> None:
         """The race, the passes, the reasons, the files."""

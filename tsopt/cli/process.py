@@ -18,6 +18,9 @@ ENDING = ("SIGTERM", "SIGHUP")
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "openvino", "safetensors", "cloudpickle")
 
 
+UNWRITTEN = "the output cannot be written"
+
+
 class State:
     """The signal that has ended the command; what it had written by then."""
 
@@ -62,22 +65,23 @@ def finish(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        _silence_stdout()
+        silence_stdout()
         if error.errno == errno.EPIPE:
             return code or unread()
-        sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"error: {UNWRITTEN}: {error.strerror}\n")
         return code or 2
     return code
 
 
 def unread() -> int:
     """Whoever read the output has closed it, as `head` does: no mistake, and nobody to tell."""
-    _silence_stdout()
+    silence_stdout()
     return INTERRUPTED + signal.SIGPIPE
 
 
-def _silence_stdout() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python ends
+def silence_stdout() -> None:
+    """What stdout still holds, and whatever comes, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def known(error: Exception) -> TsoptError | None:
