@@ -14,7 +14,11 @@ BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 
 # Module below this package -> what its cases are about.
-FAMILIES: dict[str, str] = {}
+FAMILIES: dict[str, str] = {
+    "cache": "what is kept from run to run",
+    "commands": "the command line",
+    "race": "races that decide nothing",
+}
 
 
 @dataclass(frozen=True, slots=True)

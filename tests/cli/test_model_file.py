@@ -317,7 +317,7 @@ def test_an_input_that_the_model_does_not_take_is_the_options_fault(tsopt, write
     [
         (TWO, ["x:1x4"]),
         (TWO, ["1x4"]),
-        ("def model(*xs):\n    return xs[0] + 1", ["1x4", "1x4"]),
+        ("def model(x, *more):\n    return x + more[0]", ["1x4", "1x4"]),
         ("def model(x, **more):\n    return x + more['y']", ["x:1x4", "y:1x4"]),
         ("model = torch.jit.trace(nn.Linear(4, 2).eval(), torch.ones(1, 4))", ["1x4"]),
     ],

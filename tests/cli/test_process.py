@@ -209,9 +209,7 @@ app.run()
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "phase", "code"), [("SIGINT", "write", 130), ("SIGTERM", "race", 143)]
-)
+@pytest.mark.parametrize(("name", "phase", "code"), [("SIGINT", "write", 130), ("SIGTERM", "race", 143)])
 def test_a_signal_ends_a_command_with_one_line_and_leaves_nothing(tmp_path, name, phase, code):
     (tmp_path / "m.py").write_text(MODEL)
     (tmp_path / "slow.py").write_text(
