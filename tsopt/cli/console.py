@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tsopt.cli.process import UNWRITTEN, printable, silence_stdout
+from tsopt.cli.process import UNWRITTEN, silence_stdout
 from tsopt.errors import UsageError
+from tsopt.runtime.text import printable
 
 if TYPE_CHECKING:
     from tsopt.errors import TsoptError

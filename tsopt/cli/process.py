@@ -113,8 +113,3 @@ def lacking(error: BaseException | None) -> TsoptError | None:
             fix="pip install torch-tsopt, which brings it",
         )
     return BackendError(f"{root} is not installed", fix=f"pip install {root.replace('_', '-')}")
-
-
-def printable(text: str) -> str:
-    """Without control characters and what turns the direction of writing: a file's text must not drive a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)

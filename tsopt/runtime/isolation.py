@@ -32,6 +32,7 @@ from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.endings import LOST, SYSTEM_ERROR
 from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.text import printable
 from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
@@ -253,8 +254,7 @@ class Isolated:
     @property
     def printed(self) -> str:
         """The end of what the candidate wrote to stdout and stderr, without control characters."""
-        text = b"".join(self._printed)[-TAIL:].decode(errors="replace")
-        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
+        return printable(b"".join(self._printed)[-TAIL:].decode(errors="replace")).strip()
 
     def compile(self) -> None:
         answer = self._ask({"do": "compile", "backend": self.backend, "options": self.options})

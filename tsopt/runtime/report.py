@@ -13,6 +13,7 @@ from tsopt.errors import UsageError
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.endings import stopped
 from tsopt.runtime.environment import Environment
+from tsopt.runtime.text import markdown_cell, printable
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
@@ -158,13 +159,13 @@ class Report:
         lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
         lines += [f"{kind}: {path}" for kind, path in self.files]
-        return "\n".join([*lines, f"on {self.environment}"])
+        return printable("\n".join([*lines, f"on {self.environment}"]))
 
     @property
     def markdown(self) -> str:
         """The table and the passes as GitHub markdown."""
         lines = [
-            f"### {self.model}: {self.winner}, {self.why}",
+            printable(f"### {self.model}: {self.winner}, {self.why}"),
             "",
             *markdown_table(COLUMNS, [r.cells() for r in self.rows]),
         ]
@@ -337,7 +338,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
+    return [f"| {' | '.join(map(markdown_cell, cells))} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
 def _row_json(row: Row) -> dict[str, Any]:
