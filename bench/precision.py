@@ -70,7 +70,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 def fastest(row: dict[str, Any], *, low: bool) -> dict[str, Any]:
     """The fastest right candidate in one of the precisions; eager where none is."""
     found = [r for r in row["candidates"].values() if r["speedup"] is not None and ("bf16" in r["candidate"]) == low]
-    right = [r for r in found if r["verdict"] in ("faster", "same", "slower")]
+    right = [r for r in found if r["verdict"] in ("faster", "same", "slower", "undecided")]
     eager: dict[str, Any] = row["candidates"][EAGER]
     return min(right, key=lambda r: r["p50_ms"], default=eager)
 

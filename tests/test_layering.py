@@ -64,10 +64,21 @@ WITHOUT_TORCH = (
     "runtime/processes.py",
     "runtime/staging.py",
     "runtime/guarded.py",
+    "runtime/cache_files.py",
+    "runtime/endings.py",
+    "runtime/environment.py",
+    "runtime/text.py",
     "runtime/ort.py",
     "runtime/openvino.py",
     "cli/app.py",
+    "cli/console.py",
+    "cli/diagnosis.py",
+    "cli/export.py",
+    "cli/model_file.py",
     "cli/options.py",
+    "cli/process.py",
+    "cli/sweeping.py",
+    "cli/verification.py",
 )
 
 

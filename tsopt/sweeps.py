@@ -20,6 +20,7 @@ from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.report import Report, Row, data_frame, markdown_table, milliseconds, text_table
+from tsopt.runtime.text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
 
@@ -78,13 +79,13 @@ class Sweep:
     @property
     def text(self) -> str:
         lines = text_table(COLUMNS, self.cells())
-        return "\n".join([*lines, *(["", *self.reasons] if self.reasons else []), *self.machine])
+        return printable("\n".join([*lines, *(["", *self.reasons] if self.reasons else []), *self.machine]))
 
     @property
     def markdown(self) -> str:
         """The table as GitHub markdown."""
         lines = markdown_table(COLUMNS, self.cells())
-        return "\n".join([*lines, "", *(f"- {reason}" for reason in self.reasons), *self.machine])
+        return "\n".join([*lines, "", *(f"- {markdown_cell(reason)}" for reason in self.reasons), *self.machine])
 
     @property
     def machine(self) -> list[str]:

@@ -27,6 +27,9 @@ FAMILIES: dict[str, str] = {
     "specials": "NaN and infinities",
     "weights": "weights changed in place after optimize",
     "stale": "a hybrid whose model changes between calls",
+    "cache": "what is kept from run to run",
+    "commands": "the command line",
+    "race": "races that decide nothing",
 }
 
 

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import tsopt as package
 
 pytestmark = pytest.mark.usefixtures("quick")
+
+
+def bundle_of_others(place):
+    """What looks like a bundle, and holds more."""
+    place.mkdir()
+    (place / "manifest.json").write_text("{}")
+    (place / "f").write_text("mine")
 
 
 def names(place):
@@ -108,6 +117,29 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
         assert tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts").code == 0
         assert tsopt("export", "m.py", "-o", "x.tsopt").code == 0
     assert names(tmp_path) == ["m.py", "x.ts", "x.tsopt"]
+    assert "m.tsopt" not in names(tmp_path / "x.tsopt")
+    assert tsopt("verify", "x.tsopt").code == 0
+
+
+def test_a_directory_that_is_made_on_the_way_is_told(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("export", "m.py", "-o", "new/deep/x.tsopt")
+    assert [line for line in ran.out.splitlines() if "was made" in line] == [
+        "the directory new was not there, and was made",
+        "the directory new/deep was not there, and was made",
+    ]
+    assert "was made" not in tsopt("export", "m.py", "-o", "new/deep/x.tsopt").out
+    assert "the directory t was not there, and was made" in tsopt("bench", "m.py", "-o", "t/x.csv").out
+
+
+def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    write()
+    monkeypatch.setattr(torch.jit, "save", fail)
+    assert tsopt("export", "m.py", "--format", "torchscript", "-o", "new/deep/x.ts").code == 2
+    assert names(tmp_path) == ["m.py"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +154,17 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
             "directory with other files",
         ),
         (lambda p: (p / "m.onnx").mkdir(), ["--format", "onnx"], "is a directory"),
+        (lambda p: bundle_of_others(p / "x.tsopt"), ["-o", "x.tsopt"], "directory with other files"),
+        (lambda p: bundle_of_others(p / "b"), ["-o", "b/m.onnx", "--format", "onnx"], "inside a bundle"),
+        (lambda p: bundle_of_others(p / "b"), ["-o", "b/deep/m.tsopt"], "inside a bundle"),
+        (lambda p: bundle_of_others(p / "b"), ["-o", "b", "--format", "onnx"], "is a directory"),
+        (lambda p: (p / "x.tsopt").mkdir(), ["-o", "x.tsopt", "--format", "onnx"], "the name of another format"),
+        (lambda p: None, ["-o", "x.onnx"], "the name of another format"),
+        (lambda p: None, ["-o", "x.tsopt", "--format", "onnx"], "the name of another format"),
+        (lambda p: None, ["-o", "/dev/full", "--format", "onnx"], "not a regular file"),
+        (lambda p: None, ["-o", "/dev/full"], "exists and is no bundle"),
+        (lambda p: os.mkfifo(p / "pipe"), ["-o", "pipe", "--format", "torchscript"], "not a regular file"),
+        (lambda p: (p / "link").symlink_to("m.py"), ["-o", "link", "--format", "onnx"], "is a link"),
         (lambda p: None, ["-o", "-"], "not a usable path"),
         (lambda p: None, ["-o", "a\nb"], "not a usable path"),
         (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "is one file"),
@@ -130,7 +173,7 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
         (lambda p: None, ["-o", "n" * 245], "cannot be written"),  # fits, but not while it is written
         (lambda p: None, ["-o", "new/" + "n" * 300], "cannot be written"),
     ],
-    ids=range(12),
+    ids=range(23),
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tsopt, write, tmp_path, prepare, arguments, text):
     write("raise RuntimeError('the model file must not be read first')\n")
@@ -167,3 +210,34 @@ def test_a_directory_of_the_user_beside_the_output_is_left_alone(tsopt, write, t
     ran = tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts")
     assert (tmp_path / "x.ts.parts" / "thesis.tex").read_text() == "mine"
     assert ran.code == 0, ran.err
+
+
+def test_a_race_that_this_machine_has_stopped_exits_with_1_and_one_line(tsopt, write, tmp_path, monkeypatch):
+    from tsopt.runtime.torchscript import TorchScriptBackend
+
+    def fail(self, program):
+        raise MemoryError
+
+    write()
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchScriptBackend, "compile", fail)
+        ran = tsopt("bench", "m.py", "--backends", "torchscript")
+    line = "warning: eager was not beaten, for no candidate could be tried: TorchScript out of memory (MemoryError: )\n"
+    assert (ran.code, ran.err) == (1, line)
+    assert "out of memory" in ran.out
+    ran = tsopt("bench", "m.py")
+    assert (ran.code, ran.err) == (0, "")
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal(tsopt, write):
+    text = "model = nn.Sequential()\nmodel.add_module('\\x1b[31mred\\x9b\\u202e', nn.Linear(4, 2))\nmodel.eval()\n"
+    write("import torch\nfrom torch import nn\n" + text + "example_input = torch.ones(1, 4)\n")
+    for command in (
+        ["inspect", "m.py"],
+        ["inspect", "m.py", "--passes"],
+        ["bench", "m.py"],
+        ["export", "m.py", "--dry-run"],
+    ):
+        ran = tsopt(*command)
+        assert ran.code == 0, ran.err
+        assert not set("\x1b\x9b\u202e") & set(ran.out + ran.err)

@@ -278,4 +278,50 @@ def test_input_replaces_the_example_of_the_file(tsopt, write):
 def test_an_input_that_the_model_cannot_take_shows_the_models_own_error(tsopt, write):
     write(HEAD + "model = nn.Linear(4, 2).eval()\n")
     failed(tsopt("inspect", "m.py", "--input", "1x5"), "the model itself fails on the example input")
-    failed(tsopt("inspect", "m.py", "--input", "y:1x4"), "unexpected keyword argument 'y'")
+
+
+TWO = """
+class Two(nn.Module):
+    def forward(self, x, mask=None):
+        return x
+model = Two().eval()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "text"),
+    [
+        (
+            "model = nn.Linear(4, 2).eval()",
+            ["y:1x4"],
+            "--input y: the model takes no input of that name|its inputs: input",
+        ),
+        (TWO, ["x:1x4", "masc:1x4"], "--input masc: the model takes no input of that name|its inputs: x, mask"),
+        (TWO, ["mask:1x4"], "--input leaves out x, which the model needs|its inputs: x, mask"),
+        (TWO, ["1x4", "1x4", "1x4"], "--input is given 3 times, and the model takes 2 inputs|its inputs: x, mask"),
+        ("def model(a, b):\n    return a + b", ["1x4"], "--input is given 1 times, and the model takes 2"),
+        ("def model(a, b):\n    return a + b", ["a:1x4", "c:1x4"], "--input c:"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "export", "bench"])
+def test_an_input_that_the_model_does_not_take_is_the_options_fault(tsopt, write, command, model, inputs, text):
+    write(HEAD + model + "\n")
+    ran = tsopt(command, "m.py", *(word for item in inputs for word in ("--input", item)))
+    assert ran.code == 2
+    assert all(part in ran.err for part in text.split("|")), ran.err
+    assert "the model itself" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (TWO, ["x:1x4"]),
+        (TWO, ["1x4"]),
+        ("def model(x, *more):\n    return x + more[0]", ["1x4", "1x4"]),
+        ("def model(x, **more):\n    return x + more['y']", ["x:1x4", "y:1x4"]),
+        ("model = torch.jit.trace(nn.Linear(4, 2).eval(), torch.ones(1, 4))", ["1x4"]),
+    ],
+)
+def test_an_input_that_the_model_may_take_is_left_to_the_model(write, model, inputs):
+    place = write(HEAD + model + "\n")
+    assert load_model_file(str(place), inputs, 0).example_input

@@ -22,7 +22,9 @@ def test_sizes_of_the_command_line():
     assert read_sizes(["x:0=b[1..4]", "x:-1=n", "a.b:1=n"]) == {"x": {0: "b[1..4]", -1: "n"}, "a.b": {1: "n"}}
 
 
-@pytest.mark.parametrize("text", ["x", "x:0", "x=b", ":0=b", "x:y=b", "x:=b"])
+@pytest.mark.parametrize(
+    "text", ["x", "x:0", "x=b", ":0=b", "x:y=b", "x:=b", "x:--1=b", "x:\u00b2=b", "x:9999999999=b"]
+)
 def test_texts_that_are_no_sizes(text):
     with pytest.raises(UsageError, match=r"(?s)--dynamic .*fix: --dynamic x:0=batch"):
         read_sizes([text])
@@ -58,3 +60,46 @@ def test_who_cannot_read_it(tsopt, write, name, message):
     assert done.code == 2
     assert message in done.err
     assert not done.out
+
+
+def test_an_axis_is_named_once():
+    with pytest.raises(UsageError, match="--dynamic x:0 is given twice"):
+        read_sizes(["x:0=a", "x:0=b"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--dynamic", "y:0=b"], "there is no input 'y'"),
+        (["--dynamic", "input:7=b"], "'input' has no axis 7"),
+        (["--dynamic", "input:0=b[9..1]"], "holds no two sizes"),
+        (["--dynamic", "input:0=b]"], "is no dimension"),
+        (["--input", "input:1x4:f31"], "no input can have the dtype 'f31'"),
+        (["--input", "1x4x:f32"], "is not understood"),
+        (["--input", ""], "is not understood"),
+        (["--input", "99999999999999x99999999999"], "no tensor of that shape"),
+        (["--without", "no_such_rule"], "no rule or pass is called"),
+    ],
+)
+def test_an_option_that_does_not_fit_the_model_is_blamed_itself(tsopt, write, arguments, text):
+    write()
+    ran = tsopt("inspect", "m.py", *arguments)
+    assert ran.code == 2
+    assert text in ran.err
+    assert "fix: " in ran.err
+
+
+@pytest.mark.parametrize("number", ["99999999999999999999", "4097", "-1", "0"])
+def test_a_number_of_threads_that_nobody_has_is_a_usage_error(tsopt, write, number):
+    write()
+    ran = tsopt("export", "m.py", "--threads", number)
+    assert ran.code == 2
+    assert "--threads" in ran.err
+
+
+@pytest.mark.parametrize("numbers", ["1,\u0663", "9999999999", "1.5", "-1"])
+def test_a_list_of_numbers_holds_numbers(tsopt, write, numbers):
+    write()
+    ran = tsopt("bench", "m.py", "--batch-sizes", numbers)
+    assert ran.code == 2
+    assert "--batch-sizes" in ran.err

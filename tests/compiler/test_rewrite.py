@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.passes.helpers import aten, capture, check, check_declines, check_fires, find, ops_of, run
+from tsopt.compiler import rewrite
 from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass, Site, rule
 
 X = torch.rand(4, 4)
@@ -157,3 +160,15 @@ def test_a_refused_call_prints_nothing(caplog):
 
     run(capture(lambda x: x.sin(), X), (RulePass("t", (impossible,)),))
     assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+def without_docstring(at, x):
+    return x
+
+
+def test_a_rule_needs_its_equation_but_where_python_leaves_docstrings_out(monkeypatch):
+    make = rule(lambda x: aten.neg.default(x))
+    with pytest.raises(TypeError, match="without_docstring needs its equation"):
+        make(without_docstring)
+    monkeypatch.setattr(rewrite, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    assert make(without_docstring).doc == rewrite.NO_DOC

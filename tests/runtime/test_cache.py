@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import json
 import os
 import shutil
+import socket
 import stat
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tsopt
 from tests.runtime.helpers import ENTRY, KEY
-from tsopt.runtime import cache
+from tsopt.runtime import cache, cache_files
 
 BACKENDS = ("eager", "onnxruntime")
 
@@ -113,11 +121,44 @@ def test_an_entry_that_is_none_is_removed(raw):
         lambda d: d.update(winner=["ONNX Runtime"]),
         lambda d: d.update(winner="somebody"),
         lambda d: d.update(seconds="long"),
+        lambda d: d.update(seconds=float("nan")),
+        lambda d: d.update(seconds=True),
+        lambda d: d.update(seconds="10.0"),
+        lambda d: d.update(when=1e300),
+        lambda d: d.update(when=float("nan")),
+        lambda d: d.update(when=-1.0),
+        lambda d: d.update(when=10**400),
+        lambda d: d.update(recalls=-1),
+        lambda d: d.update(recalls=0.5),
+        lambda d: d.update(recalls=True),
+        lambda d: d.update(checked=None),
         lambda d: d.update(more=1),
         lambda d: d.pop("why"),
         lambda d: d["rows"][1].update(timing={"samples": [], "calls_per_sample": 1}),
         lambda d: d["rows"][1].update(timing={"samples": ["x"], "calls_per_sample": 1}),
         lambda d: d["rows"][1].update(speedup={"ratio": float("nan"), "low": 1, "high": 1}),
+        lambda d: d["rows"][1].update(timing={"samples": [1e300], "calls_per_sample": 1}),
+        lambda d: d["rows"][1].update(timing={"samples": [0.0], "calls_per_sample": 1}),
+        lambda d: d["rows"][1].update(timing={"samples": [True], "calls_per_sample": 1}),
+        lambda d: d["rows"][1].update(timing={"samples": "11", "calls_per_sample": 1}),
+        lambda d: d["rows"][1]["speedup"].update(ratio=-1.0),
+        lambda d: d["rows"][1]["speedup"].update(high=1e300),
+        lambda d: d["rows"][1]["speedup"].update(rounds=1),
+        lambda d: d["rows"][1].update(compile_seconds=float("inf")),
+        lambda d: d["rows"][1].update(status="splendid"),
+        lambda d: d["rows"][1].update(status="crashed"),
+        lambda d: d["rows"][1].update(notes=[3]),
+        lambda d: d["rows"][1].update(notes="a note"),
+        lambda d: d["rows"][1].update(reason=["it is"]),
+        lambda d: d["rows"][1].update(name=7),
+        lambda d: d["rows"][1]["accuracy"].update(test="faith"),
+        lambda d: d["rows"][1]["accuracy"].update(max_difference="0"),
+        lambda d: d["rows"][1]["cold"].update(slow_calls=1.5),
+        lambda d: d["rows"].append(d["rows"][1]),
+        lambda d: d["rows"].pop(0),
+        lambda d: d.update(winner="eager", backend="eager"),
+        lambda d: d.update(winner="TorchScript", backend="torchscript"),
+        lambda d: d["rows"][1].update(timing=None),
         lambda d: d["rows"][1].update(accuracy={"ok": True}),
         lambda d: d["rows"][1].update(cold=5),
         lambda d: d["rows"][0].update(evil=1),
@@ -129,6 +170,52 @@ def test_a_damaged_entry_is_removed(change):
     assert not place.exists()
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value inside a value of JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        yield from places(item, (*path, key))
+
+
+WHOLE = json.loads(json.dumps(cache._json(ENTRY, KEY)))
+
+
+@given(st.sampled_from([path for path in places(WHOLE) if path]), JSON)
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+def test_whatever_stands_in_an_entry_it_is_read_or_refused_and_can_be_shown(path, value):
+    data = copy.deepcopy(WHOLE)
+    *outer, last = path
+    functools.reduce(lambda item, key: item[key], outer, data)[last] = value
+    cache_files.write(KEY, json.dumps(data).encode())
+    found = cache.find(KEY, BACKENDS, 1.0)
+    if found is not None:
+        assert found.date.startswith(("19", "20"))
+        assert all(row.cells() and row.record() for row in found.rows)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+def test_bytes_of_any_kind_are_no_entry(raw):
+    cache_files.write(KEY, raw)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+
+
+def test_an_entry_from_the_future_is_removed():
+    kept()
+    assert cache.find(KEY, BACKENDS, 1.0, now=ENTRY.when - cache.AHEAD - 1) is None
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    kept()
+    assert cache.find(KEY, BACKENDS, 1.0, now=ENTRY.when - cache.AHEAD + 1) == ENTRY
+
+
 def test_an_entry_is_not_read_through_a_link(tmp_path):
     place = kept()
     target = tmp_path / "elsewhere.json"
@@ -136,6 +223,55 @@ def test_an_entry_is_not_read_through_a_link(tmp_path):
     place.symlink_to(target)
     assert cache.find(KEY, BACKENDS, 1.0) is None
     assert target.exists()
+
+
+def fifo(place):
+    os.mkfifo(place)
+
+
+def folder(place):
+    place.mkdir()
+    (place / "mine").write_text("mine")
+
+
+def tcp(place):
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as made, contextlib.chdir(place.parent):
+        made.bind(place.name)
+
+
+def sparse(place):
+    with place.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def device(place):
+    place.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [fifo, folder, tcp, sparse, device])
+def test_what_is_in_the_place_of_an_entry_is_neither_read_nor_waited_for(make):
+    place = kept()
+    place.unlink()
+    make(place)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert os.path.lexists(place) == (make is folder)
+    cache.keep(KEY, ENTRY)
+    assert cache.find(KEY, BACKENDS, 1.0) == (None if make is folder else ENTRY)
+    place.parent.joinpath("other.json").write_text("{}")
+    assert cache.clear() == (1 if make is folder else 2)
+    assert [path.name for path in place.parent.iterdir()] == ([place.name] if make is folder else [])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_a_device_in_the_place_of_an_entry_is_not_opened(monkeypatch):
+    place = kept()
+    place.unlink()
+    try:
+        os.mknod(place, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+    except PermissionError:
+        pytest.skip("no devices may be made here")
+    monkeypatch.setattr(os, "open", None)
+    assert cache.find(KEY, BACKENDS, 1.0) is None
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
@@ -160,7 +296,7 @@ def test_a_link_in_place_of_the_directory_is_not_used(tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     cache.directory().symlink_to(tmp_path / "real")
     cache.keep(KEY, ENTRY)
-    assert "no directory" in cache.objection()
+    assert "is not a directory" in cache.objection()
     assert list((tmp_path / "real").iterdir()) == []
 
 

@@ -18,6 +18,7 @@ from torch import nn
 import tsopt
 from tests.runtime.faulty import SLOW
 from tsopt.compiler.example import Example
+from tsopt.runtime.endings import NoCandidate
 from tsopt.runtime.isolation import Lost, Workshop, can_isolate, is_on_cpu
 from tsopt.runtime.processes import descendants
 from tsopt.runtime.race import race
@@ -219,7 +220,8 @@ def test_optimize_isolates_and_saves(tmp_path, mlp, mlp_input):
 
 
 def test_a_budget_that_is_too_small_leaves_eager(mlp, mlp_input):
-    fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, budget=1e-3, backends=("eager",))
+    with pytest.warns(NoCandidate, match="nothing was left of the budget"):
+        fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, budget=1e-3, backends=("eager",))
     assert fast.report.winner == "eager"
     assert fast.report.row("eager + passes").status == "timed out"
     assert "in the time that there was" in fast.report.why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,10 @@ from tests.runtime.helpers import Counter
 from tsopt.compiler.example import Example
 from tsopt.runtime import race as race_module
 from tsopt.runtime.backend import BACKENDS, Executable, Unsupported
+from tsopt.runtime.endings import NoCandidate
+from tsopt.runtime.isolation import Lost
 from tsopt.runtime.race import benchmark, race
+from tsopt.runtime.timing import Timing
 
 
 class Behaviour:
@@ -85,14 +89,21 @@ def assert_goes_on(found):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [RuntimeError("boom"), KeyError("k"), MemoryError(), OSError("disk"), AssertionError(), RecursionError("deep")],
-    ids=lambda e: type(e).__name__,
+    ("error", "status"),
+    [
+        (RuntimeError("boom"), "failed"),
+        (KeyError("k"), "failed"),
+        (AssertionError(), "failed"),
+        (RecursionError("deep"), "failed"),
+        (MemoryError(), "out of memory"),
+        (OSError("disk"), "system error"),
+    ],
+    ids=str,
 )
-def test_a_backend_that_raises_while_it_compiles_has_failed(run_race, monkeypatch, error):
+def test_a_backend_that_raises_while_it_compiles_has_failed(run_race, monkeypatch, error, status):
     monkeypatch.setattr(Behaviour, "compile", raising(error))
     found = run_race()
-    assert row(found).status == "failed"
+    assert row(found).status == status
     assert row(found).reason.startswith(f"{type(error).__name__}: ")
     assert_goes_on(found)
 
@@ -166,7 +177,6 @@ def test_a_candidate_that_spoils_its_inputs_is_wrong(run_race, monkeypatch):
 
 def fast_timings(monkeypatch, wins="faulty"):
     """Timing decides as the test says, after having called everybody for long enough."""
-    from tsopt.runtime.timing import Timing
 
     def measured(calls, inputs, **_):
         for call in calls.values():
@@ -191,7 +201,6 @@ def test_the_fastest_that_is_right_wins(run_race, monkeypatch):
 
 def paces(monkeypatch, pace, jitter):
     """Timing that says how long each takes, and how far samples scatter."""
-    from tsopt.runtime.timing import Timing
 
     def measured(calls, inputs, **_):
         signs = {name: 1 - 2 * (i % 2) for i, name in enumerate(calls)}  # noise that does not hit all alike
@@ -269,8 +278,6 @@ def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monke
 
 
 def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
-    from tsopt.runtime.timing import Timing
-
     def measured(calls, inputs, **_):
         pace = {"eager": 4.0, "eager + passes": 2.0, "faulty": 1.0}
         return {name: Timing((pace[name],) * 7) for name in calls}
@@ -278,6 +285,100 @@ def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
     monkeypatch.setattr(race_module, "measure", measured)
     monkeypatch.setattr(Behaviour, "run", lambda n, i, right: right if n <= 6 else [right[0] + 1])
     assert run_race().winner == "eager + passes"
+
+
+STOPS = {
+    "out of memory": MemoryError(),
+    "no room": OSError(28, "No space left on device"),
+    "crashed": Lost("crashed", "SIGSEGV"),
+    "timed out": Lost("timed out", "no answer"),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("backends", [("faulty",), ("faulty", "null")], ids=["all of them", "but for one"])
+def test_a_race_that_this_machine_has_stopped_is_a_warning(run_race, monkeypatch, name, backends):
+    monkeypatch.setattr(Behaviour, "compile", raising(STOPS[name]))
+    alone = len(backends) == 1
+    with pytest.warns(NoCandidate, match="no candidate could be tried: faulty") if alone else nullcontext():
+        found = run_race(backends)
+    late = " in the time that there was" if name == "timed out" else ""
+    assert found.winner == "eager"
+    assert found.why.startswith(f"no candidate could be {'tried' if alone else 'used'}{late}")
+
+
+def test_a_race_that_is_not_the_last_word_does_not_warn(run_race, monkeypatch):
+    monkeypatch.setattr(Behaviour, "compile", raising(MemoryError()))
+    assert run_race(("faulty",), warn=False).why.startswith("no candidate could be tried")
+
+
+@pytest.mark.parametrize("late", ["while it is timed", "after it was timed"])
+def test_who_runs_out_of_memory_late_has_run_out_of_memory(run_race, monkeypatch, late):
+    limit = 20 if late == "while it is timed" else 50
+
+    def behave(number, inputs, right):
+        if number > limit:
+            raise MemoryError
+        return right
+
+    monkeypatch.setattr(Behaviour, "run", behave)
+    if late == "after it was timed":
+        fast_timings(monkeypatch)
+    with pytest.warns(NoCandidate):
+        found = run_race(("faulty",))
+    assert row(found).status == "out of memory"
+
+
+def timings(monkeypatch, **samples):
+    """Timing that gives these samples; nobody is called."""
+    seen = []
+
+    def measured(calls, inputs, **options):
+        seen.append(options)
+        return {name: Timing(tuple(samples[name.partition(" ")[0]])) for name in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+    return seen
+
+
+STEADY = (4.0,) * 12
+UNCLEAR = (0.003,) * 4 + (0.5,) * 4 + (3.0,) * 4  # a clock that stands still now and then
+
+
+def test_a_candidate_whose_speed_is_undecided_does_not_win(run_race, monkeypatch):
+    timings(monkeypatch, eager=STEADY, faulty=UNCLEAR)
+    found = run_race(("faulty",))
+    assert (found.winner, row(found).verdict) == ("eager", "undecided")
+    assert found.why == "no candidate is faster beyond noise; undecided: faulty"
+    assert row(found).reason.startswith("the times scatter too much: 1.33 to 1333")
+
+
+def test_two_candidates_that_are_undecided_leave_eager(run_race, monkeypatch):
+    timings(monkeypatch, eager=STEADY, faulty=UNCLEAR, null=UNCLEAR, TorchScript=UNCLEAR)
+    found = run_race(("faulty", "torchscript"))
+    assert found.winner == "eager"
+    assert found.why.endswith("undecided: faulty, TorchScript")
+
+
+def test_a_candidate_that_is_faster_wins_although_a_faster_one_is_undecided(run_race, monkeypatch):
+    timings(monkeypatch, eager=STEADY, faulty=UNCLEAR, TorchScript=(2.0,) * 12)
+    assert run_race(("faulty", "torchscript")).winner == "TorchScript"
+
+
+def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, monkeypatch):
+    seen = timings(monkeypatch, eager=STEADY, faulty=STEADY)
+    run_race(("faulty",))
+    assert seen[0]["seconds"] == seen[0]["extra"] == 1e-3
+    monkeypatch.setattr(race_module._Clock, "left", 1.5e-3)
+    run_race(("faulty",), budget=9.0)
+    assert seen[1]["extra"] == pytest.approx(0.5e-3)
+
+
+def test_benchmark_shows_what_is_undecided(mlp, mlp_input, monkeypatch):
+    timings(monkeypatch, eager=STEADY, twice=UNCLEAR)
+    found = benchmark(mlp, {"twice": mlp}, mlp_input)
+    assert found.row("twice").verdict == "undecided"
+    assert "undecided" in str(found)
 
 
 def test_the_final_check_uses_inputs_that_the_race_did_not(run_race, monkeypatch):

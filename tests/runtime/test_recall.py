@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.helpers import ENTRY
 from tsopt.runtime import cache, recall
+from tsopt.runtime import race as race_module
 from tsopt.runtime.backend import Executable
 from tsopt.runtime.eager import EagerBackend
+from tsopt.runtime.endings import LOST
 from tsopt.runtime.race import EAGER, Race
 from tsopt.runtime.report import Row
 from tsopt.runtime.timing import Speedup, Timing
@@ -26,26 +29,19 @@ def make(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
 
 
-class Slow(nn.Module):
-    """So slow in eager that any executable wins: it sleeps when it is not traced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        if not torch.compiler.is_compiling():
-            nap()
-        return self.model(x)
-
-
-def nap() -> None:
-    torch.ones(400, 400) @ torch.ones(400, 400)
+PACES = {EAGER: 4.0, TITLE: 1.0, "TorchScript": 2.0}  # milliseconds; who is not here is as slow as eager
 
 
 @pytest.fixture(autouse=True)
-def _steady(monkeypatch):
-    monkeypatch.setattr(recall, "STEADY", math.inf)
+def _paced(monkeypatch):
+    """Who is how fast is what the test says."""
+
+    def measured(calls, inputs, **_):
+        for call in calls.values():
+            call(*inputs[0].args, **inputs[0].kwargs)
+        return {name: Timing((PACES.get(name, 4.0),) * 7) for name in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
 
 
 @pytest.fixture
@@ -64,12 +60,12 @@ def races(monkeypatch):
 
 def optimize(model=None, **options):
     given = {"backends": ("eager", "torchscript"), "seconds": 0.02} | options
-    return tsopt.optimize(Slow(make()) if model is None else model, X, **given)
+    return tsopt.optimize(make() if model is None else model, X, **given)
 
 
 def entry() -> cache.Entry:
     (path,) = cache.entries()
-    return cache.find(path.stem, ("eager", "torchscript"), 0.0)
+    return cache.find(path.stem, ("eager", "torchscript"), 0.0, math.inf)
 
 
 def test_the_second_time_only_the_winner_is_raced(races):
@@ -89,7 +85,7 @@ def test_the_second_time_only_the_winner_is_raced(races):
 
 def test_other_weights_take_the_winner_over_and_compute_their_own(races):
     optimize()
-    other = optimize(Slow(make(seed=1)))
+    other = optimize(make(seed=1))
     assert [len(backends) for backends in races] == [2, 1]
     torch.testing.assert_close(other(X), make(seed=1)(X).detach())
 
@@ -103,23 +99,154 @@ def test_without_the_cache_nothing_is_taken_over_and_nothing_kept(races):
     assert [len(backends) for backends in races] == [2]
 
 
-def test_eager_that_won_wins_again_without_a_race(races, monkeypatch):
-    optimize()
+class Clock:
+    """The time, as a test says it."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(recall, "time", made)
+    return made
+
+
+def with_eager_as_winner(**changes) -> None:
+    """Makes the one entry say that eager has won, and that the others were twice as slow."""
     (path,) = cache.entries()
-    cache.keep(path.stem, replace(entry(), winner=EAGER, backend="eager", why="nothing is faster"))
+    base = Timing((1.0,) * 7)
+    slower = {"speedup": Speedup(0.5, 0.45, 0.55), "timing": Timing((2.0,) * 7)}
+    rows = [replace(row, timing=base) if row.name == EAGER else replace(row, **slower) for row in entry().rows]
+    said = replace(entry(), rows=tuple(rows), winner=EAGER, backend="eager", why="nothing is faster")
+    cache.keep(path.stem, replace(said, **changes))
+
+
+def test_eager_that_won_wins_again_without_a_race(races, clock):
+    optimize()
+    with_eager_as_winner()
     found = optimize()
     assert (found.backend, found.report.winner, found.report.why) == ("eager", EAGER, "nothing is faster")
     assert [len(backends) for backends in races] == [2]
 
 
-def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races):
+def test_that_eager_wins_is_not_believed_for_ever(races, clock):
+    """The entry is wrong: anything beats this model in eager. The best of its others is timed again, and then all."""
+    optimize()
+    with_eager_as_winner()
+    winners = [optimize().report.winner for _ in range(recall.RECALLS)]
+    assert winners[:-1] == [EAGER] * (recall.RECALLS - 1)
+    assert winners[-1] != EAGER
+    assert [len(backends) for backends in races] == [2, 1, 2]
+
+
+def test_that_eager_wins_is_not_believed_for_long(races, clock):
+    optimize()
+    with_eager_as_winner()
+    clock.now += recall.UNCHECKED - 1
+    assert optimize().report.winner == EAGER
+    clock.now += 1
+    assert optimize().report.winner != EAGER
+    assert [len(backends) for backends in races] == [2, 1, 2]
+
+
+def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, monkeypatch):
+    optimize()
+    with_eager_as_winner(recalls=recall.RECALLS - 1)
+    real, asked = recall.race, []
+
+    def still(*args, **options):
+        asked.append(options["seconds"])
+        found = real(*args, **options)
+        lost = replace(found.rows[-1], speedup=Speedup(0.8, 0.7, 0.9))
+        return replace(found, rows=(*found.rows[:-1], lost), winner=EAGER, executable=None)
+
+    monkeypatch.setattr(recall, "race", still)
+    clock.now += recall.UNCHECKED
+    found = optimize()
+    assert "timed against eager again now: 0.80x [0.70, 0.90]" in found.report.cached
+    assert (entry().recalls, entry().checked) == (0, clock.now)
+    assert optimize().report.cached == f"raced {entry().date}"
+    assert asked == [0.02]
+    assert [len(backends) for backends in races] == [2, 1]
+
+
+def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
+    optimize()
+    with_eager_as_winner(recalls=recall.RECALLS - 1)
+    real = recall.race
+
+    def busy(*args, **options):
+        found = real(*args, **options)
+        unclear = replace(found.rows[-1], speedup=Speedup(3.0, 0.1, 90.0))
+        return replace(found, rows=(*found.rows[:-1], unclear), winner=EAGER, executable=None)
+
+    monkeypatch.setattr(recall, "race", busy)
+    assert [optimize().report.winner for _ in range(2)] == [EAGER, EAGER]
+    assert [len(backends) for backends in races] == [2, 1, 1]
+
+
+def test_eager_that_won_against_nobody_is_raced_anew_when_it_is_time(races, clock):
+    optimize()
+    wrong = (row if row.name == EAGER else Row(row.name, "wrong", "it is") for row in entry().rows)
+    with_eager_as_winner(
+        rows=tuple(replace(row, timing=Timing((1.0,) * 7), speedup=None) if row.name == EAGER else row for row in wrong)
+    )
+    found = [optimize().report.winner for _ in range(recall.RECALLS)]
+    assert found[-1] != EAGER
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+@pytest.mark.parametrize("winner", [True, False], ids=["eager", "another"])
+def test_an_old_race_is_run_again(races, clock, winner):
+    optimize()
+    if winner:
+        with_eager_as_winner(checked=clock.now)
+    (path,) = cache.entries()
+    cache.keep(path.stem, replace(entry(), when=clock.now, checked=clock.now + recall.OLDEST))
+    clock.now += recall.OLDEST + 1
+    assert optimize().report.cached == ""
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+POISON = {
+    "eager wins over what is faster": lambda e: replace(e, winner=EAGER, backend="eager"),
+    "a row of somebody who does not race": lambda e: replace(e, rows=(*e.rows, Row("OpenVINO", "wrong", "it is"))),
+    "a row is missing": lambda e: replace(e, rows=tuple(row for row in e.rows if row.name in (EAGER, e.winner))),
+    "from the future": lambda e: replace(e, when=4e9),
+    "eager is not the first": lambda e: replace(e, rows=e.rows[::-1]),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_an_entry_that_does_not_fit_is_not_believed_once(races, name):
+    optimize()
+    (path,) = cache.entries()
+    cache.keep(path.stem, POISON[name](entry()))
+    assert optimize().report.cached == ""
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+def test_one_thread_may_be_missing_from_the_rows():
+    rows = (Row(EAGER), Row("ONNX Runtime"))
+    kept = replace(ENTRY, rows=rows)
+    assert recall._is_race_of(kept, ("onnxruntime", "onnxruntime?threads=1"))
+    assert not recall._is_race_of(kept, ("onnxruntime", "torchscript"))
+
+
+def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
     optimize()
     (path,) = cache.entries()
     plain = make()
     program = tsopt.capture(plain, X)
     key = cache.key_of(program, tsopt.transform(program), ("null",), None)
-    title = "null"
-    cache.keep(key, replace(entry(), rows=(*entry().rows, Row(title)), winner=title, backend="null"))
+    first = entry().rows[0]
+    null = Row("null", timing=Timing((1.0,) * 7), speedup=Speedup(2.0, 1.9, 2.1))
+    cache.keep(key, replace(entry(), rows=(first, null), winner="null", backend="null"))
     path.unlink()
     races.clear()
     found = optimize(plain, backends=("null",))
@@ -152,7 +279,7 @@ def test_an_entry_whose_winner_has_another_title_is_not_believed(races):
     assert optimize().report.cached == ""
 
 
-@pytest.mark.parametrize("status", ["timed out", "out of memory", "crashed"])
+@pytest.mark.parametrize("status", LOST)
 def test_a_race_in_which_somebody_was_out_of_luck_is_not_kept(status, monkeypatch):
     rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", speedup=Speedup(1.0, 1.0, 1.0)), Row("y", status))
     monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, EAGER, "", None))
@@ -163,7 +290,14 @@ def test_a_race_in_which_somebody_was_out_of_luck_is_not_kept(status, monkeypatc
 def test_a_race_on_a_busy_machine_is_not_kept(monkeypatch):
     rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", speedup=Speedup(2.0, 0.7, 5.0)))
     monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, EAGER, "", None))
-    monkeypatch.setattr(recall, "STEADY", 1.5)
+    optimize()
+    assert cache.entries() == []
+
+
+def test_a_race_that_has_decided_nothing_about_somebody_is_not_kept(monkeypatch):
+    good, unclear = Row("x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", speedup=Speedup(1.5, 0.4, 8.0))
+    rows = (Row(EAGER, timing=Timing((1.0,))), good, unclear)
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, "x", "", None))
     optimize()
     assert cache.entries() == []
 
@@ -175,5 +309,5 @@ def test_a_race_with_a_backend_of_ones_own_is_not_kept():
 
 def test_a_sweep_measures_anew(races):
     optimize()
-    tsopt.sweep(Slow(make()), X, backends=("eager",), seconds=0.02)
+    tsopt.sweep(make(), X, backends=("eager",), seconds=0.02)
     assert [len(backends) for backends in races] == [2]

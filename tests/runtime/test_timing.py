@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from tsopt.compiler.example import Example
+from tsopt.errors import BackendError
 from tsopt.runtime import timing
-from tsopt.runtime.timing import Timing, cold_start, measure, speedup
+from tsopt.runtime.timing import Speedup, Timing, cold_start, measure, speedup
 
 
 class Clock:
@@ -174,6 +176,99 @@ def test_noise_is_the_same():
 
 def test_equal_samples_are_the_same():
     assert speedup(_timing(*BASE), _timing(*BASE)).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "verdict"),
+    [
+        (40.0, 2.51, 1171.0, "undecided"),
+        (1.5, 1.1, 3.4, "undecided"),
+        (1.5, 1.1, 3.2, "faster"),
+        (1.0, 0.2, 5.0, "undecided"),  # `same` would be as bold as `faster`
+        (0.3, 0.001, 0.9, "undecided"),
+        (0.02, 0.01, 0.05, "slower"),
+        (50.0, 20.0, 110.0, "faster"),  # wide, but at least 20 times
+        (1.0, 0.9, 1.1, "same"),
+        (1.3, 1.1, 1.2, "undecided"),  # outside its own interval
+        (1.0, 1.1, 1.2, "undecided"),
+        (1.2, 1.3, 1.1, "undecided"),
+        (math.nan, math.nan, math.nan, "undecided"),
+        (2.0, 1.5, math.inf, "undecided"),
+        (2.0, 0.0, 2.5, "undecided"),
+        (-2.0, -3.0, -1.0, "undecided"),
+    ],
+)
+def test_an_interval_that_is_no_ground_for_a_verdict_is_undecided(ratio, low, high, verdict):
+    found = Speedup(ratio, low, high)
+    assert found.verdict == verdict
+    assert bool(found.why_undecided) == (verdict == "undecided")
+
+
+@pytest.mark.parametrize(("rounds", "verdict"), [(1, "undecided"), (5, "undecided"), (6, "faster")])
+def test_few_rounds_decide_nothing_however_equal_they_are(rounds, verdict):
+    assert speedup(_timing(*[1.0] * rounds), _timing(*[2.0] * rounds)).verdict == verdict
+
+
+@pytest.mark.parametrize("broken", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_round_without_a_time_does_not_count(broken):
+    found = speedup(_timing(5.0, broken, *[5.0] * 6), _timing(*[10.0] * 7, broken))
+    assert (found.ratio, found.low, found.high, found.rounds) == (2.0, 2.0, 2.0, 6)
+    none = speedup(_timing(*[broken] * 9), _timing(*[10.0] * 9))
+    assert (none.rounds, none.verdict) == (0, "undecided")
+    assert speedup(_timing(), _timing(1.0)).verdict == "undecided"
+
+
+@pytest.mark.parametrize("broken", [0.0, -1.0, math.nan])
+def test_a_candidate_whose_clock_is_broken_is_out_and_a_hiccup_is_timed_again(clock, broken):
+    class Broken:
+        def __init__(self, *seconds):
+            self.answers = itertools.chain([2e-3] * 6, seconds)
+
+        def seconds(self, inputs, times, untimed=0):
+            return next(self.answers)
+
+    calls = {
+        "eager": clock.taking(2e-3),
+        "hiccup": Broken(broken, *[2e-3] * timing.MIN_ROUNDS),
+        "broken": Broken(*[broken] * 100),
+    }
+    found = measure(calls, INPUTS, seconds=1e-9)
+    assert len(found["hiccup"].samples) == timing.MIN_ROUNDS
+    assert "the clock says" in found["broken"].error
+
+
+def test_a_baseline_without_a_time_is_an_error_that_says_so(clock):
+    calls = iter(range(10**6))
+
+    def backwards(*args, **kwargs):
+        clock.now += 1e-3 if next(calls) < 10 else -1e-3
+
+    with pytest.raises(BackendError, match="no time can be measured"):
+        measure({"eager": backwards}, INPUTS, seconds=1e-9)
+
+
+def test_what_is_undecided_is_timed_for_longer_and_no_longer_than_that(clock, monkeypatch):
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 8)
+
+    class Uneven:
+        """Takes the clock 10 ms a sample, and says what the test says."""
+
+        def __init__(self, *seconds):
+            self.answers = itertools.chain([2e-3] * 6, itertools.cycle(seconds))
+
+        def seconds(self, inputs, times, untimed=0):
+            clock.now += 10e-3
+            return next(self.answers) * times
+
+    def spent(call, **options):
+        start = clock.now
+        measure({"eager": clock.taking(2e-3), "other": call}, INPUTS, seconds=1.0, **options)
+        return clock.now - start
+
+    decided, undecided = (1e-3, 1.4e-3, 1.8e-3), (1e-6, 9e-3)
+    assert 1.0 < spent(Uneven(*decided)) < 1.2
+    assert 2.0 < spent(Uneven(*undecided)) < 2.2
+    assert 1.5 < spent(Uneven(*undecided), extra=0.5) < 1.7
 
 
 def test_what_slows_the_whole_round_slows_both():

@@ -1,14 +1,16 @@
 """The commands. Each reads its options, calls the public API and shows what came back.
 
-Exit codes: 0; 1 a failed verdict; 2 a mistake in the call, the model or a file; 130 interrupted; 141 output not read.
+Exit codes: 0; 1 a failed verdict, or a race in which this machine stopped every candidate; 2 a mistake in the call, the
+model or a file; 130 interrupted, 143 terminated; 141 output not read.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
+import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from tsopt._version import __version__
+from tsopt.cli import process
 from tsopt.cli.options import (
     AsJson,
     Eval,
@@ -32,9 +35,7 @@ from tsopt.cli.options import (
     race_options,
 )
 from tsopt.errors import TsoptError, UsageError
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-UNREAD = 141  # 128 + SIGPIPE
+from tsopt.runtime.endings import NoCandidate
 
 app = typer.Typer(
     name="tsopt",
@@ -66,7 +67,7 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
-@app.command()
+@app.command(help="Optimize a model, race it against eager, and write the winner.")
 @grouped
 def export(
     subject: Subject,
@@ -88,7 +89,6 @@ def export(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Optimize a model, race it against eager, and write the winner."""
     out = _output(json, quiet)
     if subject.frontend == "parts":
         raise UsageError("a model in parts cannot be saved", fix="--frontend auto, or tsopt bench to time it")
@@ -97,7 +97,7 @@ def export(
 
         run(out, subject, timing)
         return
-    from tsopt.cli.export import check_formats, targets, write
+    from tsopt.cli.export import check_formats, directories, targets, write
 
     formats = [item.value for item in format or [Format.tsopt]]
     places = targets(subject.model, formats, output)
@@ -105,7 +105,7 @@ def export(
     options = race_options(subject, timing)
     if subject.frontend == "auto":
         options["frontend"] = "one-graph"  # a file holds one or nothing
-    with out.progress(Path(subject.model).name) as tell:
+    with directories(places.values()) as new, out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
@@ -115,10 +115,14 @@ def export(
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)
+            process.State.written += (str(path),)
     out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
+    for directory in new:
+        out.say(f"the directory {directory} was not there, and was made")
+    _check_tried(out, fast.report.stopped)
 
 
-@app.command()
+@app.command(help="Time eager and every candidate side by side, in every setting that is asked for.")
 @grouped
 def bench(
     subject: Subject,
@@ -139,10 +143,11 @@ def bench(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Time eager and every candidate side by side, in every setting that is asked for."""
     out = _output(json, quiet)
     from tsopt.cli import sweeping
+    from tsopt.cli.export import directories
 
+    new: list[Path] = []
     settings: dict[str, list[Any]] = {
         "threads": sweeping.numbers(threads, "--threads"),
         "batch_sizes": sweeping.numbers(batch_sizes, "--batch-sizes"),
@@ -158,17 +163,29 @@ def bench(
         given = {name: values for name, values in settings.items() if values}
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
         if output is not None:
-            sweeping.save(found, output)
+            with directories([output]) as new:
+                sweeping.save(found, output)
+            process.State.written += (str(output),)
     report = found.results[0].report
     if len(found.results) == 1 and report is not None:
         out.report(report)
     else:
         sweeping.show(out, found)
+    for directory in new:
+        out.say(f"the directory {directory} was not there, and was made")
     if output is not None:
         out.say(f"saved: {output}")
+    _check_tried(out, next((item.report.stopped for item in found.results if item.report and item.report.stopped), ""))
 
 
-@app.command()
+def _check_tried(out: Any, stopped: str) -> None:
+    """Exit code 1 where eager runs for want of candidates that this machine lets run."""
+    if stopped:
+        out.warn(f"eager was not beaten, for no candidate could be tried: {stopped}")
+        raise typer.Exit(1)
+
+
+@app.command(help="Show the program as captured and after each pass that changed it.")
 @grouped
 def inspect(
     subject: Subject,
@@ -187,7 +204,6 @@ def inspect(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    """Show the program as captured and after each pass that changed it."""
     out = _output(json)
     with out.progress(Path(subject.model).name) as tell:
         loaded = _load(subject.model, subject.input, subject.seed)
@@ -221,7 +237,7 @@ def inspect(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(help="Check that a bundle is whole and still gives what the model gave. Exit code 1 when it does not.")
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A .tsopt directory.")],
     model: Annotated[
@@ -234,7 +250,6 @@ def verify(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check that a bundle is whole and still gives what the model gave. Exit code 1 when it does not."""
     out = _output(json, quiet)
     from tsopt.cli.verification import against_model, against_record
 
@@ -249,9 +264,8 @@ def verify(
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
 
 
-@app.command()
+@app.command(help="Show this machine, and which backends it can use, and what is missing.")
 def doctor(json: AsJson = False) -> None:
-    """Show this machine, and which backends it can use, and what is missing."""
     out = _output(json)
     from tsopt.cli.diagnosis import diagnose
 
@@ -262,27 +276,26 @@ races = typer.Typer(help="Results of races, kept from run to run.", no_args_is_h
 app.add_typer(races, name="cache")
 
 
-@races.command()
+@races.command(help="Show where results are kept, and how many.")
 def show(json: AsJson = False) -> None:
-    """Show where results are kept, and how many."""
     out = _output(json)
-    from tsopt.runtime import cache
+    from tsopt.runtime import cache_files as cache
+    from tsopt.runtime.cache_directory import directory, objection
 
-    found, reason = cache.entries(), cache.objection()
-    size = sum(path.stat().st_size for path in found)
-    out.json({"directory": str(cache.directory()), "entries": len(found), "bytes": size, "objection": reason})
-    out.say(f"{cache.directory()}: {_counted(len(found))}, {size / 1e3:.1f} kB")
+    found, size, reason = cache.entries(), cache.size(), objection()
+    out.json({"directory": str(directory()), "entries": len(found), "bytes": size, "objection": reason})
+    out.say(f"{directory()}: {_counted(len(found))}, {size / 1e3:.1f} kB")
     if reason:
         out.say(f"not used: {reason}")
 
 
-@races.command()
+@races.command(help="Forget all results.")
 def clear(json: AsJson = False) -> None:
-    """Forget all results."""
     out = _output(json)
-    from tsopt.runtime import cache
+    from tsopt.runtime import cache_files as cache
+    from tsopt.runtime.cache_directory import directory, objection
 
-    reason = cache.objection()
+    reason = objection()
     if reason:
         raise UsageError("the cache is left as it is", why=reason)
     try:
@@ -290,7 +303,7 @@ def clear(json: AsJson = False) -> None:
     except OSError as error:
         raise UsageError("the cache cannot be cleared", why=str(error)) from error
     out.json({"removed": count})
-    out.say(f"{_counted(count)} removed from {cache.directory()}")
+    out.say(f"{_counted(count)} removed from {directory()}")
 
 
 def _counted(count: int) -> str:
@@ -316,27 +329,34 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; the exit code. A user's mistake never leaves a traceback."""
     arguments = _split_levels(sys.argv[1:] if arguments is None else arguments)
     _State.output = None
+    process.State.signal, process.State.written = signal.SIGINT, ()
     try:
         command: Callable[..., Any] = typer.main.get_command(app)
-        result = command(arguments, prog_name="tsopt", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoCandidate)  # shown as a line, with an exit code
+            result = command(arguments, prog_name="tsopt", standalone_mode=False)
         code = result if isinstance(result, int) else 0
-        return _interrupted() if code == INTERRUPTED else code  # typer turns KeyboardInterrupt into an exit code
+        # NOTE: typer turns KeyboardInterrupt into an exit code.
+        return process.interrupted() if code == process.INTERRUPTED + signal.SIGINT else code
     except TsoptError as error:
         return _refused(error, arguments)
     except SystemExit as error:  # a model may call sys.exit(0); that must not look as if all were well
         if isinstance(error.__context__, BrokenPipeError):  # rich ends the program so
-            return _unread()
+            return process.unread()
         return _refused(_ended(error), arguments)
     except BrokenPipeError:
-        return _unread()
+        return process.unread()
     except KeyboardInterrupt:
-        return _interrupted()
+        return process.interrupted()
     except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
-        return _unexpected(error)
+        return _unexpected(error, arguments)
 
 
 def _refused(error: TsoptError, arguments: list[str]) -> int:
-    (_State.output or _output("--json" in arguments)).error(error)
+    try:
+        (_State.output or _output("--json" in arguments)).error(error)
+    except ImportError:  # rich itself is missing
+        sys.stderr.write(f"error: {error}\n")
     return error.exit_code
 
 
@@ -349,17 +369,6 @@ def _ended(error: SystemExit) -> UsageError:
     )
 
 
-def _unread() -> int:
-    """Whoever read the output has closed it, as `head` does: no mistake, and nobody to tell."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere when Python ends
-    return UNREAD
-
-
-def _interrupted() -> int:
-    sys.stderr.write("interrupted; nothing was written\n")
-    return INTERRUPTED
-
-
 def _split_levels(arguments: list[str]) -> list[str]:
     """`-O2` as `-O 2`: the form that compilers have taught everybody."""
     out: list[str] = []
@@ -368,17 +377,19 @@ def _split_levels(arguments: list[str]) -> list[str]:
     return out
 
 
-def _unexpected(error: Exception) -> int:
+def _unexpected(error: Exception, arguments: list[str]) -> int:
     if type(error).__name__ == "Abort":
-        return _interrupted()
+        return process.interrupted()
     if hasattr(error, "show") and hasattr(error, "exit_code"):
         error.show()
         return int(error.exit_code)
-    if isinstance(error, BrokenPipeError):
-        return 0
-    raise error
+    found = process.known(error)
+    if found is None:
+        raise error
+    return _refused(found, arguments)
 
 
 def run() -> None:
     """The console script."""
-    sys.exit(main())
+    process.prepare()
+    sys.exit(process.finish(main()))

@@ -10,8 +10,13 @@ from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+from tsopt.cli.process import UNWRITTEN, silence_stdout
+from tsopt.errors import UsageError
+from tsopt.runtime.text import printable
 
 if TYPE_CHECKING:
     from tsopt.errors import TsoptError
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
 
 STYLES = {
     "faster": "green",
+    "undecided": "yellow",
     "slower": "yellow",
     "wrong": "red",
     "failed": "red",
@@ -26,6 +32,7 @@ STYLES = {
     "exited": "red",
     "timed out": "red",
     "out of memory": "red",
+    "system error": "red",
     "missing": "dim",
     "unsupported": "dim",
     "no gain": "dim",
@@ -52,17 +59,35 @@ class Output:
             with redirect_stdout(sys.stderr):
                 yield lambda text: None
             return
-        start = time.perf_counter()
+        start, title = time.perf_counter(), escape(printable(title))
+
+        def show(text: str) -> None:
+            status.update(f"{title}: {escape(printable(text))} [dim]{time.perf_counter() - start:.0f} s[/dim]")
+
         with self.err.status(title) as status, redirect_stdout(sys.stderr):
-            yield lambda text: status.update(f"{title}: {text} [dim]{time.perf_counter() - start:.0f} s[/dim]")
+            yield show
 
     def say(self, text: str = "") -> None:
         if not self.quiet and not self.as_json:
-            self.out.print(Text(text), soft_wrap=True)
+            with self._written():
+                self.out.print(Text(printable(text)), soft_wrap=True)
 
     def json(self, value: Any) -> None:
         if self.as_json:
-            sys.stdout.write(json.dumps(value, indent=1) + "\n")
+            with self._written():
+                sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Raises UsageError where stdout takes no more, and has the error on stderr then."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            silence_stdout()
+            self.as_json = False
+            raise UsageError(UNWRITTEN, why=error.strerror) from error
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], *, style_column: int | None = None) -> None:
         if self.quiet or self.as_json:
@@ -72,8 +97,9 @@ class Output:
             table.add_column(name, overflow="fold", no_wrap=name in ("p50 ms", "p90 ms", "nodes"))
         for row in rows:
             style = STYLES.get(row[style_column], "") if style_column is not None else ""
-            table.add_row(*(Text(cell) for cell in row), style=style)
-        self.out.print(table)
+            table.add_row(*(Text(printable(cell)) for cell in row), style=style)
+        with self._written():
+            self.out.print(table)
 
     def report(self, report: Report) -> None:
         """The race, the passes, the reasons, the files."""
@@ -93,17 +119,16 @@ class Output:
         first = next(i for i, line in enumerate(tail) if line.startswith("op nodes"))
         self.say("\n" + "\n".join(tail[first:]))
 
+    def warn(self, text: str) -> None:
+        """A line on stderr, whatever was asked for: it goes with an exit code."""
+        self.err.print(Text.assemble(("warning: ", "bold yellow"), printable(text)), soft_wrap=True)
+
     def error(self, error: TsoptError) -> None:
         if self.as_json:
             fields = {"error": error.what, "where": error.where, "why": error.why, "fix": error.fix}
             sys.stdout.write(json.dumps(fields, indent=1) + "\n")
             return
-        self.err.print(Text.assemble(("error: ", "bold red"), error.what), soft_wrap=True)
+        self.err.print(Text.assemble(("error: ", "bold red"), printable(error.what)), soft_wrap=True)
         for name, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
             if text:
-                self.err.print(Text.assemble((f"  {name}: ", "bold"), _printable(text)), soft_wrap=True)
-
-
-def _printable(text: str) -> str:
-    """Without control characters: a file's text must not drive the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+                self.err.print(Text.assemble((f"  {name}: ", "bold"), printable(text)), soft_wrap=True)

@@ -5,34 +5,48 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from tsopt.cli.process import lacking
 from tsopt.runtime.backend import BACKENDS
-from tsopt.runtime.environment import environment
+from tsopt.runtime.environment import environment, is_installed
+
+NEEDED = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors")
 
 
 def diagnose(out: Any) -> None:
     """This machine, then a row for each backend: usable, or the one command that mends it."""
     found = environment()
+    absent = [name for name in NEEDED if not is_installed(name)]
     rows = [(name, *_usable(place)) for name, place in BACKENDS.items()]
     out.json(
         {
             "environment": found.to_json(),
+            "missing": absent,
             "backends": {name: {"usable": state == "yes", "fix": fix} for name, state, fix in rows},
         }
     )
-    out.say(f"cpu       {found.cpu}, {found.cores} cores, torch uses {found.threads} threads")
+    uses = "torch is not installed" if "torch" in absent else f"torch uses {found.threads} threads"
+    out.say(f"cpu       {found.cpu}, {found.cores} cores, {uses}")
     out.say(f"flags     {' '.join(found.flags) or 'none of those that matter'}")
     out.say(f"int8      {_int8(found.flags)}")
     out.say(f"gpu       {found.gpu or 'none that torch can use'}")
     out.say(f"python    {found.python} on {found.platform}")
     for name, version in found.versions.items():
         out.say(f"{name:<13} {version}")
+    for name in absent:
+        out.say(f"{name:<13} missing; {'pip install torch-tsopt' if name == 'torch' else f'pip install {name}'}")
+    if "torch" in absent:
+        out.say("without torch, bundles for ONNX Runtime run and can be verified; nothing can be optimized")
     out.say()
     out.table(("backend", "usable", "to mend it"), rows)
 
 
 def _usable(place: str) -> tuple[str, str]:
     module, _, name = place.partition(":")
-    hint = getattr(importlib.import_module(module), name)().missing()
+    try:
+        hint = getattr(importlib.import_module(module), name)().missing()
+    except (ImportError, OSError) as error:  # an engine that is installed and broken has words of its own
+        found = lacking(error)
+        hint = (found and found.fix) or f"{type(error).__name__}: {str(error)[:100]}"
     return ("no", hint) if hint else ("yes", "")
 
 

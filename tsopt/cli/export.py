@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tsopt.cli.model_file import split_spec
 from tsopt.errors import ArtifactError, UsageError
 from tsopt.runtime.artifact import check_target
+from tsopt.runtime.members import MANIFEST
 from tsopt.runtime.staging import staged
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
@@ -31,6 +35,20 @@ def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
     return places
 
 
+@contextmanager
+def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
+    """The directories of these paths that are not there yet; those that were made go again when the block fails."""
+    new = [parent for path in paths for parent in path.parents if not parent.exists()]
+    new = sorted(dict.fromkeys(new), key=lambda parent: len(parent.parts))
+    try:
+        yield new
+    except BaseException:
+        for parent in reversed(new):
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+
+
 def check_formats(formats: list[str], opset: int | None) -> None:
     """Raises UsageError for an opset that nobody can write, before the work."""
     if "onnx" in formats:
@@ -41,10 +59,12 @@ def check_formats(formats: list[str], opset: int | None) -> None:
 
 def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
     stem = re.sub(r"[^\w.-]", "_", split_spec(model)[0].stem) or "model"
-    single = output is not None and not output.is_dir() and len(formats) == 1
+    bundle = output is not None and _is_bundle(output)
+    single = output is not None and (bundle or not output.is_dir()) and len(formats) == 1
     if single and output is not None:
+        _check_name(output, formats[0])
         places = {formats[0]: output}
-    elif output is not None and output.suffix in SUFFIX.values() and len(formats) > 1:
+    elif output is not None and len(formats) > 1 and (bundle or (output.suffix in SUFFIX.values())):
         raise UsageError(f"-o {output} is one file, and {len(formats)} formats are asked for", fix="give a directory")
     else:
         places = {kind: (output or Path()) / f"{stem}{SUFFIX[kind]}" for kind in formats}
@@ -53,13 +73,38 @@ def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
     return places
 
 
+def _is_bundle(path: Path) -> bool:
+    """Whether a directory is, or would be taken for, a bundle: a name that ends so is never a place for others."""
+    return path.is_dir() and (path.suffix == SUFFIX["tsopt"] or (path / MANIFEST).is_file())
+
+
+def _check_name(path: Path, kind: str) -> None:
+    """Raises UsageError for the suffix of another format than the one that is written."""
+    other = next((name for name, suffix in SUFFIX.items() if suffix == path.suffix), kind)
+    if other != kind:
+        raise UsageError(
+            f"-o {path} has the name of another format: what is written is {kind}",
+            fix=f"--format {other}, or -o {path.with_suffix(SUFFIX[kind])}",
+        )
+
+
 def check_place(kind: str, path: Path) -> None:
     """Raises ArtifactError where no file, or for the kind `tsopt` no bundle, can be written."""
     _check_parent(path)
+    inside = next((parent for parent in path.parents if _is_bundle(parent)), None)
+    if inside is not None:
+        raise ArtifactError(
+            "the output is inside a bundle, which another file would damage",
+            where=str(path),
+            fix=f"choose a place outside {inside}",
+        )
     if kind == "tsopt":
         check_target(path)
     elif path.is_dir():
         raise ArtifactError("the output is a directory", where=str(path), fix="give a file name")
+    elif path.is_symlink() or (path.exists() and not path.is_file()):
+        what = "a link" if path.is_symlink() else "not a regular file"
+        raise ArtifactError(f"the output is {what}", where=str(path), fix="give the name of a file")
 
 
 def _check_parent(path: Path) -> None:

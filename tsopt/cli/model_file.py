@@ -45,7 +45,9 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     module = _execute(path)
     model = _model(module, path, name)
     if inputs:
-        return ModelFile(path, model, parse_inputs(inputs, seed))
+        made = parse_inputs(inputs, seed)
+        check_inputs(model, made)
+        return ModelFile(path, model, made)
     for candidate in NAMES:
         if hasattr(module, candidate):
             value = getattr(module, candidate)
@@ -207,6 +209,38 @@ def parse_inputs(texts: list[str], seed: int) -> Any:
         if count > 1:
             raise UsageError(f"--input {name} is given {count} times", fix="give each name once")
     return dict(made)
+
+
+def check_inputs(model: Callable[..., Any], made: Any) -> None:
+    """Raises UsageError where `--input` names what the model does not take, leaves out what it needs, or is too many.
+
+    Args:
+        made: what `parse_inputs` gives: keyword arguments, or a tuple of positional ones.
+    """
+    import inspect
+
+    try:
+        parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    except (TypeError, ValueError):  # what C++ made says nothing of itself
+        return
+    kinds = {name: item.kind for name, item in parameters.items()}
+    named = [
+        name
+        for name, kind in kinds.items()
+        if kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    takes_any = len(named) < len(kinds)
+    needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    fix = f"its inputs: {', '.join(named) or 'none'}"
+    if isinstance(made, dict):
+        unknown = [name for name in made if name not in named]
+        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+            raise UsageError(f"--input {unknown[0]}: the model takes no input of that name", fix=fix)
+        absent = [name for name in needed if name not in made]
+        if absent and not takes_any:
+            raise UsageError(f"--input leaves out {', '.join(absent)}, which the model needs", fix=fix)
+    elif not takes_any and not len(needed) <= len(made) <= len(named):
+        raise UsageError(f"--input is given {len(made)} times, and the model takes {len(named)} inputs", fix=fix)
 
 
 def _input(text: str, generator: Any) -> tuple[str | None, Any]:

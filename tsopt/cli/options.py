@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -12,6 +13,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tsopt.errors import UsageError
+
+MOST_THREADS = 4096
 
 
 class Format(str, Enum):
@@ -60,7 +63,8 @@ Frontend = Annotated[
 ]
 Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="Intra-op threads; torch's own number by default.")
+    int | None,
+    typer.Option("--threads", min=1, max=MOST_THREADS, help="Intra-op threads; torch's own number by default."),
 ]
 Backends = Annotated[
     str | None,
@@ -147,9 +151,12 @@ def read_sizes(texts: Sequence[str]) -> dict[str, dict[int, str]]:
     for text in texts:
         place, equals, name = text.partition("=")
         item, colon, axis = place.rpartition(":")
-        if not equals or not colon or not item or not axis.lstrip("-").isdigit():
+        if not equals or not colon or not item or not re.fullmatch(r"-?[0-9]{1,9}", axis):
             raise UsageError(f"--dynamic {text!r}", fix="--dynamic x:0=batch, or --dynamic 'x:0=batch[1..32]'")
-        found.setdefault(item.strip(), {})[int(axis)] = name
+        axes = found.setdefault(item.strip(), {})
+        if int(axis) in axes:
+            raise UsageError(f"--dynamic {item}:{axis} is given twice", fix="give each axis one dimension")
+        axes[int(axis)] = name
     return found
 
 

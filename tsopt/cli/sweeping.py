@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ def numbers(text: str | None, option: str) -> list[int]:
     """The numbers of `1,8,32`. Raises UsageError for what is none, or below 1."""
     found = words(text, option)
     for part in found:
-        if not part.isdecimal() or int(part) < 1:
+        if not re.fullmatch(r"[0-9]{1,9}", part) or int(part) < 1:
             raise UsageError(f"{option} {text!r}: {part!r} is no number of at least 1", fix=f"{option} 1,8,32")
     return [int(part) for part in found]
 

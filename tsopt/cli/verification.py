@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tsopt.cli.process import lacking
 from tsopt.compiler.signature import Signature, mismatch
 from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
 from tsopt.runtime.artifact import CHECK, load
 from tsopt.runtime.backend import Executable
+from tsopt.runtime.environment import is_installed
 
 AGAIN = "export the model again on this machine"
 
@@ -33,15 +35,13 @@ def against_record(bundle: Path, trust: bool) -> Checked:
         AccuracyError: it gives something else here.
     """
     executable, seconds = _load(bundle, trust)
-    from tsopt.runtime.accuracy import LIMITS
-    from tsopt.runtime.compare import compare
-
+    compare = _comparison()
     signature = executable.signature
     returned = signature.outputs[len(signature.writes) :]
     inputs, expected = _record(bundle, signature)
     worst = 0.0
     for item, value, reference in zip(returned, _answer(executable, inputs, bundle), expected, strict=True):
-        found = compare(value, reference, limit=LIMITS.get(executable.precision))
+        found = compare(value, reference, executable.precision)
         worst = max(worst, found.max_difference)
         if not found.ok:
             raise AccuracyError(
@@ -77,10 +77,28 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     return Checked(str(found), seconds)
 
 
+def _comparison() -> Callable[[Any, Any, str], Any]:
+    """What compares two values in a precision: tensors, or arrays where torch is not installed."""
+    if not is_installed("torch"):
+        from tsopt.runtime import compare_arrays
+
+        limits = compare_arrays.LIMITS
+        return lambda value, wanted, name: compare_arrays.compare_arrays(value, wanted, limit=limits.get(name))
+    from tsopt.runtime.accuracy import LIMITS
+    from tsopt.runtime.compare import compare
+
+    return lambda value, wanted, name: compare(value, wanted, limit=LIMITS.get(name))
+
+
 def _load(bundle: Path, trust: bool) -> tuple[Executable, float]:
     start = time.perf_counter()
     try:
         return load(bundle, trust=trust), time.perf_counter() - start
+    except TsoptError as error:
+        absent = lacking(error.__cause__)
+        if absent is None:
+            raise
+        raise absent from error
     except OSError as error:
         raise ArtifactError("the bundle cannot be read", where=str(bundle), why=str(error)) from error
 
@@ -88,11 +106,14 @@ def _load(bundle: Path, trust: bool) -> tuple[Executable, float]:
 def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
     """The stored inputs and answers, each of the type that the signature gives it."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
+    if is_installed("torch"):
+        from safetensors.torch import load_file
+    else:
+        from safetensors.numpy import load_file  # type: ignore[assignment]
     try:
         stored = load_file(bundle / CHECK)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError, TypeError) as error:  # numpy has no bfloat16
         raise ArtifactError(
             "the bundle's record of the model's answers cannot be read",
             where=str(bundle / CHECK),
@@ -113,7 +134,8 @@ def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[An
         value = stored.get(f"{kind}.{position}")
         if value is None:
             raise _unfit(bundle, f"it has no {kind}.{position}")
-        value = value.to(item.type.device)
+        if hasattr(value, "to"):
+            value = value.to(item.type.device)
         reason = mismatch(item.type, value, item.axes)
         if reason:
             raise _unfit(bundle, f"{kind} {item.name!r} {reason}")

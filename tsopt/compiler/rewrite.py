@@ -8,6 +8,7 @@ they come from.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
 OTHER_LAYOUT = "the value would have another memory layout"
 OTHER_LAYOUT_BEHIND = "a value behind would have another memory layout"
 NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
+NO_DOC = "its equation is in its docstring, which python -OO leaves out"
 
 
 class Impossible(Exception):
@@ -62,7 +64,7 @@ def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> 
     """
 
     def make(body: Callable[..., Any]) -> Rule:
-        doc = (body.__doc__ or "").strip().splitlines()
+        doc = (body.__doc__ or "").strip().splitlines() or ([NO_DOC] if sys.flags.optimize > 1 else [])
         if not doc:
             raise TypeError(f"the rule {body.__name__} needs its equation as docstring")
         return Rule(body.__name__, tuple(pattern(p) for p in patterns), body, numerics, doc[0])

@@ -8,7 +8,6 @@ a process of its own first.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from tsopt.compiler.signature import Input, Output, Signature, mismatch
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 from tsopt.runtime import known
 from tsopt.runtime.backend import CODE, FULL, PRECISIONS, Executable, compile, race_options
+from tsopt.runtime.environment import is_installed
 from tsopt.runtime.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
 from tsopt.runtime.onnx_file import check_onnx
 from tsopt.runtime.probe import try_out
@@ -112,7 +112,7 @@ def _read_state(directory: Path, signature: Signature) -> list[Any]:
 
 def stored_tensors(path: Path) -> dict[str, Any]:
     """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises ArtifactError."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         from safetensors.numpy import load_file
     else:
         from safetensors.torch import load_file  # type: ignore[assignment]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from tsopt.compiler.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.errors import BackendError, SignatureError, UsageError
 from tsopt.runtime.ambient import objection, untraced
+from tsopt.runtime.environment import is_installed
 from tsopt.runtime.guard import leaves_of, other_mode, quick_call
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def precision_of(spec: str) -> str:
 
 def to_install(*packages: str) -> str | None:
     """What to type for the packages that are not there; None when all are."""
-    wanted = [name for name in packages if importlib.util.find_spec(name) is None]
+    wanted = [name for name in packages if not is_installed(name)]
     return f"pip install {' '.join(wanted)}" if wanted else None
 
 

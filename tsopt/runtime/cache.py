@@ -1,38 +1,39 @@
 """What races found, kept from run to run: who won for a program on a machine, and how the others did.
 
 An entry is JSON and holds no code. Nothing in it is believed: the backend that it names is one of those that the caller
-lets race, and it is compiled, verified and timed against eager again before it is handed back.
+lets race, and it is compiled, verified and timed against eager again before it is handed back. That eager won is taken
+over a few times at most, until the best of the others is timed again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import math
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tsopt._version import __version__
 from tsopt.compiler.program import Program
-from tsopt.runtime.accuracy import Verdict
-from tsopt.runtime.cache_directory import directory as directory
-from tsopt.runtime.cache_directory import objection as objection
+from tsopt.runtime import cache_files
+from tsopt.runtime.accuracy import ORDER, Verdict
+from tsopt.runtime.cache_directory import directory, objection
+from tsopt.runtime.cache_files import LARGEST, clear, entries, forget
+from tsopt.runtime.endings import MISSING, REFUSED
 from tsopt.runtime.environment import environment
 from tsopt.runtime.report import Row
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
+__all__ = ["Entry", "clear", "directory", "entries", "find", "forget", "keep", "key_of", "objection"]
+
 log = logging.getLogger("tsopt")
 FORMAT = 1
 MOST = 1000  # entries; the oldest go
-LARGEST = 1 << 20  # bytes of an entry
-UNFINISHED = ".new"  # ends the name of an entry that is being written
+GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
+AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
+KEPT = ("ok", "wrong", "failed", MISSING, *REFUSED)  # statuses of rows: another day is as this one was
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,9 @@ class Entry:
         backend: the winner's, as it was asked for; `eager` with the winner's name `eager` when nothing was faster.
         winner: name of the winner's row.
         seconds: how long the race was to time.
-        when: seconds since 1970.
+        when: it was, in seconds since 1970.
+        recalls: how often it was taken over since somebody was timed against eager again.
+        checked: when that was; 0 when it was not.
     """
 
     rows: tuple[Row, ...]
@@ -52,6 +55,8 @@ class Entry:
     backend: str
     seconds: float
     when: float
+    recalls: int = 0
+    checked: float = 0.0
 
     @property
     def date(self) -> str:
@@ -77,24 +82,20 @@ def key_of(captured: Program, optimized: Program, backends: Iterable[str], threa
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def find(key: str, backends: Sequence[str], seconds: float) -> Entry | None:
+def find(key: str, backends: Sequence[str], seconds: float, now: float | None = None) -> Entry | None:
     """The entry of a race that timed for as long, or None. One that is damaged is removed.
 
     Args:
         backends: who may win.
+        now: seconds since 1970; the system's clock when it is None.
     """
-    if objection() or not directory().is_dir():
-        return None
-    place = _file(key)
     try:
-        # NOTE: never through a link, which could lead to anybody's file.
-        with os.fdopen(os.open(place, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-            raw = file.read(LARGEST + 1)
-        entry = _entry(json.loads(raw), key)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        log.info("a damaged entry of the cache is removed: %s (%s)", place, error)
+        raw = cache_files.read(key)
+        if raw is None:
+            return None
+        entry = _entry(json.loads(raw), key, time.time() if now is None else now)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        log.info("a damaged entry of the cache is removed: %s (%s)", key, error)
         forget(key)
         return None
     if entry.backend not in (*backends, "eager") or entry.seconds < seconds:
@@ -108,95 +109,115 @@ def keep(key: str, entry: Entry) -> None:
     if len(raw) > LARGEST:
         return
     try:
-        directory().mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = objection()
-        if reason:
-            log.info("nothing is kept: %s", reason)
-            return
-        file, name = tempfile.mkstemp(dir=directory(), suffix=UNFINISHED)
-        try:
-            with os.fdopen(file, "wb") as out:
-                out.write(raw)
-            os.replace(name, _file(key))
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        _drop_oldest()
-    except OSError as error:
+        cache_files.write(key, raw)
+        cache_files.drop_oldest(MOST)
+    except (OSError, ValueError) as error:
         log.info("nothing is kept: %s", error)
-
-
-def forget(key: str) -> None:
-    """Removes an entry, if it is there."""
-    with contextlib.suppress(OSError):
-        _file(key).unlink()
-
-
-def entries() -> list[Path]:
-    """The files of the entries, the oldest first."""
-    if objection() or not directory().is_dir():
-        return []
-    found = [path for path in directory().glob("*.json") if not path.is_symlink()]
-    return sorted(found, key=lambda path: path.lstat().st_mtime)
-
-
-def clear() -> int:
-    """Removes all entries; how many there were. Raises OSError for one that cannot be removed."""
-    found = entries()
-    for path in (*found, *(directory().glob(f"*{UNFINISHED}") if not objection() else ())):
-        path.unlink(missing_ok=True)
-    return len(found)
-
-
-def _file(key: str) -> Path:
-    return directory() / f"{key}.json"
-
-
-def _drop_oldest() -> None:
-    for path in entries()[:-MOST]:
-        path.unlink(missing_ok=True)
 
 
 def _json(entry: Entry, key: str) -> dict[str, Any]:
     return {"format": FORMAT, "key": key, **asdict(entry)}
 
 
-def _entry(data: Any, key: str) -> Entry:
-    """An entry from JSON. Raises ValueError, TypeError, KeyError or AttributeError for what is none."""
+def _entry(data: Any, key: str, now: float) -> Entry:
+    """An entry from JSON. Raises what `find` catches for anything that `keep` has not written."""
     if data.pop("format") != FORMAT or data.pop("key") != key:
         raise ValueError("the entry of something else")
-    rows = tuple(_row(row) for row in data.pop("rows"))
-    entry = Entry(rows, **data)
-    texts = (entry.winner, entry.why, entry.backend, *(row.name for row in rows))
-    if not all(isinstance(text, str) for text in texts) or entry.winner not in {row.name for row in rows}:
+    rows = tuple(_row(row) for row in _items(data.pop("rows")))
+    seconds, when, checked = (_number(data.pop(name)) for name in ("seconds", "when", "checked"))
+    recalls = _count(data.pop("recalls"))
+    entry = Entry(rows, seconds=seconds, when=when, recalls=recalls, checked=checked, **_texts(Entry, data))
+    if max(entry.when, entry.checked) > now + AHEAD:
+        raise ValueError("an entry from the future")
+    _check_winner(entry)
+    return entry
+
+
+def _check_winner(entry: Entry) -> None:
+    """Raises ValueError where the winner is not the one that the rows make win."""
+    names = [row.name for row in entry.rows]
+    if len(set(names)) != len(names) or entry.winner not in names:
+        raise ValueError("not the rows of a race")
+    first, *others = entry.rows
+    if first.status != "ok" or first.timing is None or first.speedup is not None:
+        raise ValueError("not the row of a baseline")
+    if any(row.status == "ok" and (row.timing is None or row.speedup is None) for row in others):
+        raise ValueError("somebody was right and was not timed")
+    faster = [row.name for row in others if row.verdict == "faster"]
+    if entry.winner not in (faster or names[:1]):
         raise ValueError("not who won")
-    return replace(entry, seconds=float(entry.seconds), when=float(entry.when))
 
 
 def _row(data: dict[str, Any]) -> Row:
     timing, gain, accuracy, cold = (data.pop(key) for key in ("timing", "speedup", "accuracy", "cold"))
-    row = Row(**data | {"notes": tuple(map(str, data["notes"]))})
-    return replace(
-        row,
-        reason=str(row.reason),
-        status=str(row.status),
-        compile_seconds=float(row.compile_seconds),
-        timing=None if timing is None else Timing(_numbers(timing["samples"]), int(timing["calls_per_sample"])),
-        speedup=None if gain is None else Speedup(*_numbers([gain["ratio"], gain["low"], gain["high"]])),
-        cold=None if cold is None else ColdStart(float(cold["first"]), int(cold["slow_calls"])),
+    return Row(
+        status=_one_of(KEPT, data.pop("status")),
+        timing=None if timing is None else _timing(timing),
+        speedup=None if gain is None else _speedup(gain),
         accuracy=None if accuracy is None else _verdict(accuracy),
+        compile_seconds=_number(data.pop("compile_seconds")),
+        cold=None if cold is None else ColdStart(_number(cold["first"]), _count(cold["slow_calls"])),
+        **_texts(Row, data),
     )
 
 
-def _verdict(data: dict[str, Any]) -> Verdict:
-    inputs, skipped = (tuple(map(str, data.pop(key))) for key in ("inputs", "skipped"))
-    notes = tuple(map(str, data.pop("notes", ())))
-    found = Verdict(**data, inputs=inputs, skipped=skipped, notes=notes)
-    return replace(found, max_difference=float(found.max_difference), ok=found.ok is True)
-
-
-def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
-    found = tuple(map(float, values))
-    if not found or not all(math.isfinite(value) and value >= 0 for value in found):
-        raise ValueError("not the numbers of a race")
+def _timing(data: dict[str, Any]) -> Timing:
+    found = Timing(tuple(map(_number, _items(data["samples"]))), _count(data["calls_per_sample"]))
+    if not found.is_sound:
+        raise ValueError("not the times of calls")
     return found
+
+
+def _speedup(data: dict[str, Any]) -> Speedup:
+    ratio, low, high = (_number(data[name]) for name in ("ratio", "low", "high"))
+    return Speedup(ratio, low, high, _count(data["rounds"]))
+
+
+def _verdict(data: dict[str, Any]) -> Verdict:
+    ok, difference = data.pop("ok"), data.pop("max_difference")  # of one that is wrong: anything
+    if type(ok) is not bool or type(difference) not in (int, float):
+        raise TypeError("not a verdict")
+    test = _one_of((*ORDER, "type"), data.pop("test"))
+    return Verdict(ok=ok, test=test, max_difference=float(difference), **_texts(Verdict, data))
+
+
+def _texts(cls: type[Row | Verdict | Entry], data: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a class that are texts or tuples of texts. Raises ValueError for a name that it does not have."""
+    types = {field.name: str(field.type) for field in fields(cls)}
+    if not set(data) <= set(types):
+        raise ValueError(f"not of a {cls.__name__}: {sorted(data)}")
+    return {
+        name: tuple(map(_text, _items(value))) if types[name].startswith("tuple") else _text(value)
+        for name, value in data.items()
+    }
+
+
+def _number(value: Any) -> float:
+    """A number of seconds, milliseconds or times."""
+    if type(value) not in (int, float) or not 0 <= value <= GREATEST:
+        raise ValueError(f"not a number of a race: {str(value)[:40]}")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= GREATEST:
+        raise ValueError(f"not a count: {str(value)[:40]}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+def _one_of(known: Sequence[str], value: Any) -> str:
+    if value not in known:
+        raise ValueError(f"none of {', '.join(known)}")
+    return str(value)

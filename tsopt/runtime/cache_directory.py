@@ -30,9 +30,9 @@ def objection(place: Path | None = None) -> str:
     except OSError as error:
         return str(error)
     if not stat.S_ISDIR(found.st_mode):
-        return f"{place} is no directory"
+        return f"{place} is not a directory"
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
         return f"{place} belongs to another user"
     if os.name == "posix" and found.st_mode & 0o022:
-        return f"others may write into {place}; chmod 700 mends it"
+        return f"others may write into {place}; chmod 700 fixes it"
     return ""

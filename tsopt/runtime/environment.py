@@ -37,18 +37,15 @@ class Environment:
 
 
 def environment() -> Environment:
-    """Reads the machine."""
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    if gpu and torch.backends.cuda.matmul.allow_tf32:
-        gpu += " (TF32 on)"  # eager itself rounds the factors of products then
+    """Reads the machine. Without torch, `threads` are the cores and there is no GPU."""
     cpu, flags = _cpu()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, gpu = _of_torch() if is_installed("torch") else (cores, "")
     return Environment(
         cpu,
         tuple(flag for flag in FLAGS if flag in flags),
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        torch.get_num_threads(),
+        cores,
+        threads,
         platform.platform(terse=True),
         platform.python_version(),
         versions(),
@@ -56,11 +53,28 @@ def environment() -> Environment:
     )
 
 
+def _of_torch() -> tuple[int, str]:
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if gpu and torch.backends.cuda.matmul.allow_tf32:
+        gpu += " (TF32 on)"  # eager itself rounds the factors of products then
+    return torch.get_num_threads(), gpu
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package can be found. One whose import is blocked, by a finder or in `sys.modules`, cannot."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def versions() -> dict[str, str]:
     """Versions of the packages that are installed."""
     found = {}
     for name in PACKAGES:
-        if importlib.util.find_spec(name) is not None:
+        if is_installed(name):
             try:
                 found[name] = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:  # onnxruntime-gpu and its like

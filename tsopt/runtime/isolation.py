@@ -30,7 +30,9 @@ from tsopt.compiler.serialize import write_program
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.compare import bit_equal
+from tsopt.runtime.endings import LOST, SYSTEM_ERROR
 from tsopt.runtime.processes import available_memory, descendants, kill
+from tsopt.runtime.text import printable
 from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
@@ -40,11 +42,11 @@ SHARED = Path("/dev/shm")
 
 
 class Lost(BackendError):
-    """A candidate's process is gone. `kind` says how: crashed, timed out, exited or out of memory."""
+    """A candidate's process is gone, or never came to be. `kind`, one of LOST, says how."""
 
-    def __init__(self, kind: str, what: str) -> None:
+    def __init__(self, kind: str, what: str, why: str | None = None) -> None:
         self.kind = kind
-        super().__init__(what)
+        super().__init__(what, why=why)
 
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
@@ -73,10 +75,16 @@ class Workshop:
         self._examples: dict[int, tuple[Example, Message]] = {}
         self._directories: list[Path] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
         self._refused = ""
+        self._is_ready = False
 
     def __enter__(self) -> Workshop:
-        self._connection, theirs = socket.socketpair()
+        try:
+            self._connection, theirs = socket.socketpair()
+        except OSError as error:
+            self._refused = f"no process can be started: {error}"
+            return self
         with theirs:
             command = [sys.executable, "-m", "tsopt.runtime.worker", str(theirs.fileno())]
             nothing = subprocess.DEVNULL
@@ -98,7 +106,7 @@ class Workshop:
     def open(
         self, program: Program, threads: int, seconds: float = CANDIDATE_SECONDS, memory: int | None = None
     ) -> None:
-        """Hands a program over.
+        """Hands a program over, in the place of an earlier one.
 
         Args:
             threads: intra-op threads of each candidate.
@@ -120,18 +128,26 @@ class Workshop:
             raise
         except Exception as error:  # a dtype that the file format has not; no room
             raise BackendError("the program cannot be stored", why=f"{type(error).__name__}: {error}"[:200]) from error
-        self._ask(None, START_SECONDS)
+        self._examples.clear()  # their files are in the directory of the program before
+        if not self._is_ready:
+            self._ask(None, START_SECONDS)
+            self._is_ready = True
         self._ask({"do": "program", "directory": str(self.directory), "state": state}, seconds)
 
     def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:
         """What the helper answers. None: waits for what it says by itself."""
+        what = "the process that candidates are tried in does not answer"
+        if self._connection is None:
+            raise Lost("crashed", what)
         self._connection.settimeout(seconds)
         try:
             if message is not None:
                 send(self._connection, message, files)
             answer, _ = receive(self._connection)
-        except (Gone, TimeoutError) as error:
-            raise BackendError("the process that candidates are tried in does not answer", why=str(error)) from error
+        except TimeoutError as error:
+            raise Lost("timed out", what, why=str(error)) from error
+        except Gone as error:
+            raise Lost("crashed", what, why=str(error)) from error
         if "error" in answer:
             raise BackendError("the program cannot be tried in another process", why=answer["error"])
         return answer
@@ -140,14 +156,20 @@ class Workshop:
         """A child for a backend; not yet compiled.
 
         Raises:
-            BackendError: the helper is gone.
+            Lost: the helper is gone, or the system gives no process.
         """
         memory = self.memory or available_memory()
         message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
         with contextlib.ExitStack() as unless_made:
-            mine, theirs = socket.socketpair()
-            reader, writer = os.pipe()
-            unless_made.callback(mine.close)
+            try:
+                mine, theirs = socket.socketpair()
+                unless_made.callback(mine.close)
+                with contextlib.ExitStack() as unless_piped:
+                    unless_piped.callback(theirs.close)
+                    reader, writer = os.pipe()
+                    unless_piped.pop_all()
+            except OSError as error:
+                raise Lost(SYSTEM_ERROR, "no process can be started for a candidate", why=str(error)) from error
             unless_made.callback(os.close, reader)
             try:
                 pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
@@ -191,7 +213,8 @@ class Workshop:
             kill(self._process.pid)
             self._process.wait()
             self._process = None
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
         while self._directories:
             shutil.rmtree(self._directories.pop(), ignore_errors=True)
 
@@ -231,8 +254,7 @@ class Isolated:
     @property
     def printed(self) -> str:
         """The end of what the candidate wrote to stdout and stderr, without control characters."""
-        text = b"".join(self._printed)[-TAIL:].decode(errors="replace")
-        return "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
+        return printable(b"".join(self._printed)[-TAIL:].decode(errors="replace")).strip()
 
     def compile(self) -> None:
         answer = self._ask({"do": "compile", "backend": self.backend, "options": self.options})
@@ -298,8 +320,8 @@ class Isolated:
         if "error" in answer:
             if answer["kind"] == "no gain":
                 raise NoGain(answer["error"])
-            if answer["kind"] == "MemoryError":
-                raise self._lose("out of memory", answer["error"])
+            if answer["kind"] in LOST:
+                raise self._lose(answer["kind"], answer["error"])
             raise BackendError(answer["error"])
         return answer
 

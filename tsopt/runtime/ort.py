@@ -5,7 +5,6 @@ Importable without torch: a bundle runs where only ONNX Runtime is installed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
+from tsopt.runtime.environment import is_installed
 from tsopt.runtime.guarded import from_options, guarded, to_options
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def session_runner(held: Any, signature: Signature) -> Runner:
 
 def tensor_maker() -> Callable[[Any], Any] | None:
     """What makes a tensor over an array's memory; None where torch is not installed, and arrays are all there is."""
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         return None
     import torch
 

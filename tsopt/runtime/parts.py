@@ -187,7 +187,7 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
 
 def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
     gain, title = rows[1].speedup, rows[1].name
-    wins = rows[1].status == "ok" and gain is not None and gain.low > 1.0
+    wins = rows[1].status == "ok" and gain is not None and gain.verdict == "faster"
     distinct = list({id(item.fast or item): item for item in graphs}.values())
     parts = tuple(
         f"part {number}: "

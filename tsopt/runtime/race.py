@@ -18,6 +18,7 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError, UsageError
+from tsopt.runtime import endings
 from tsopt.runtime.accuracy import Oracle, is_exact
 from tsopt.runtime.backend import (
     BACKENDS,
@@ -37,7 +38,7 @@ from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row
 from tsopt.runtime.streak import unsteady
-from tsopt.runtime.timing import Timing, cold_start, measure, seconds_of, speedup
+from tsopt.runtime.timing import UNDECIDED, Timing, cold_start, measure, seconds_of, speedup
 
 EAGER = "eager"
 AUTO = "auto"  # every precision
@@ -107,6 +108,7 @@ def race(
     check_indices: bool = False,
     strict_specials: bool = False,
     share_weights: bool = False,
+    warn: bool = True,
 ) -> Race:
     """Runs the race.
 
@@ -139,7 +141,7 @@ def race(
             optimized = owned(optimized)  # once for all candidates; those in other processes have read their own
         make = _maker(optimized, threads, None if together else workshop, check_indices)
         rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
-        rows = _timed(model, captured, judge, rows, candidates, min(seconds, clock.left), tell)
+        rows = _timed(model, captured, judge, rows, candidates, (min(seconds, clock.left), clock.left), tell)
         specs = {title_of(backend): backend for backend in backends}
         found = _choose(
             lambda: Judge(ask(seed=seed + 1), elsewhere),
@@ -148,6 +150,9 @@ def race(
         )
     finally:
         torch.set_num_threads(before)
+    reason = endings.stopped(found.rows)
+    if reason and warn:
+        endings.warn(f"tsopt: {captured.name} runs eager, no candidate could be tried: {reason}")
     return replace(found, together=together)
 
 
@@ -239,10 +244,10 @@ def _prepare(
             rows.append(Row(title, "no gain", error.what))
             continue
         except TsoptError as error:
-            rows.append(Row(title, error.kind if isinstance(error, Lost) else "failed", _reason(error)))
+            rows.append(Row(title, error.kind if isinstance(error, Lost) else endings.ending_of(error), _reason(error)))
             continue
         except Exception as error:  # a candidate may raise anything; it costs the candidate alone
-            rows.append(Row(title, "failed", f"{type(error).__name__}: {str(error)[:200]}"))
+            rows.append(Row(title, endings.ending_of(error), f"{type(error).__name__}: {str(error)[:200]}"))
             continue
         if not verdict.ok:
             rows.append(Row(title, "wrong", verdict.reason, accuracy=verdict, compile_seconds=took, cold=cold))
@@ -317,15 +322,20 @@ def _timed(
     judge: Judge,
     rows: list[Row],
     candidates: Mapping[str, Candidate],
-    seconds: float,
+    limits: tuple[float, float],
     tell: Progress,
 ) -> list[Row]:
-    inputs = judge.inputs
+    """Args: limits: how long to time, and how long at most, where that decides nothing."""
+    inputs, (seconds, longest) = judge.inputs, limits
     calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
     # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
     with protected(model, written=captured.state.values()), torch.inference_mode():
         timings = measure(
-            calls, inputs, seconds=seconds, wait=device_wait(inputs[0]), progress=lambda text: tell(f"time: {text}")
+            *(calls, inputs),
+            seconds=seconds,
+            extra=min(seconds, longest - seconds),
+            wait=device_wait(inputs[0]),
+            progress=lambda text: tell(f"time: {text}"),
         )
     base = timings[EAGER]
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]
@@ -348,8 +358,11 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
     if timing is None:
         return row
     if timing.error:
-        return replace(row, status="failed", reason=f"while it was timed: {timing.error}")
-    return replace(row, timing=timing, speedup=None if row.name == EAGER else speedup(timing, base))
+        return replace(row, status=timing.ending, reason=f"while it was timed: {timing.error}")
+    if row.name == EAGER:
+        return replace(row, timing=timing)
+    gain = speedup(timing, base)
+    return replace(row, timing=timing, speedup=gain, reason=gain.why_undecided)
 
 
 def _choose(
@@ -365,7 +378,7 @@ def _choose(
     check_indices: bool,
 ) -> Race:
     judge: Judge | None = None
-    faster = sorted((row for row in rows if row.speedup is not None and row.speedup.low > 1.0), key=_median)
+    faster = sorted((row for row in rows if row.verdict == "faster"), key=_median)
     order = _simpler_first(faster, backends)
     for row in order:
         tell(f"verify {row.name}")
@@ -379,20 +392,32 @@ def _choose(
             if executable is not candidate and verdict.ok:
                 verdict = judge.judge(executable, precision=precision)
             executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
-            failure = streak(executable) if verdict.ok else verdict.reason
+            status, failure = "wrong", streak(executable) if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
-            failure = f"{type(error).__name__}: {str(error)[:200]}"
+            ending = error.kind if isinstance(error, Lost) else endings.ending_of(error)
+            status, failure = (
+                ending if ending in endings.LOST else "wrong",
+                f"{type(error).__name__}: {str(error)[:200]}",
+            )
         if not failure:
             why = f"{row.speedup} as fast as eager"
             if order[0] is not faster[0] and row is order[0]:
                 why += f"; {faster[0].name} is the same within noise, and its file would be code"
             return Race(tuple(rows), row.name, why, executable, backends[row.name])
-        rows = [replace(r, status="wrong", reason=f"after timing: {failure}") if r is row else r for r in rows]
-    usable = any(row.name != EAGER and row.status == "ok" for row in rows)
-    why = "no candidate is faster beyond noise" if usable else "no candidate could be used"
-    if not usable and any(row.status == "timed out" for row in rows):
-        why += " in the time that there was"
-    return Race(tuple(rows), EAGER, why, None)
+        rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
+    return Race(tuple(rows), EAGER, _why_eager(rows), None)
+
+
+def _why_eager(rows: Sequence[Row]) -> str:
+    """Why nobody has won."""
+    late = " in the time that there was" if any(row.status == "timed out" for row in rows) else ""
+    reason = endings.stopped(tuple(rows))
+    if reason:
+        return f"no candidate could be tried{late}: {reason}"
+    if not any(row.name != EAGER and row.status == "ok" for row in rows):
+        return f"no candidate could be used{late}"
+    open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
+    return "no candidate is faster beyond noise" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
 
 
 def _simpler_first(ranked: Sequence[Row], backends: Mapping[str, str]) -> list[Row]:
@@ -411,7 +436,7 @@ def _simpler_first(ranked: Sequence[Row], backends: Mapping[str, str]) -> list[R
 def _is_slower(row: Row, best: Row) -> bool:
     assert row.timing is not None
     assert best.timing is not None
-    return speedup(best.timing, row.timing).low > 1.0
+    return speedup(best.timing, row.timing).verdict == "faster"
 
 
 def _here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,9 @@ from typing import Any, TypeVar
 from tsopt.compiler.pipeline import Declined, Done, PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.accuracy import Verdict
+from tsopt.runtime.endings import stopped
 from tsopt.runtime.environment import Environment
+from tsopt.runtime.text import markdown_cell, printable
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
@@ -23,8 +26,8 @@ COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max d
 class Row:
     """One candidate.
 
-    status: ok, wrong, failed, missing, unsupported, no gain, and of its process: crashed, exited, timed out, out of
-    memory. reason says why it is not ok.
+    status: ok, wrong, failed, missing, unsupported, no gain, or for this machine's reasons crashed, exited, timed out,
+    out of memory, system error. reason says why it is not ok, or what is undecided about it.
     cold: its first calls; eager has none, for it was called before.
     """
 
@@ -52,9 +55,9 @@ class Row:
             "verdict": self.verdict,
             "p50_ms": None if time is None else time.p50,
             "p90_ms": None if time is None else time.p90,
-            "speedup": None if gain is None else gain.ratio,
-            "speedup_low": None if gain is None else gain.low,
-            "speedup_high": None if gain is None else gain.high,
+            "speedup": None if gain is None else _number(gain.ratio),
+            "speedup_low": None if gain is None else _number(gain.low),
+            "speedup_high": None if gain is None else _number(gain.high),
             "max_difference": None if accuracy is None else accuracy.max_difference,
             "compile_seconds": self.compile_seconds or None,
             "first_call_ms": None if self.cold is None else self.cold.first,
@@ -124,6 +127,11 @@ class Report:
         found = self.row(self.winner).speedup
         return found.ratio if found is not None else 1.0
 
+    @property
+    def stopped(self) -> str:
+        """Why this machine could not try any candidate; empty when one was tried, or for what the model computes."""
+        return stopped(self.rows)
+
     def with_files(self, files: Iterable[tuple[str, str]]) -> Report:
         return replace(self, files=(*self.files, *files))
 
@@ -160,13 +168,13 @@ class Report:
         lines += [ITSELF] if self.winner == "eager" else []
         lines += [f"since then: {text}" for text in self.audits]
         lines += [f"{kind}: {path}" for kind, path in self.files]
-        return "\n".join([*lines, f"on {self.environment}"])
+        return printable("\n".join([*lines, f"on {self.environment}"]))
 
     @property
     def markdown(self) -> str:
         """The table and the passes as GitHub markdown."""
         lines = [
-            f"### {self.model}: {self.winner}, {self.why}",
+            printable(f"### {self.model}: {self.winner}, {self.why}"),
             "",
             *markdown_table(COLUMNS, [r.cells() for r in self.rows]),
         ]
@@ -189,6 +197,7 @@ class Report:
             "cached": self.cached,
             "frontend": self.frontend,
             "sizes": self.sizes,
+            "stopped": self.stopped,
             "environment": self.environment.to_json(),
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],
@@ -320,6 +329,11 @@ def amount(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def _number(value: float) -> float | None:
+    """A number for JSON, which has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
 def milliseconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
@@ -334,7 +348,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows]]
+    return [f"| {' | '.join(map(markdown_cell, cells))} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
 def _row_json(row: Row) -> dict[str, Any]:
@@ -348,7 +362,8 @@ def _row_json(row: Row) -> dict[str, Any]:
             "rounds": len(row.timing.samples),
         }
     if row.speedup is not None:
-        out["speedup"] = {"ratio": row.speedup.ratio, "low": row.speedup.low, "high": row.speedup.high}
+        gain = row.speedup
+        out["speedup"] = {"ratio": _number(gain.ratio), "low": _number(gain.low), "high": _number(gain.high)}
     if row.accuracy is not None:
         out["accuracy"] = {
             "ok": row.accuracy.ok,

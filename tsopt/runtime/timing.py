@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from tsopt.compiler.example import Example
+from tsopt.errors import BackendError
+from tsopt.runtime.endings import ending_of
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock does not show
@@ -26,15 +29,26 @@ MAX_BUSY_ROUNDS = 400
 BOOTSTRAP = 2000
 MIN_COLD, MAX_COLD, COLD_SECONDS = 4, 12, 1.0  # calls, calls, seconds: how long the first calls are watched
 STEADY = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
+TRIES = 3  # for a sample, where the clock stands still or goes back
+# An interval decides nothing when its ends are further apart than this many times, unless the speed-up at its lower
+# end is larger still. A ratio known to within a factor of 3 says less than most speed-ups amount to, and samples that
+# scatter so much were not taken on one machine in one state, which is what the bootstrap assumes.
+WIDE = 3.0
+ENOUGH = 6  # rounds: the median lies between the extremes of n samples with probability 1 - 2 / 2**n, 95 % from n = 6
+UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per call of one candidate, a value for each round; `error` says why it has no more of them."""
+    """Milliseconds per call of one candidate, a value for each round.
+
+    error: why it has no more of them; `ending` is its status then.
+    """
 
     samples: tuple[float, ...]
     calls_per_sample: int = 1
     error: str = ""
+    ending: str = "failed"
 
     def percentile(self, q: float) -> float:
         return float(np.percentile(self.samples, q))
@@ -51,6 +65,11 @@ class Timing:
     def std_percent(self) -> float:
         return 100 * float(np.std(self.samples)) / float(np.mean(self.samples))
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are samples, each of them a time: positive and finite."""
+        return bool(self.samples) and all(0 < value < math.inf for value in self.samples)
+
 
 @dataclass(frozen=True, slots=True)
 class ColdStart:
@@ -62,17 +81,38 @@ class ColdStart:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times faster than the baseline: ratio of medians, and its 95 % interval."""
+    """How many times faster than the baseline: ratio of medians, and its 95 % interval.
+
+    Attributes:
+        rounds: that it was worked out from.
+    """
 
     ratio: float
     low: float
     high: float
+    rounds: int = ENOUGH
 
     @property
     def verdict(self) -> str:
+        """`faster`, `slower`, `same`, or `undecided` where the interval is no ground for any of them."""
+        if self.why_undecided:
+            return UNDECIDED
         if self.low > 1.0:
             return "faster"
         return "slower" if self.high < 1.0 else "same"
+
+    @property
+    def why_undecided(self) -> str:
+        """Why the interval decides nothing; empty when it does."""
+        if self.rounds < ENOUGH:
+            return f"{self.rounds} usable rounds are too few for an interval"
+        if not 0 < self.low <= self.high < math.inf or not math.isfinite(self.ratio):
+            return "the times are not those of a clock that runs"
+        if not self.low <= self.ratio * (1 + 1e-9) or not self.ratio <= self.high * (1 + 1e-9):
+            return "the ratio of the medians lies outside its own interval"
+        if self.high > self.low * max(WIDE, self.low, 1 / self.high):
+            return f"the times scatter too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
+        return ""
 
     def __str__(self) -> str:
         return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}]"
@@ -95,6 +135,7 @@ class _Lane:
     group: int = 1
     untimed: int = 1
     error: str = ""
+    ending: str = "failed"
     samples: list[float] = field(default_factory=list)
 
 
@@ -103,6 +144,7 @@ def measure(
     inputs: Sequence[Example],
     *,
     seconds: float = 10.0,
+    extra: float | None = None,
     wait: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
@@ -117,7 +159,12 @@ def measure(
         seconds: about how long to go on; at least MIN_ROUNDS rounds, and no more than MAX_ROUNDS unless the samples
             scatter: what a busy second did to one candidate must not decide.
             The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
+        extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided; as long
+            again when it is None.
         wait: returns when the device has done all that was asked of it; part of every sample.
+
+    Raises:
+        BackendError: the clock gives no times for the baseline.
     """
     lanes = {name: _Lane(call) for name, call in calls.items()}
     baseline = next(iter(lanes))
@@ -127,6 +174,7 @@ def measure(
         _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
     rest()
     end = time.perf_counter() + seconds
+    last = end + (seconds if extra is None else extra)
     names = list(lanes)
     for number in range(MAX_BUSY_ROUNDS):
         if progress:
@@ -142,9 +190,13 @@ def measure(
         if number + 1 >= MIN_ROUNDS:
             names = _hopeful(lanes, [name for name in names if not lanes[name].error])
             settled = number + 1 >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
-            if settled or time.perf_counter() > end:
+            now = time.perf_counter()
+            if settled or now > last or (now > end and not _any_undecided(lanes, names)):
                 break
-    return {name: Timing(tuple(t * 1e3 for t in lane.samples), lane.group, lane.error) for name, lane in lanes.items()}
+    return {
+        name: Timing(tuple(t * 1e3 for t in lane.samples), lane.group, lane.error, lane.ending)
+        for name, lane in lanes.items()
+    }
 
 
 def _attempt(
@@ -155,7 +207,7 @@ def _attempt(
     except Exception as error:  # a candidate may raise anything; it costs the candidate alone
         if is_baseline:
             raise
-        lane.error = f"{type(error).__name__}: {str(error)[:200]}"
+        lane.error, lane.ending = f"{type(error).__name__}: {str(error)[:200]}", ending_of(error)
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
@@ -174,7 +226,7 @@ def cold_start(
     spent: list[float] = []
     while len(spent) < MIN_COLD or (len(spent) < MAX_COLD and time.perf_counter() < end):
         spent.append(_time(call, [inputs[len(spent) % len(inputs)]], 1, wait))
-    steady = next(i for i, seconds in enumerate(spent) if seconds <= STEADY * min(spent[i:]))
+    steady = next((i for i, seconds in enumerate(spent) if seconds <= STEADY * min(spent[i:])), len(spent))
     return ColdStart(spent[0] * 1e3, steady)
 
 
@@ -193,9 +245,18 @@ def rest() -> None:
 
 
 def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
-    lane.samples.append(_time(lane.call, inputs, lane.group, wait, lane.untimed) / lane.group)
+    lane.samples.append(_positive(lambda: _time(lane.call, inputs, lane.group, wait, lane.untimed)) / lane.group)
     if not isinstance(lane.call, Elsewhere):
         rest()
+
+
+def _positive(timed: Callable[[], float]) -> float:
+    """A time that can be one. Raises BackendError when there is none in a few tries."""
+    for _ in range(TRIES):
+        seconds = timed()
+        if 0 < seconds < math.inf:
+            return seconds
+    raise BackendError("no time can be measured", why=f"the clock says {seconds!r} seconds for calls that were made")
 
 
 def _time(
@@ -256,12 +317,23 @@ def _scatters(samples: Sequence[float]) -> bool:
     return bool(high - low > SCATTER * middle)
 
 
+def _any_undecided(lanes: Mapping[str, _Lane], names: Sequence[str]) -> bool:
+    baseline, *others = (Timing(tuple(lanes[name].samples)) for name in names)
+    return any(speedup(other, baseline).verdict == UNDECIDED for other in others)
+
+
 def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0) -> Speedup:
-    """Ratio of medians with a bootstrap interval over rounds (Efron and Tibshirani 1993, chapter 13)."""
-    rounds = min(len(candidate.samples), len(baseline.samples))
-    mine, base = np.array(candidate.samples[:rounds]), np.array(baseline.samples[:rounds])
+    """Ratio of medians with a bootstrap interval over rounds (Efron and Tibshirani 1993, chapter 13).
+
+    A round in which either of the two has no positive, finite time does not count; without any the ratio is NaN.
+    """
+    pairs = np.array(list(zip(candidate.samples, baseline.samples, strict=False)), dtype=float).reshape(-1, 2)
+    mine, base = pairs[(np.isfinite(pairs) & (pairs > 0)).all(axis=1)].T
+    rounds = len(mine)
+    if not rounds:
+        return Speedup(math.nan, math.nan, math.nan, 0)
     # Rounds are drawn as pairs: what slows the machine slows both.
     picks = np.random.default_rng(seed).integers(rounds, size=(BOOTSTRAP, rounds))
     ratios = np.median(base[picks], axis=1) / np.median(mine[picks], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
-    return Speedup(float(np.median(base) / np.median(mine)), float(low), float(high))
+    return Speedup(float(np.median(base) / np.median(mine)), float(low), float(high), rounds)

@@ -27,6 +27,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
+from tsopt.runtime import endings
 from tsopt.runtime.backend import Executable, compile
 from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
@@ -147,7 +148,8 @@ class _Candidate:
                 reason = error.what if isinstance(error, TsoptError) else f"{kind}: {str(error)[:200]}"
                 if isinstance(error, TsoptError) and error.why:
                     reason += f"; {error.why}"
-                answer = {"error": reason[:600], "kind": "no gain" if isinstance(error, NoGain) else kind}
+                ending = "no gain" if isinstance(error, NoGain) else endings.ending_of(error)
+                answer = {"error": reason[:600], "kind": ending}
             send(self.connection, answer)
 
     def compile(self, message: Message) -> Message:

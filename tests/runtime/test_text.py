@@ -1,0 +1,12 @@
+from __future__ import annotations
+
+from tsopt.runtime.text import markdown_cell, printable
+
+
+def test_what_would_drive_a_terminal_is_a_question_mark():
+    assert printable("a\x1b[31mb\x9bc\u202ed\x07\r\x00\ud800") == "a?[31mb?c?d????"
+    assert printable("größe\n\tπ → 1") == "größe\n\tπ → 1"
+
+
+def test_a_cell_stays_one_cell():
+    assert markdown_cell("a|b\nc\t\x1b") == "a\\|b c ?"
