@@ -89,6 +89,7 @@ def looped(x):
         (lambda x, y: x % y, (INTS, INTS + 1)),
         (looped, (INTS,)),
         (peek, (FLOATS.double(), INTS)),
+        (lambda lu, pivots: torch.linalg.lu_solve(lu, pivots, lu), (torch.eye(8), torch.arange(1, 9).int())),
         (lambda i, x: torch.nn.functional.embedding_bag(i, x), (INTS, torch.ones(64, 2))),
     ],
 )

@@ -12,7 +12,9 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.program import Program
-from tsopt.compiler.ranges import base_name
+from tsopt.compiler.ranges import PLACES, RULES, base_name
+from tsopt.runtime.indices import USES
+from tsopt.runtime.narrow import PRODUCTS
 
 EXTREME = "extreme"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
@@ -54,6 +56,7 @@ VALUES_DECIDE = frozenset(
     }
     | {"max_unpool2d", "max_unpool3d", "histc", "item", "local_scalar_dense", "tensor_split", "combinations"}
 )
+REDUCTIONS = frozenset({"mean", "var", "std", "all", "any", "prod", "cumprod", "norm", "cummax", "cummin", "equal"})
 # Integer division of the lowest number by -1, and by zero, ends the process.
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gcd", "lcm"})
 # Of floats: here the size of a number decides another one than itself.
@@ -122,6 +125,12 @@ def _is_safe(program: Program) -> bool:
     return not any(_is_unsafe(node) for node in program.calls())
 
 
+def _is_known(name: str, node: fx.Node) -> bool:
+    """Whether it is known what becomes of a whole number: others may take it for a place in memory, unchecked."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or name in RULES or name in PLACES or name in USES or name in PRODUCTS or name in REDUCTIONS
+
+
 def _is_unsafe(node: fx.Node) -> bool:
     values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
     if ops.blocks_of(node):
@@ -129,10 +138,10 @@ def _is_unsafe(node: fx.Node) -> bool:
     if not any(value.dtype in _INTEGERS for value in values):
         return False
     name = base_name(node)
-    if name == "getitem" or ops.is_number(node):
+    if name == "getitem" or ops.is_number(node) or ops.is_settled_check(node):
         return False
-    if not name or name in VALUES_DECIDE:
-        return True  # an op of somebody else may read memory at any place
+    if name in VALUES_DECIDE or not _is_known(name, node):
+        return True
     if name not in DIVISIONS:
         return False
     call = ops.bind(node)
