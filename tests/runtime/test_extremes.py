@@ -89,6 +89,7 @@ def looped(x):
         (lambda x, y: x % y, (INTS, INTS + 1)),
         (looped, (INTS,)),
         (peek, (FLOATS.double(), INTS)),
+        (lambda lu, pivots: torch.linalg.lu_solve(lu, pivots, lu), (torch.eye(8), torch.arange(1, 9).int())),
         (lambda i, x: torch.nn.functional.embedding_bag(i, x), (INTS, torch.ones(64, 2))),
     ],
 )
@@ -101,11 +102,26 @@ def test_a_division_by_a_number_or_of_floats_is_tried():
     assert extremes(lambda x, y: x / y, INTS, INTS + 1)
 
 
+def test_of_an_index_the_first_and_the_last_that_exist_are_tried():
+    found = extremes(lambda i, n, x: x[i + 1] * n, INTS[0] % 4, INTS[0], torch.ones(8))
+    index, number, _ = found[EXTREME]
+    assert (int(index.min()), int(index.max())) == (-9, 6)
+    assert int(number.max()) == 2**63 - 1
+    assert torch.equal(found[f"{EXTREME} n"][0], INTS[0] % 4)
+
+
+def test_an_index_into_two_tables_exists_in_both():
+    found = extremes(
+        lambda i, x, y: x[i] + torch.nn.functional.embedding(i, y)[:, 0], INTS[0] % 4, torch.ones(8), torch.ones(5, 2)
+    )
+    assert (int(found[f"{EXTREME} i"][0].min()), int(found[f"{EXTREME} i"][0].max())) == (0, 4)
+
+
 def test_what_eager_refuses_is_skipped_and_the_others_are_compared():
     model = nn.Embedding(64, 2).eval()
 
     def scaled(ids, n):
-        return model(ids) * n
+        return model(torch.where(ids > 0, ids, 0)) * n
 
     args = (INTS, INTS[..., None])
     oracle = Oracle(scaled, tsopt.example(*args), tsopt.capture(scaled, args))

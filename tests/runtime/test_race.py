@@ -263,7 +263,7 @@ def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monkeypatch, fault):
     def behave(number, inputs, right):
-        if number <= 50:  # twelve first calls, eight of a verdict, thirty timed calls
+        if number <= 51:  # twelve first calls, nine of a verdict, thirty timed calls
             return right
         if fault == "raises":
             raise RuntimeError("worn out")

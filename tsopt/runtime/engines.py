@@ -1,6 +1,6 @@
 """What engines compute otherwise than PyTorch, by dtype and op: measured against eager on the extremes of each dtype.
 
-`bench/dtypes.py` measures it again.
+`python -m bench.hazards dtypes` shows what is left of it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.program import Program
-from tsopt.compiler.ranges import base_name
+from tsopt.compiler.ranges import PLACES, RULES, Range, base_name, of_dtype, recorded
+from tsopt.runtime.indices import USES, affine, uses_of
+from tsopt.runtime.narrow import PRODUCTS
 
 EXTREME = "extreme"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
@@ -54,6 +56,7 @@ VALUES_DECIDE = frozenset(
     }
     | {"max_unpool2d", "max_unpool3d", "histc", "item", "local_scalar_dense", "tensor_split", "combinations"}
 )
+REDUCTIONS = frozenset({"mean", "var", "std", "all", "any", "prod", "cumprod", "norm", "cummax", "cummin", "equal"})
 # Integer division of the lowest number by -1, and by zero, ends the process.
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gcd", "lcm"})
 # Of floats: here the size of a number decides another one than itself.
@@ -63,18 +66,51 @@ CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fm
 def extreme_values(
     program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The values of all inputs, with extremes in the place of one of them, or of all."""
+    """The values of all inputs, with extremes in the place of one of them, or of all.
+
+    Those of an input that is an index are the first and the last that exist.
+    """
     if len(leaves) != len(program.signature.user_inputs) or not _is_safe(program):
         return
+    indices = _indices(program)
     wanted = [position for position, leaf in enumerate(leaves) if _is_tried(leaf, program)]
+
+    def changed(position: int, number: int = 0) -> torch.Tensor:
+        leaf, limit = leaves[position], indices.get(position)
+        return extreme(leaf, generator, number) if limit is None else index_within(leaf, generator, limit)
+
     for position in wanted:
         leaf, name = leaves[position], program.signature.user_inputs[position].name
-        for number in range(min(ROUNDS, -(-len(numbers_of(leaf.dtype)) // leaf.numel()))):
-            changed = list(leaves)
-            changed[position] = extreme(leaf, generator, number)
-            yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", changed
+        rounds = min(ROUNDS, -(-len(numbers_of(leaf.dtype)) // leaf.numel())) if position not in indices else 1
+        for number in range(rounds):
+            values = [*leaves[:position], changed(position, number), *leaves[position + 1 :]]
+            yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", values
     if len(wanted) > 1:
-        yield EXTREME, [extreme(leaf, generator) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+        yield EXTREME, [changed(i) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+
+
+def _indices(program: Program) -> dict[int, Range]:
+    """The inputs that are indices, by position, and those that exist: eager refuses all others."""
+    values = recorded(program)
+    positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
+    found: dict[int, Range] = {}
+    for use in uses_of(program, values):
+        source = affine(use.index, values)
+        if source is not None:
+            position = positions[source.input]
+            found[position] = found.get(position, of_dtype(values[source.input].dtype)) & source.inverse(use.range)
+    return found
+
+
+def index_within(leaf: torch.Tensor, generator: torch.Generator, limit: Range) -> torch.Tensor:
+    """A tensor like another one, of indices that exist, the first and the last among them."""
+    if limit.low > limit.high:
+        return leaf
+    low, high = int(limit.low), int(limit.high)
+    values = torch.randint(low, high + 1, (leaf.numel(),), generator=generator)
+    ends = torch.tensor([low, high])[: leaf.numel()]
+    values[: len(ends)] = ends
+    return _like(leaf, values.to(leaf.dtype).reshape(leaf.shape).to(leaf.device))
 
 
 def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
@@ -95,7 +131,10 @@ def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> 
     known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype)
     count = leaf.numel()
     places = (torch.arange(count) + number * count) % len(known)
-    values = known[places][torch.randperm(count, generator=generator)].reshape(leaf.shape).to(leaf.device)
+    return _like(leaf, known[places][torch.randperm(count, generator=generator)].reshape(leaf.shape).to(leaf.device))
+
+
+def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if any(step == 0 for step in leaf.stride()):
         return values
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)
@@ -122,6 +161,12 @@ def _is_safe(program: Program) -> bool:
     return not any(_is_unsafe(node) for node in program.calls())
 
 
+def _is_known(name: str, node: fx.Node) -> bool:
+    """Whether it is known what becomes of a whole number: others may take it for a place in memory, unchecked."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or name in RULES or name in PLACES or name in USES or name in PRODUCTS or name in REDUCTIONS
+
+
 def _is_unsafe(node: fx.Node) -> bool:
     values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
     if ops.blocks_of(node):
@@ -129,10 +174,10 @@ def _is_unsafe(node: fx.Node) -> bool:
     if not any(value.dtype in _INTEGERS for value in values):
         return False
     name = base_name(node)
-    if name == "getitem" or ops.is_number(node):
+    if name == "getitem" or ops.is_number(node) or ops.is_settled_check(node):
         return False
-    if not name or name in VALUES_DECIDE:
-        return True  # an op of somebody else may read memory at any place
+    if name in VALUES_DECIDE or not _is_known(name, node):
+        return True
     if name not in DIVISIONS:
         return False
     call = ops.bind(node)

@@ -31,6 +31,7 @@ LADDER = (31, 24, 15)
 LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this size is larger than any that is tried
 CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
 FLOPS = 2e11  # in a second and a thread: faster than any core is
+NEVER = 1 << 30  # threads: so fast that no check is worth its time
 SHARE = 0.01  # of a call, for checks that nobody has asked for
 
 
@@ -91,6 +92,7 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
 
     Args:
         check_indices: look at indices at each call, whatever that costs; otherwise where it is not noticed.
+        threads: that a call has; 0: torch's own number.
     """
     places = _places(program)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
@@ -331,6 +333,8 @@ def _exists(use: Use, place: _At, ranges: Ranges) -> bool:
 
 def _bound(program: Program, places: Sequence[_At], use: Use, source: Affine, position: int) -> Bound | None:
     """The check of an input that is an index; None where its size is not one of the call's."""
+    if program.signature.dims and len(places) == 1:
+        return None
     here = [_use_at(place, use) for place in places]
     if len({item.size for item in here}) == 1:
         found = source.inverse(here[0].range)

@@ -66,9 +66,11 @@ class OnnxRuntimeBackend:
 
     def _examined(self, program: Program) -> Examined:
         from tsopt.runtime.engines import ONNX_RUNTIME
-        from tsopt.runtime.narrow import examine
+        from tsopt.runtime.narrow import NEVER, examine
 
-        return examine(program, ONNX_RUNTIME, self.check_indices, self.threads or 0)
+        # A GPU would have to be waited for: there indices are looked at only where that was asked for.
+        threads = NEVER if _is_on_gpu(program.signature) else self.threads or 0
+        return examine(program, ONNX_RUNTIME, self.check_indices, threads)
 
     def compile(self, program: Program) -> Executable:
         import torch
