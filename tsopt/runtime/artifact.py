@@ -35,13 +35,15 @@ CHECK, REPORT = "check.safetensors", "report.json"  # the example's inputs and e
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
 MOST_THREADS = 1024
 
+PROGRAMS = ("eager", "onednn", "cudagraph")  # backends whose files are a Program
+ONNX = ("onnxruntime", "openvino")  # and those whose file is an ONNX model
+
 # backend -> the libraries that its files need, each with a name that it has where it is whole.
 NEEDS: dict[str, dict[str, str]] = {
     "onnxruntime": {"numpy": "ndarray", "onnxruntime": "InferenceSession"},
     "openvino": {"numpy": "ndarray", "openvino": "Core"},
-    **{name: {"torch": "Tensor"} for name in ("eager", "onednn", "cudagraph", *CODE)},
+    **{name: {"torch": "Tensor"} for name in (*PROGRAMS, *CODE)},
 }
-ONNX = ("onnxruntime", "openvino")  # backends whose file is an ONNX model
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
@@ -65,6 +67,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     with staged(target) as staging:
         executable.save(staging)
         _write_state(staging / STATE, executable)
+        _check_program(staging, executable)
         _write_check(staging / CHECK, model, example, executable.state)
         (staging / REPORT).write_text(json.dumps(report.to_json()))
         digest = _write_manifest(staging, executable, report)
@@ -93,6 +96,22 @@ def _is_bundle(directory: Path) -> bool:
         return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def _check_program(staging: Path, executable: Executable) -> None:
+    """What `load` would refuse is not written. Raises ArtifactError."""
+    if executable.backend not in PROGRAMS:
+        return
+    from tsopt.compiler.serialize import read_program
+
+    try:
+        read_program(staging, executable.state)
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the program that {executable.backend} runs cannot be kept in a bundle",
+            why="; ".join(filter(None, (error.what, error.why))),
+            fix="choose another backend for it: tsopt.optimize(model, x, backends=('onnxruntime',))",
+        ) from error
 
 
 def _write_state(path: Path, executable: Executable) -> None:
@@ -305,8 +324,10 @@ def open_bundle(
 
 def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
     from tsopt.compiler.serialize import read_program
+    from tsopt.compiler.stored_ops import fill_uninitialized
 
     program = read_program(directory, _read_state(directory, signature))
+    fill_uninitialized(program)
     if backend != "eager":
         try:
             return compile(program, backend, **race_options(backend, threads))

@@ -21,6 +21,7 @@ from typing import Any
 
 from tsopt._version import __version__
 from tsopt.compiler.program import Program
+from tsopt.runtime import known
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.cache_directory import directory as directory
 from tsopt.runtime.cache_directory import objection as objection
@@ -141,10 +142,15 @@ def entries() -> list[Path]:
 
 
 def clear() -> int:
-    """Removes all entries; how many there were. Raises OSError for one that cannot be removed."""
+    """Removes all entries, and what is known of bundles; how many entries there were.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
     found = entries()
     for path in (*found, *(directory().glob(f"*{UNFINISHED}") if not objection() else ())):
         path.unlink(missing_ok=True)
+    known.forget_all()
     return len(found)
 
 
