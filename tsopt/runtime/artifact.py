@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,8 +229,13 @@ def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) ->
 
 def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
     """The executable of a bundle; see `load`."""
+    return vetted(bundle, trust, probe)()
+
+
+def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Executable]:
+    """Checks a bundle before any engine sees it here; what opens it."""
     directory, manifest = bundle.directory, bundle.manifest
-    try:
+    with _told(directory):
         backend, options = _backend(directory, manifest, trust), _options(directory, manifest)
         signature = Signature.from_json(manifest["signature"])
         precision = manifest.get("precision", FULL)
@@ -242,9 +248,21 @@ def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
         if probe or (new and probe is None):
             try_out(directory, backend, options, signature, bundle.sizes, trust)
             known.remember(bundle.digest)
-        executable = open_bundle(directory, backend, options, signature, trust)
-        executable.precision = precision
-        return executable
+
+    def opened() -> Executable:
+        with _told(directory):
+            executable = open_bundle(directory, backend, options, signature, trust)
+            executable.precision = precision
+            return executable
+
+    return opened
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """Every error becomes one that says what to do."""
+    try:
+        yield
     except (TsoptError, OSError):
         raise
     except ImportError as error:
