@@ -34,6 +34,7 @@ CALLS: dict[str, Call] = {
     "index.Tensor": ((X, [torch.tensor([0, 3])]), {}),
     "index_put.default": ((X, [torch.tensor([0, 3])], X[:2]), {}),
     "embedding.default": ((X, torch.tensor([0, 3])), {}),
+    "embedding_renorm.default": ((X, torch.tensor([0, 3]), 1.0, 2.0), {}),
     "take.default": ((X, torch.tensor([0, 19])), {}),
     "put.default": ((X, torch.tensor([0, 19]), torch.ones(2)), {}),
     "nll_loss_nd.default": ((X, torch.tensor([0, 1, 2, 4])), {}),

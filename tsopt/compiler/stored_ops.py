@@ -41,12 +41,12 @@ broadcast_to bucketize cartesian_prod cat cauchy cdist chain_matmul chalf channe
 cholesky_solve chunk column_stack complex concat constant_pad_nd contiguous conv1d conv2d conv3d conv_tbc
 conv_transpose1d conv_transpose2d conv_transpose3d copy cosine_embedding_loss cosine_similarity count_nonzero cross
 cross_entropy_loss cummax cummin cumprod cumsum cumulative_trapezoid detach diag diag_embed diagflat diagonal
-diagonal_copy diagonal_scatter diff dist divide dot dropout dsplit dstack einsum embedding empty empty_like
-empty_permuted empty_strided expand expand_as expand_copy exponential eye feature_alpha_dropout feature_dropout
-fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn
-fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq
-fft_rfftn fill flatten flip fliplr flipud floor_divide fractional_max_pool2d fractional_max_pool3d full full_like
-gather geometric geqrf glu gradient grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
+diagonal_copy diagonal_scatter diff dist divide dot dropout dsplit dstack einsum embedding embedding_renorm empty
+empty_like empty_permuted empty_strided expand expand_as expand_copy exponential eye feature_alpha_dropout
+feature_dropout fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2
+fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
+fft_rfftfreq fft_rfftn fill flatten flip fliplr flipud floor_divide fractional_max_pool2d fractional_max_pool3d full
+full_like gather geometric geqrf glu gradient grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
 hamming_window hann_window hardswish hinge_embedding_loss histc histogram histogramdd hsplit hstack huber_loss im2col
 imag index index_add index_copy index_fill index_put index_reduce index_select inner instance_norm isclose isin isreal
 istft kaiser_window kl_div kron kthvalue l1_loss layer_norm lift_fresh_copy linalg_cholesky linalg_cholesky_ex
