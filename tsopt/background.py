@@ -110,7 +110,7 @@ class Job:
 
     def made(self, signature: Signature, structure: Structure) -> Executable:
         """The winner, for calls of this form here."""
-        found = load(self.directory / FORM, trust=True)  # it comes from a process of one's own
+        found = load(self.directory / FORM, trust=True, probe=False)  # it comes from a process of one's own
         own = structure if signature.aliasing else with_own_leaves(structure)
         return found.called_as(replace(signature, outer=own))
 

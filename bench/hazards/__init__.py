@@ -30,6 +30,7 @@ FAMILIES: dict[str, str] = {
     "cache": "what is kept from run to run",
     "commands": "the command line",
     "race": "races that decide nothing",
+    "bundles": "hostile and damaged bundles",
 }
 
 

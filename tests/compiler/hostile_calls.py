@@ -17,6 +17,7 @@ import signal
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ REALS = (float("nan"), float("inf"), -1.5, 1e30, 0.0)
 MEMORY = 2 << 30
 SECONDS = 4  # for one call
 MOST = 400  # calls of one op
+LIMITS = (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)  # those of time and memory are not what this is about
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 
@@ -127,9 +129,8 @@ def outcomes(op: Callable[..., Any], calls: Sequence[Call], compare: bool = True
     # NOTE: the first two lie alike: kernels go through what is aligned otherwise in another order.
     results = [_run(op, calls, at_end, fill) for at_end, fill in ((True, 1), (True, 77), (False, 1))]
     for number, found in enumerate(zip(*results, strict=True)):
-        for end in dict.fromkeys(found):
-            if isinstance(end, int) and end not in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL):
-                wrong.append(f"call {number}: {signal.Signals(end).name}")
+        ends = [end for end in dict.fromkeys(found) if isinstance(end, int) and end not in LIMITS]
+        wrong += [f"call {number}: {signal.Signals(end).name}" for end in ends]
         if compare and isinstance(found[0], bytes) and isinstance(found[1], bytes) and found[0] != found[1]:
             wrong.append(f"call {number}: its answer depends on what was in memory")
     return wrong
@@ -160,7 +161,7 @@ def _serve(op: Callable[..., Any], calls: Sequence[Call], at_end: bool, fill: in
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGILL, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    pages = int(open("/proc/self/statm").read().split()[0])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * PAGE + MEMORY, -1))
     ctypes.CDLL(None).mallopt(-6, fill)  # M_PERTURB: what is allocated and what is freed is filled
     torch.set_num_threads(1)

@@ -7,13 +7,19 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import tsopt
-from tests.runtime.helpers import Witness, sign
+from tests.runtime.helpers import Counter, Witness, save, sign
+from tsopt.compiler import serialize
+from tsopt.runtime import artifact, members
+from tsopt.runtime.members import digest_of
+from tsopt.runtime.staging import ASIDE
 
 
 def refused(directory: Path, text: str, **options) -> tsopt.ArtifactError:
@@ -388,3 +394,199 @@ def test_reading_a_bundle_changes_nothing_in_it(bundle):
     before = sorted((f.name, f.stat().st_mtime_ns) for f in place.iterdir())
     tsopt.load(place)
     assert sorted((f.name, f.stat().st_mtime_ns) for f in place.iterdir()) == before
+
+
+# ---- what is checked before anything is opened -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (lambda raw: raw.replace(b'"backend"', b'"code": true, "backend"', 1), "there twice"),
+        (lambda raw: raw.replace(b'"backend": "eager"', b'"backend": "eager", "x": NaN', 1), "not a number"),
+        (lambda raw: raw.decode().encode("utf-16"), "cannot be read as JSON"),
+        (lambda raw: b"\xef\xbb\xbf" + raw, "cannot be read as JSON"),
+    ],
+)
+def test_a_manifest_that_can_be_read_in_two_ways_is_damage(bundle, raw, why):
+    place = bundle()
+    (place / "manifest.json").write_bytes(raw((place / "manifest.json").read_bytes()))
+    assert why in refused(place, "damaged").why
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"threads": value} for value in (-5, 0, 10**6, True, "2", 1.5, [1])),
+        *({"spinning": "no"}, {"arena": 1}, {"hint": "fast"}, {"precision": "int4"}, {"unknown": {"a": 1}}, []),
+    ],
+)
+def test_an_option_out_of_its_range_is_damage(bundle, options):
+    place = bundle("onnxruntime")
+    sign(place, lambda manifest: manifest.update(options=options))
+    assert "option" in refused(place, "damaged").why
+
+
+def test_a_precision_that_there_is_not_is_damage(bundle):
+    place = bundle("onnxruntime")
+    sign(place, lambda manifest: manifest.update(precision=["fp32"]))
+    assert "the precision is" in refused(place, "damaged").why
+
+
+def test_a_sparse_member_is_damage_at_once(bundle):
+    place, size = bundle(), 100 * 10**9
+    with (place / "report.json").open("r+b") as file:
+        file.truncate(size)
+    if (place / "report.json").stat().st_blocks * 512 > size // 10:
+        pytest.skip("this file system has no sparse files")
+
+    def change(manifest):
+        manifest["members"]["report.json"] = {"sha256": "0" * 64, "size": size}
+
+    manifest = json.loads((place / "manifest.json").read_text())
+    change(manifest)
+    manifest["sha256"] = digest_of(manifest)
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    assert "sparse" in refused(place, "damaged").why
+
+
+def test_a_pipe_in_the_place_of_a_member_is_damage(bundle):
+    place = bundle()
+    (place / "report.json").unlink()
+    os.mkfifo(place / "report.json")
+    assert "'report.json' is missing" in refused(place, "damaged").why
+
+
+def test_a_directory_of_many_files_is_damage(bundle):
+    place = bundle()
+    for number in range(70):
+        (place / f"f{number}").touch()
+    sign(place)
+    assert "more than 64 files" in refused(place, "damaged").why
+
+
+@pytest.mark.parametrize("index", [-1, True, False, 1.0, "0", 10_000])
+def test_a_node_number_that_is_none_is_refused(bundle, index):
+    place = bundle()
+    rewrite(place, lambda data: _first_call(data)["args"]["tuple"].__setitem__(0, {"node": index}))
+    refused(place, "an argument of the stored program is damaged")
+
+
+def test_a_value_that_does_not_fit_into_the_machine_is_refused(bundle):
+    place = bundle()
+    call = {"op": "call_function", "target": "aten.full.default"}
+    call |= {"args": {"tuple": [{"list": [2**40]}, 1]}, "kwargs": {"dict": {}}}
+    rewrite(place, lambda data: data["nodes"].insert(len(data["nodes"]) - 1, call))
+    assert "GB" in refused(place, "does not fit into this machine").why
+
+
+def test_a_program_of_too_many_nodes_is_refused(bundle, monkeypatch):
+    monkeypatch.setattr(serialize, "MAX_NODES", 5)
+    refused(bundle(), "too many nodes")
+
+
+@pytest.mark.parametrize("name", ["eager", "onnxruntime"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda value: value[:1], "has shape"),
+        (lambda value: value.double(), "is float64"),
+        (lambda value: None, "there is no 'count'"),
+    ],
+)
+def test_state_of_another_type_is_refused(tmp_path, name, change, why):
+    from safetensors.torch import load_file, save_file
+
+    executable = tsopt.compile(tsopt.capture(Counter(), torch.zeros(2)), name)
+    place = save(executable, tmp_path / "c.tsopt", Counter(), torch.zeros(2))
+    tensors = {key: change(value) for key, value in load_file(place / "state.safetensors").items()}
+    kept = {key: value for key, value in tensors.items() if value is not None}
+    save_file(kept or {"x": torch.zeros(1)}, place / "state.safetensors")
+    sign(place)
+    assert why in refused(place, "a stored tensor").why
+
+
+# ---- libraries ------------------------------------------------------------------------------------------------
+
+
+def test_a_library_that_is_not_installed_is_named(bundle, monkeypatch):
+    place = bundle("onnxruntime")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(tsopt.BackendError, match="onnxruntime, which is not installed") as caught:
+        tsopt.load(place)
+    assert caught.value.fix == "pip install onnxruntime"
+
+
+def test_a_library_that_is_broken_is_told_as_such(bundle, monkeypatch):
+    place = bundle("onnxruntime")
+    monkeypatch.setitem(sys.modules, "onnxruntime", types.ModuleType("onnxruntime"))
+    with pytest.raises(tsopt.BackendError, match="installed but cannot be used") as caught:
+        tsopt.load(place)
+    assert "--force-reinstall onnxruntime" in caught.value.fix
+
+
+def test_a_library_that_cannot_be_imported_later_is_no_damage(bundle, monkeypatch):
+    def fail(*args: object) -> None:
+        raise ImportError("libsomething.so: cannot open shared object file")
+
+    monkeypatch.setattr(artifact, "open_bundle", fail)
+    with pytest.raises(tsopt.BackendError, match="cannot be used") as caught:
+        tsopt.load(bundle())
+    assert "libsomething.so" in caught.value.why
+
+
+def test_a_bundle_that_may_not_be_read_says_so(bundle, monkeypatch):
+    place = bundle()
+
+    def forbidden(*args: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(members.os, "open", forbidden)
+    assert "Permission denied" in refused(place, "cannot be read").why
+
+
+# ---- one bundle, not two --------------------------------------------------------------------------------------
+
+
+def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(bundles, tmp_path, monkeypatch):
+    place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
+    real, swapped = artifact.open_bundle, []
+
+    def slow(directory, backend, *rest):
+        if not swapped:
+            swapped.append(backend)
+            shutil.rmtree(place)
+            shutil.copytree(bundles["onnxruntime"], place)
+        return real(directory, backend, *rest)
+
+    monkeypatch.setattr(artifact, "open_bundle", slow)
+    assert tsopt.load(place).backend == "onnxruntime"
+    assert swapped == ["eager"]
+
+
+def test_a_file_that_is_written_while_it_is_read_is_noticed(bundles, tmp_path, monkeypatch):
+    place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
+    real, times = artifact.open_bundle, []
+
+    def slow(*given):
+        found = real(*given)
+        times.append(1)
+        if len(times) == 1:
+            os.utime(place / "weights.safetensors", (1, 1))
+        return found
+
+    monkeypatch.setattr(artifact, "open_bundle", slow)
+    assert tsopt.load(place).backend == "eager"
+    assert len(times) == 2
+
+
+def test_a_bundle_that_is_replaced_all_the_time_is_told(bundles, tmp_path, monkeypatch):
+    place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
+    times = iter(range(100))
+    monkeypatch.setattr(artifact, "open_bundle", lambda *given: os.utime(place / "report.json", (1, next(times))))
+    refused(place, "was replaced each time")
+
+
+def test_a_bundle_that_was_set_aside_is_read(bundles, tmp_path):
+    shutil.copytree(bundles["eager"], tmp_path / f".b.tsopt.1{ASIDE}")
+    assert tsopt.load(tmp_path / "b.tsopt").backend == "eager"

@@ -40,7 +40,7 @@ def place(request, monkeypatch, tmp_path) -> Iterator[Path]:
         without_exchange(monkeypatch)
     elif not can_exchange(tmp_path):
         pytest.skip("this file system cannot exchange two names")
-    yield tmp_path / "m.tsopt"
+    return tmp_path / "m.tsopt"
 
 
 def can_exchange(directory: Path) -> bool:

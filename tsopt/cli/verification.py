@@ -11,9 +11,10 @@ from typing import Any
 from tsopt.cli.process import lacking
 from tsopt.compiler.signature import Signature, mismatch
 from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
-from tsopt.runtime.artifact import CHECK, load
+from tsopt.runtime.artifact import CHECK, vetted
 from tsopt.runtime.backend import Executable
 from tsopt.runtime.environment import is_installed
+from tsopt.runtime.members import Bundle, reading
 
 AGAIN = "export the model again on this machine"
 
@@ -34,11 +35,10 @@ def against_record(bundle: Path, trust: bool) -> Checked:
         BackendError: it fails here.
         AccuracyError: it gives something else here.
     """
-    executable, seconds = _load(bundle, trust)
+    executable, seconds, (inputs, expected) = reading(bundle, lambda found: _with_record(found, trust))
     compare = _comparison()
     signature = executable.signature
     returned = signature.outputs[len(signature.writes) :]
-    inputs, expected = _record(bundle, signature)
     worst = 0.0
     for item, value, reference in zip(returned, _answer(executable, inputs, bundle), expected, strict=True):
         found = compare(value, reference, executable.precision)
@@ -64,7 +64,7 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
         BackendError: it fails where the model does not.
         AccuracyError: it computes something else.
     """
-    executable, seconds = _load(bundle, trust)
+    executable, seconds = reading(bundle, lambda found: _load(found, trust))
     from tsopt.api import as_eval
     from tsopt.compiler.capture import capture
     from tsopt.compiler.example import as_examples
@@ -90,17 +90,22 @@ def _comparison() -> Callable[[Any, Any, str], Any]:
     return lambda value, wanted, name: compare(value, wanted, limit=LIMITS.get(name))
 
 
-def _load(bundle: Path, trust: bool) -> tuple[Executable, float]:
-    start = time.perf_counter()
+def _load(bundle: Bundle, trust: bool) -> tuple[Executable, float]:
+    """Tries a bundle out in a process of its own, then loads it here; seconds of the latter."""
     try:
-        return load(bundle, trust=trust), time.perf_counter() - start
+        opened = vetted(bundle, trust, probe=True)
+        start = time.perf_counter()
+        return opened(), time.perf_counter() - start
     except TsoptError as error:
         absent = lacking(error.__cause__)
         if absent is None:
             raise
         raise absent from error
-    except OSError as error:
-        raise ArtifactError("the bundle cannot be read", where=str(bundle), why=str(error)) from error
+
+
+def _with_record(bundle: Bundle, trust: bool) -> tuple[Executable, float, tuple[list[Any], list[Any]]]:
+    executable, seconds = _load(bundle, trust)
+    return executable, seconds, _record(bundle.directory, executable.signature)
 
 
 def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,15 @@ CHECK, REPORT = "check.safetensors", "report.json"  # the example's inputs and e
 STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
 MOST_THREADS = 1024
 
+PROGRAMS = ("eager", "onednn", "cudagraph")  # backends whose files are a Program
+ONNX = ("onnxruntime", "openvino")  # and those whose file is an ONNX model
+
 # backend -> the libraries that its files need, each with a name that it has where it is whole.
 NEEDS: dict[str, dict[str, str]] = {
     "onnxruntime": {"numpy": "ndarray", "onnxruntime": "InferenceSession"},
     "openvino": {"numpy": "ndarray", "openvino": "Core"},
-    **{name: {"torch": "Tensor"} for name in ("eager", "onednn", "cudagraph", *CODE)},
+    **{name: {"torch": "Tensor"} for name in (*PROGRAMS, *CODE)},
 }
-ONNX = ("onnxruntime", "openvino")  # backends whose file is an ONNX model
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
@@ -65,6 +68,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     with staged(target) as staging:
         executable.save(staging)
         _write_state(staging / STATE, executable)
+        _check_program(staging, executable)
         _write_check(staging / CHECK, model, example, executable.state)
         (staging / REPORT).write_text(json.dumps(report.to_json()))
         digest = _write_manifest(staging, executable, report)
@@ -93,6 +97,22 @@ def _is_bundle(directory: Path) -> bool:
         return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def _check_program(staging: Path, executable: Executable) -> None:
+    """What `load` would refuse is not written. Raises ArtifactError."""
+    if executable.backend not in PROGRAMS:
+        return
+    from tsopt.compiler.serialize import read_program
+
+    try:
+        read_program(staging, executable.state)
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the program that {executable.backend} runs cannot be kept in a bundle",
+            why="; ".join(filter(None, (error.what, error.why))),
+            fix="choose another backend for it: tsopt.optimize(model, x, backends=('onnxruntime',))",
+        ) from error
 
 
 def _write_state(path: Path, executable: Executable) -> None:
@@ -209,8 +229,13 @@ def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) ->
 
 def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
     """The executable of a bundle; see `load`."""
+    return vetted(bundle, trust, probe)()
+
+
+def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Executable]:
+    """Checks a bundle before any engine sees it here; what opens it."""
     directory, manifest = bundle.directory, bundle.manifest
-    try:
+    with _told(directory):
         backend, options = _backend(directory, manifest, trust), _options(directory, manifest)
         signature = Signature.from_json(manifest["signature"])
         precision = manifest.get("precision", FULL)
@@ -223,9 +248,21 @@ def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
         if probe or (new and probe is None):
             try_out(directory, backend, options, signature, bundle.sizes, trust)
             known.remember(bundle.digest)
-        executable = open_bundle(directory, backend, options, signature, trust)
-        executable.precision = precision
-        return executable
+
+    def opened() -> Executable:
+        with _told(directory):
+            executable = open_bundle(directory, backend, options, signature, trust)
+            executable.precision = precision
+            return executable
+
+    return opened
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """Every error becomes one that says what to do."""
+    try:
+        yield
     except (TsoptError, OSError):
         raise
     except ImportError as error:
@@ -305,8 +342,10 @@ def open_bundle(
 
 def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
     from tsopt.compiler.serialize import read_program
+    from tsopt.compiler.stored_ops import fill_uninitialized
 
     program = read_program(directory, _read_state(directory, signature))
+    fill_uninitialized(program)
     if backend != "eager":
         try:
             return compile(program, backend, share_weights=True, **race_options(backend, threads))

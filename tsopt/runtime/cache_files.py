@@ -8,6 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from tsopt.runtime import known
 from tsopt.runtime.cache_directory import directory, objection
 
 LARGEST = 1 << 20  # bytes of an entry
@@ -97,7 +98,7 @@ def drop_oldest(most: int) -> None:
 
 
 def clear() -> int:
-    """Removes all entries, and what is in the place of one; how many entries there were.
+    """Removes all entries, what is in the place of one, and what is known of bundles; how many entries there were.
 
     Raises:
         OSError: for one that cannot be removed.
@@ -107,6 +108,7 @@ def clear() -> int:
         if path.is_dir() and not path.is_symlink():
             continue  # not ours: nothing here makes one
         path.unlink(missing_ok=True)
+    known.forget_all()
     return count
 
 

@@ -187,7 +187,9 @@ class _Scan:
                 raise self.refuse("it says how it is to be trained")
             elif number == 25:
                 self.function(value)
-        if self.expanded(self.main, (), {}) > MOST_NODES:
+        known: dict[Name, int] = {}
+        bodies = ((self.main, ()), *((body, (name,)) for name, body in self.functions.items()))
+        if max(self.expanded(body, within, known) for body, within in bodies) > MOST_NODES:
             raise self.refuse(f"it has more than {MOST_NODES} nodes when every function is in its place")
 
     def opset(self, span: Span) -> None:

@@ -1,0 +1,121 @@
+"""Some hundred hostile bundles, made systematically: each is refused in our words, or opened, in time and in bounds."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.hazards import bundles as hazards
+
+KINDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
+JUNK = (None, -1, 2**70, True, "", "x" * 10_000, [], {}, [[]], {"node": 0}, 1.5)
+PIECES, FLIPS = 16, 12
+WANTED = 400
+SIGNED = {"manifest.json"}
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A sound bundle of each kind; that of OpenVINO is ONNX Runtime's with another name on it."""
+    found = {}
+    for kind in KINDS:
+        place = tmp_path_factory.mktemp(kind)
+        hazards.make(lambda bundle: None, "onnxruntime" if kind == "openvino" else kind, place)
+        if kind == "openvino":
+            options = {"threads": 1, "hint": "latency", "precision": "fp32"}
+            hazards.sign(place / "m.tsopt", lambda manifest, o=options: manifest.update(backend="openvino", options=o))
+        found[kind] = place
+    return found
+
+
+def cut(name: str, sixteenths: int, bundle: Path) -> None:
+    raw = (bundle / name).read_bytes()
+    (bundle / name).write_bytes(raw[: len(raw) * sixteenths // PIECES])
+    hazards.sign(bundle)
+
+
+def flipped(name: str, seed: int, bundle: Path) -> None:
+    raw, draw = bytearray((bundle / name).read_bytes()), random.Random(f"{name} {seed}")
+    for _ in range(1 + seed % 4):
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+    (bundle / name).write_bytes(raw)
+    hazards.sign(bundle)
+
+
+def replaced(name: str, path: tuple[Any, ...], value: Any, bundle: Path) -> None:
+    """One value of a JSON member, or of the manifest, by another; where there is none, it goes."""
+    data = json.loads((bundle / name).read_text())
+    *way, last = path
+    inner = functools.reduce(lambda item, key: item[key], way, data)
+    inner[last] = copy.deepcopy(value)
+    if name == "manifest.json":
+        hazards.sign(bundle, lambda manifest: (manifest.clear(), manifest.update(data)))
+        return
+    (bundle / name).write_text(json.dumps(data))
+    hazards.sign(bundle)
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths to all values within a JSON value."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def changes(kind: str, bundle: Path) -> Iterator[tuple[str, Change]]:
+    for name in sorted(file.name for file in bundle.iterdir() if file.name not in ("manifest.json", "report.json")):
+        for sixteenths in range(0, PIECES, 3):
+            yield f"{name} cut at {sixteenths}/{PIECES}", functools.partial(cut, name, sixteenths)
+        for seed in range(FLIPS):
+            yield f"{name} flipped {seed}", functools.partial(flipped, name, seed)
+    for name in ("manifest.json", "program.json"):
+        if not (bundle / name).exists():
+            continue
+        found = [
+            path for path in places(json.loads((bundle / name).read_text())) if path[0] not in ("sha256", "members")
+        ]
+        draw = random.Random(name)
+        for number, path in enumerate(draw.sample(found, min(len(found), 24))):
+            value = JUNK[number % len(JUNK)]
+            yield f"{name} {path} is {str(value)[:20]}", functools.partial(replaced, name, path, value)
+
+
+def all_changes(sound: dict[str, Path]) -> list[tuple[str, str, Change]]:
+    return [(kind, *change) for kind in KINDS for change in changes(kind, sound[kind] / "m.tsopt")]
+
+
+def outcome(kind: str, change: Change, source: Path, place: Path) -> str:
+    """What is wrong with what becomes of a bundle; empty when all is well. Other weights give other answers."""
+    shutil.copytree(source, place, dirs_exist_ok=True)
+    try:
+        change(place / "m.tsopt")
+        load = functools.partial(hazards.loaded, place)
+        said = hazards.in_process("", kind, str(place)) if kind == "openvino" else hazards.apart(load, hazards.SECONDS)
+    finally:
+        shutil.rmtree(place)
+    found = hazards.judged(said)
+    return "" if found.kind in ("right", "refused") or said["kind"] == "other" else found.why
+
+
+def test_there_are_enough_of_them(sound):
+    assert len(all_changes(sound)) + len(hazards.CASES) >= WANTED
+
+
+def test_every_one_is_refused_or_opened(sound, tmp_path, fuzz_factor):
+    found = all_changes(sound)
+    chosen = found if fuzz_factor > 1 else [item for item in found if item[0] == "onnxruntime"][::11]
+    wrong = []
+    for number, (kind, name, change) in enumerate(chosen):
+        said = outcome(kind, change, sound[kind], tmp_path / str(number))
+        if said:
+            wrong.append(f"{kind}: {name}: {said}")
+    assert not wrong, "\n".join(wrong)
