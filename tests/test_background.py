@@ -284,3 +284,42 @@ def test_an_argument_that_contains_itself_is_eager():
     cycle.append(cycle)
     net = tsopt.hybridize(lambda x, y: x * 2, **QUICK)
     assert torch.equal(net(X, cycle), X * 2)
+
+
+def test_what_changes_of_the_model_is_seen_in_the_background_as_well():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    tsopt.wait(net)
+    assert len(reports(net)) == 1
+    net.layers[3].linear.register_forward_hook(lambda module, args, output: output + 1)
+    torch.testing.assert_close(net(X), net.layers(X))
+    assert reports(net) == [], "it is made again"
+
+
+class Counts(Net):
+    """Counts its calls in Python too."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_what_calls_of_the_model_count_in_python_is_no_change():
+    net = tsopt.hybridize(Counts().eval(), **QUICK)
+    for _ in range(3):
+        net(X)
+    tsopt.wait(net)
+    assert len(reports(net)) == 1
+
+
+def test_an_audit_finds_what_nobody_sees_in_the_background():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    tsopt.wait(net)
+    for module in net.layers:
+        module.linear.weight.detach().numpy()[:] *= -3
+    compiled_of(net)._audits.left = 0
+    with pytest.warns(UserWarning, match="in an audited call, output: .* of 64 values beyond"):
+        torch.testing.assert_close(net(X), net.layers(X))
