@@ -76,7 +76,7 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     assert reports(net)[0].winner.startswith("ONNX Runtime"), reports(net)[0]
     assert torch.equal(net(X[:1]), Net().eval().layers(X[:1])), "another form is eager's until it is ready as well"
     assert tsopt.wait(net) is True
-    monkeypatch.setattr(Net, "forward", None)
+    monkeypatch.setattr(nn.functional, "gelu", None)
     for rows in (4, 1):
         torch.testing.assert_close(net(X[:rows]), wanted[:rows])
     assert net.x == 4, "the buffers that a call writes are those of the model"
@@ -284,3 +284,45 @@ def test_an_argument_that_contains_itself_is_eager():
     cycle.append(cycle)
     net = tsopt.hybridize(lambda x, y: x * 2, **QUICK)
     assert torch.equal(net(X, cycle), X * 2)
+
+
+def test_what_changes_of_the_model_is_seen_in_the_background_as_well():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    tsopt.wait(net)
+    won = reports(net)[0].winner
+    net.layers[3].linear.register_forward_hook(lambda module, args, output: output + 1)
+    torch.testing.assert_close(net(X), net.layers(X))
+    assert won == "eager" or reports(net) == [], "it is made again"
+
+
+class Counts(Net):
+    """Counts its calls in Python too."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_what_calls_of_the_model_count_in_python_is_no_change():
+    net = tsopt.hybridize(Counts().eval(), **QUICK)
+    for _ in range(3):
+        net(X)
+    tsopt.wait(net)
+    assert len(reports(net)) == 1
+
+
+def test_an_audit_finds_what_nobody_sees_in_the_background():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    tsopt.wait(net)
+    for module in net.layers:
+        module.linear.weight.detach().numpy()[:] *= -3
+    compiled_of(net)._audits.left = 0
+    won = reports(net)[0].winner
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(net(X), net.layers(X))
+    assert won == "eager" or "in an audited call, output: " in str(said[0].message)

@@ -72,6 +72,16 @@ def test_audits_take_at_most_their_share_of_ten_thousand_calls(call, audit):
     assert spent >= 0.004 * served, "what may be spent is"
 
 
+def test_a_call_that_had_to_wait_does_not_stand_for_hundreds():
+    clock = Clock()
+    audits = Audits(clock=clock, choose=middle)
+    serve(audits, FIRST, clock)
+    audits.left, before = 0, audits.served
+    audits._since = 500
+    audits.timed(lambda: setattr(clock, "now", clock.now + 10.0))
+    assert audits.served - before <= 10.0 + FIRST * 1e-3
+
+
 def test_a_share_of_none_is_none():
     audits = Audits(0)
     assert audits.left == NEVER

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime import parts
+from tsopt.runtime import parts, race
 from tsopt.runtime.parts import PARTS, InParts
-from tsopt.runtime.timing import Timing
+from tsopt.runtime.timing import Speedup, Timing
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager", "onednn")}
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -219,3 +219,68 @@ def test_eval_mode_is_kept_in_parts():
     assert model.training
     wanted = Branches().eval()(X)["y"].detach()
     torch.testing.assert_close(fast(X)["y"], wanted)
+
+
+def due(fast):
+    """An audit at the next call."""
+    fast._audits.left = fast._audits.count = 0
+    return fast
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_an_audit_leaves_what_the_python_of_the_model_counts():
+    model = Branches().eval()
+    fast = due(optimized(model))
+    calls, count = model.calls, model.count.clone()
+    fast(X)
+    assert (fast._audits.count, fast.backend) == (1, "parts")
+    assert (model.calls, model.count) == (calls + 1, count + 1)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_what_parts_do_not_notice_an_audit_finds(monkeypatch):
+    monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            return {"y": self.second(hidden) if hidden.sum() > 1e6 else self.second(-hidden)}
+
+    model = Decides().eval()
+    fast = due(optimized(model, frontend="parts"))
+    model.second.weight.detach().numpy()[:] *= 2
+    wanted = model(X)["y"].detach()
+    with pytest.warns(UserWarning, match="runs eager from now on: in an audited call, y: 12 of 12 values"):
+        torch.testing.assert_close(fast(X)["y"], wanted)
+    assert fast.backend == "eager"
+    assert "since then" in fast.report.text
+
+
+def test_a_script_keeps_the_weights_of_then(monkeypatch):
+    def measure(calls, inputs, **_):
+        return {name: Timing((9.0, 9.01) if name == "eager" else (1.0, 1.01), 5) for name in calls}
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if float(y.sum()) > 0:
+                y = y * 2
+            return y
+
+    monkeypatch.setattr(parts, "measure", measure)
+    script = torch.jit.script(Decides().eval())
+    fast = due(optimized(script))
+    wanted = fast(X)
+    with torch.no_grad():
+        script.layer.weight.mul_(2)
+    with pytest.warns(UserWarning, match="calls keep those of then"):
+        torch.testing.assert_close(due(fast)(X), wanted)
+    assert fast.backend == "torchscript"

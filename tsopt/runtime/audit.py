@@ -33,7 +33,7 @@ from tsopt.runtime.held_out import sizes_in
 log = logging.getLogger("tsopt")
 SHARE = 0.01  # of the time served
 FIRST = 100  # calls, of which the first audit is one; not of the first half, which often only warm things up
-NEAR, FAR = 8, 1 << 12  # calls between two that are timed, at least and at most
+NEAR, FAR = 8, 1 << 9  # calls between two that are timed, at least and at most
 NEVER = float("inf")
 AUDITED = "audited"
 EAGER_RAISES = "eager raises "
@@ -58,7 +58,10 @@ class Audits:
         served, spent: seconds of calls, estimated from those that were timed; seconds of audits.
     """
 
-    __slots__ = ("_choose", "_clock", "_expected", "_lock", "_since", "count", "left", "served", "share", "spent")
+    __slots__ = (
+        *("_choose", "_clock", "_expected", "_lock", "_looked", "_since"),
+        *("count", "left", "served", "share", "spent"),
+    )
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Audits:
         self.share = check_share(share)
         # A generator of its own: that of the process is the user's.
         self._clock, self._choose = clock, choose or random.Random().randrange
-        self._lock = threading.Lock()
+        self._lock, self._looked = threading.Lock(), self._clock()
         self.count, self.served, self.spent, self._expected, self._since = 0, 0.0, 0.0, 0.0, 0
         self.left: float = NEVER
         if share:
@@ -112,8 +115,11 @@ class Audits:
             self.left = NEVER
             start = self._clock()
             result = call()
-            took = max(self._clock() - start, 1e-9)
-            self.served += took * self._since
+            end = self._clock()
+            took = max(end - start, 1e-9)
+            # No more than has passed: one call that had to wait for a core does not stand for hundreds.
+            self.served += min(took * self._since, max(end - self._looked, took))
+            self._looked = end
             missing = (self.spent + self._expected) / self.share - self.served if self.share else NEVER
             calls = int(min(max(missing / took / 2, NEAR), FAR))
             self._wait(self._choose(2 * calls))

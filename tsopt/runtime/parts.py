@@ -5,6 +5,7 @@ For models that are no single graph. The result runs, and cannot be saved: the P
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import warnings
@@ -24,11 +25,12 @@ from tsopt.errors import ArtifactError, BackendError, CaptureError, NotReady, Ts
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.ambient import Unserved, objection_to
 from tsopt.runtime.audit import LOOK_AT, Audits, difference
-from tsopt.runtime.dispatch import Optimized
+from tsopt.runtime.dispatch import CHANGED, Optimized
 from tsopt.runtime.environment import environment
 from tsopt.runtime.race import EAGER, Progress, device_wait, with_timing
 from tsopt.runtime.report import Report, Row
 from tsopt.runtime.timing import cold_start, measure
+from tsopt.runtime.watch import Weights
 
 log = logging.getLogger("tsopt")
 PARTS = "in parts"
@@ -61,6 +63,8 @@ class InParts:
         self._flags = [module.training for module in modules_of(model)]
         self.backend = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}[report.winner]
         self._run = model if report.winner == EAGER else run
+        # The Python between parts reads the model's weights as they are, and parts notice new ones; a script keeps its.
+        self._weights = Weights(model) if self.backend == "torchscript" and self._audits.share else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reason = objection_to(args, kwargs)
@@ -77,9 +81,11 @@ class InParts:
         with self._audits.turn() as audited:
             found = self.difference(args, kwargs) if audited else ""
         if found:
-            self._run, self.backend = self.model, "eager"
             self._audits.end()
-            text = f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}"
+            text = f"{CHANGED.format(self.report.model)}: calls keep those of then"
+            if self._weights is None or not self._weights.changed():
+                self._run, self.backend = self.model, "eager"
+                text = f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}"
             self.report = self.report.with_audit(text)
             warnings.warn(f"tsopt: {text}", stacklevel=3)
         return self._audits.timed(lambda: self(*args, **kwargs))
@@ -179,7 +185,8 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
             "the TorchScript is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(model))
+        # Of a copy: what is frozen shares the weights that nothing folds with what it was frozen from.
+        return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(copy.deepcopy(model)))
     if isinstance(model, InEvalMode):
         return PARTS, InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
     return PARTS, torch.compile(model, backend=backend, dynamic=False)
