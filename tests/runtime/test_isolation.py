@@ -18,6 +18,7 @@ from torch import nn
 import tsopt
 from tests.runtime.faulty import SLOW
 from tsopt.compiler.example import Example
+from tsopt.runtime import isolation
 from tsopt.runtime.endings import NoCandidate
 from tsopt.runtime.isolation import Lost, Workshop, can_isolate, is_on_cpu
 from tsopt.runtime.processes import descendants
@@ -81,6 +82,7 @@ KINDS = {
     "Aborts": ("crashed", "SIGABRT while it was asked to compile"),
     "Exits": ("exited", "its process ended with status 0 while it was asked to compile"),
     "Hungry": ("out of memory", "MemoryError"),
+    "NoFile": ("system error", "FileNotFoundError"),
     "WrongValue": ("wrong", "output on the example input"),
     "WrongType": ("failed", "float64, expected float32"),
     "WrongShape": ("failed", "has shape"),
@@ -102,6 +104,41 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
     assert rows["eager + passes"].status == "ok"
     assert rows["eager"].timing is not None
     assert found.winner in ("eager", "eager + passes")
+
+
+def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
+    other = tsopt.capture(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3))
+    for program in (other, mlp_program):
+        Workshop.open(shop, program, threads=1, memory=4 << 30)
+        candidate = shop.candidate("eager")
+        candidate.compile()
+        (item,) = program.signature.user_inputs
+        x = torch.ones(item.type.shape)
+        example = Example((x,))
+        assert candidate.seconds([example], 1) > 0
+        torch.testing.assert_close(candidate(x), tsopt.compile(program, "eager")(x))
+
+
+def no_sockets(*_):
+    raise OSError(24, "Too many open files")
+
+
+def test_where_the_system_gives_no_process_candidates_are_lost_to_it(shop, mlp_program, monkeypatch):
+    monkeypatch.setattr(isolation.socket, "socketpair", no_sockets)
+    with pytest.raises(isolation.Lost, match="no process can be started for a candidate") as caught:
+        shop.candidate("eager")
+    assert caught.value.kind == "system error"
+    with Workshop() as another, pytest.raises(tsopt.BackendError, match=r"no process can be started: .* open files"):
+        another.open(mlp_program, threads=1)
+
+
+def test_where_the_helper_is_gone_candidates_are_lost_with_it(mlp_program):
+    with Workshop() as made:
+        made.open(mlp_program, threads=1)
+        made._process.kill()
+        with pytest.raises(isolation.Lost, match="does not answer") as caught:
+            made.candidate("eager")
+    assert caught.value.kind == "crashed"
 
 
 def test_a_candidate_that_remembers_its_last_input_gains_nothing(try_all):
