@@ -187,7 +187,7 @@ class _Request:
             self.tell("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
-            captured, rehearsal = self.captured(given, example, allow_nan=self.allow_nan, dynamic=self.dynamic)
+            captured, rehearsal = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
             captured = rehearsal.program(captured)
             sized = Sized(captured)
@@ -272,13 +272,13 @@ class _Request:
             log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
         return InEager(called, name_of(self.model), errors)
 
-    def captured(self, given: Any, example: Example, **options: Any) -> tuple[Program, Rehearsal]:
+    def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
         """The program, and what is to be called in the model's place when something is compared with it."""
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)
         rehearsed = apart and not isinstance(self.model, ExportedProgram)
-        return program, rehearsal_of(called, program, example, seed=self.seed) if rehearsed else Rehearsal(called)
+        return program, rehearsal_of(called, program) if rehearsed else Rehearsal(called)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
@@ -297,7 +297,7 @@ class _Request:
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
-        captured, rehearsal = self.captured(example, example, allow_nan=True)
+        captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
         optimized, _ = transform_with_records(
             captured, self.passes, level=self.level, without=self.without, keep_going=True

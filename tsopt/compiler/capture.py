@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.alike import answers_alike
 from tsopt.compiler.apart import TRACING, apart
 from tsopt.compiler.contents import held_by
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
@@ -119,11 +120,15 @@ def _from_shadow(
 ) -> Program | None:
     """The program of a shadow of the model; None where that is not the same model.
 
-    It is another where it reaches modules of the model past itself, by a global name or a table of its own, or fails
-    where the model may not.
+    It is another where it answers otherwise, reaches modules of the model past itself, by a global name or a table of
+    its own, or fails where the model may not.
     """
     shadow = shadow_of(model)
     if shadow is None:
+        return None
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    # In eval mode: to ask the model itself, its flags would have to be set for all who call it.
+    if not (training and eval_mode) and not answers_alike(model, shadow.called, example):
         return None
     strayed: list[nn.Module] = []
 
