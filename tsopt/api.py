@@ -32,7 +32,7 @@ from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
-from tsopt.runtime.fallback import InEager
+from tsopt.runtime.fallback import InEager, reason_of
 from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
@@ -133,7 +133,7 @@ def optimize(
                 raise
             because = error
         except Exception as error:
-            return request.in_eager(examples[0], error)
+            return request.for_one_size(error, *examples) or request.in_eager(examples[0], error)
     try:
         return request.in_parts(because, *examples)
     except Exception as error:
@@ -252,6 +252,22 @@ class _Request:
         )
         if self.dynamic is not None or len(examples) > 1:
             made.report = replace(made.report, sizes=ONE_BY_ONE)
+        return made
+
+    def for_one_size(self, error: Exception, *examples: Example) -> Optimized | None:
+        """The model for the sizes of the first example, where that was not possible for many; None where it is not.
+
+        Args:
+            error: why not for many.
+        """
+        many = self.dynamic is not None or len(examples) > 1
+        if not many or type(error) is not CaptureError or self.frontend != "auto":
+            return None
+        try:
+            made = replace(self, dynamic=None).as_one_graph(examples[0])
+        except Exception:  # whatever that is, the first reason is the one to be told
+            return None
+        made.report = replace(made.report, sizes=f"none is dynamic, because: {reason_of(error)}")
         return made
 
     def in_eager(self, example: Example, *errors: Exception) -> InEager:

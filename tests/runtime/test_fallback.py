@@ -203,3 +203,15 @@ def test_a_number_that_values_decide_is_refused_by_name():
 
     with pytest.raises(tsopt.NotOneGraph, match="computed from values of a tensor"):
         tsopt.capture(rows, (X, torch.tensor([0, 1, 1])))
+
+
+def test_sizes_that_cannot_be_dynamic_are_those_of_the_example_and_the_report_says_why(monkeypatch):
+    def fails(*args, **kwargs):
+        raise tsopt.CaptureError("what was captured is not right at n=7")
+
+    monkeypatch.setattr(api, "settled", fails)
+    fast = tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, **OPTIONS)
+    assert isinstance(fast, tsopt.Optimized)
+    assert fast.report.sizes == "none is dynamic, because: what was captured is not right at n=7"
+    with pytest.raises(tsopt.CaptureError, match="not right at n=7"):
+        tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, frontend="export", **OPTIONS)

@@ -130,20 +130,19 @@ def test_a_model_that_returns_an_object_of_its_own_is_called_itself():
 QUICK = ("a convolution and batch norm", "a counter in a buffer", "a child that knows its parent")
 HOW = {
     "optimize": {"work": threads.optimize},
+    "engines": {"work": threads.with_engines},
     "hybrid": {"serve": threads.hybrid},
     "new forms": {"serve": threads.optimized},
 }
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_calls_in_other_threads_are_right_while_a_model_is_optimized(name, monkeypatch):
-    monkeypatch.setitem(threads.OPTIONS, "backends", ("eager",))
+def test_calls_in_other_threads_are_right_while_a_model_is_optimized(name):
     make, given = threads.MODELS[name]
-    assert threads.watch(make().eval(), given, forms=1, **HOW["optimize"]).kind == "right"
+    assert threads.watch(make().eval(), given, **HOW["optimize"]).kind == "right"
 
 
-def test_flags_of_training_are_not_seen_to_change(monkeypatch):
-    monkeypatch.setitem(threads.OPTIONS, "backends", ("eager",))
+def test_flags_of_training_are_not_seen_to_change():
     case = next(case for case in threads.CASES if "eval_mode" in case.name)
     assert case.outcome("tsopt").kind == "right"
 
