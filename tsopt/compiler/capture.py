@@ -126,10 +126,6 @@ def _from_shadow(
     shadow = shadow_of(model)
     if shadow is None:
         return None
-    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
-    # In eval mode: to ask the model itself, its flags would have to be set for all who call it.
-    if not (training and eval_mode) and not answers_alike(model, shadow.called, example):
-        return None
     strayed: list[nn.Module] = []
 
     def on_call(module: nn.Module) -> None:
@@ -144,7 +140,11 @@ def _from_shadow(
             log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
             return None
         raise
-    return None if strayed else shadow.linked(program)
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
+    unasked = bool(program.state) or (training and eval_mode)
+    same = not strayed and (unasked or answers_alike(model, shadow.called, example))
+    return shadow.linked(program) if same else None
 
 
 def _in_its_mode(
