@@ -35,7 +35,7 @@ from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
-from tsopt.runtime.fallback import InEager
+from tsopt.runtime.fallback import InEager, reason_of
 from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
@@ -156,7 +156,7 @@ def optimize(
                 raise
             because = error
         except Exception as error:
-            return request.in_eager(examples[0], error)
+            return request.for_one_size(error, *examples) or request.in_eager(examples[0], error)
     try:
         return request.in_parts(because, *examples)
     except Exception as error:
@@ -215,7 +215,7 @@ class _Request:
             self.tell("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
-            captured, rehearsal = self.captured(given, example, allow_nan=self.allow_nan, dynamic=self.dynamic)
+            captured, rehearsal = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
             capture_seconds = time.perf_counter() - start
             if not captured.signature.aliasing:
                 examples = tuple(item.apart() for item in examples)
@@ -302,6 +302,22 @@ class _Request:
             made.report = replace(made.report, sizes=ONE_BY_ONE)
         return made
 
+    def for_one_size(self, error: Exception, *examples: Example) -> Optimized | None:
+        """The model for the sizes of the first example, where that was not possible for many; None where it is not.
+
+        Args:
+            error: why not for many.
+        """
+        many = self.dynamic is not None or len(examples) > 1
+        if not many or type(error) is not CaptureError or self.frontend != "auto":
+            return None
+        try:
+            made = replace(self, dynamic=None).as_one_graph(examples[0])
+        except Exception:  # whatever that is, the first reason is the one to be told
+            return None
+        made.report = replace(made.report, sizes=f"none is dynamic, because: {reason_of(error)}")
+        return made
+
     def in_eager(self, example: Example, *errors: Exception) -> InEager:
         """The model as it is, where tsopt cannot make anything of it.
 
@@ -320,13 +336,13 @@ class _Request:
             log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
         return InEager(called, name_of(self.model), errors, self.on_gradients)
 
-    def captured(self, given: Any, example: Example, **options: Any) -> tuple[Program, Rehearsal]:
+    def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
         """The program, and what is to be called in the model's place when something is compared with it."""
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)
         rehearsed = apart and not isinstance(self.model, ExportedProgram)
-        return program, rehearsal_of(called, program, example, seed=self.seed) if rehearsed else Rehearsal(called)
+        return program, rehearsal_of(called, program) if rehearsed else Rehearsal(called)
 
     def _transformed(self, sized: Sized) -> tuple[Program, list[PassRecord], Sized]:
         """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
@@ -345,7 +361,7 @@ class _Request:
 
     def form(self, backend: str, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
-        captured, rehearsal = self.captured(example, example, allow_nan=True)
+        captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
         optimized, _ = transform_with_records(
             captured, self.passes, level=self.level, without=self.without, keep_going=True

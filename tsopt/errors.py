@@ -49,7 +49,7 @@ class CaptureError(TsoptError):
 
 
 class NotReady(CaptureError):
-    """The model is not what its owner means to run: no weights yet, NaN among them, or in training mode."""
+    """The model is not one to run: it has no weights yet, NaN among them, or is in training mode; or is no model."""
 
 
 class NotOneGraph(CaptureError):

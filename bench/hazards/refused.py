@@ -187,10 +187,6 @@ def _sparse_weight() -> Made:
     return net, torch.randn(8, 3)
 
 
-def _array() -> Made:
-    return Layers(lambda net, x: net.head(torch.from_numpy(x))).eval(), (np.ones((2, 8), np.float32),)
-
-
 def _no_finite_value() -> Made:
     return Layers(lambda net, x: net.head(x) / torch.zeros(2) - net.head(x) / torch.zeros(2)).eval(), torch.randn(2, 8)
 
@@ -265,7 +261,6 @@ MODELS: dict[str, Callable[[], Made]] = {
     "quantized weights": _quantized,
     "a sparse input": _sparse_input,
     "a sparse weight": _sparse_weight,
-    "an array for an input": _array,
     "no finite value": _no_finite_value,
     "a number of the shapes for an answer": _only_numbers,
     "MobileViT, classes": transformer("MobileViTForImageClassification", mobilevit, pixels(64, 64)),

@@ -237,3 +237,51 @@ def test_names_of_nodes_are_no_change():
 def test_a_pass_may_be_given_special_values_of_any_kind():
     program = capture(lambda x: x.clone().neg(), specials(4))
     assert ops_of(run(program, (NORMALIZE,))[0]) == ["neg"]
+
+
+# ---- a pass that fails -------------------------------------------------------------------------------------
+
+
+def _raises(program):
+    raise KeyError("oops")
+
+
+def _breaks(program):
+    next(iter(program.calls())).meta["val"] = next(iter(program.calls())).meta["val"].double()
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Edit(_raises, "faulty"), "KeyError: 'oops'"),
+        (Edit(_breaks, "faulty"), "the pass faulty broke the program; invariant"),
+        (Edit(lambda p: None, "faulty"), "reported a change and made none"),
+        (RulePass("faulty", (sin_to_cos, cos_to_sin)), "the pass faulty does not come to an end"),
+    ],
+    ids=["raises", "breaks", "lies", "loops"],
+)
+def test_a_pass_that_fails_is_left_out_and_the_others_go_on(fault, why):
+    program = capture(lambda x: x.clone().sin(), torch.ones(3))
+    after, records = run(program, (fault, NORMALIZE), keep_going=True)
+    assert ops_of(after) == ["sin"]
+    (failed,) = [record for record in records if record.failed]
+    assert failed.name == "faulty"
+    assert why in failed.failed
+    assert not failed.changed
+    with pytest.raises(Exception):  # noqa: B017,PT011 - whatever it raises
+        run(program, (fault, NORMALIZE))
+
+
+def test_a_repeat_that_does_not_come_to_rest_loses_the_pass_that_was_last():
+    flips = RulePass("there", (sin_to_cos,)), RulePass("back", (cos_to_sin,))
+    program = capture(lambda x: x.sin(), torch.ones(3))
+    after, records = run(program, (Repeat(flips, limit=3),), keep_going=True)
+    assert ops_of(after) == ["cos"]
+    assert [record.name for record in records if record.failed] == ["back"]
+
+
+def test_a_program_that_is_broken_before_any_pass_is_not_blamed_on_one():
+    program = tiny()
+    _breaks(program)
+    with pytest.raises(InvalidProgram):
+        run(program, (Edit(drop_a_node),), keep_going=True)

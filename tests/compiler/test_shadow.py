@@ -235,6 +235,35 @@ def test_classes_that_refuse_to_be_made_or_written_are_passed_by():
     assert torch.equal(Shadow(model).called(X), model(X))
 
 
+class Handle:
+    closed = []
+
+    def __init__(self):
+        self.name = "file"
+
+    def __del__(self):
+        Handle.closed.append(self.name)
+
+
+def test_what_does_something_when_it_is_deleted_is_not_copied():
+    model = nn.Linear(4, 4)
+    model.handle = Handle()
+    shadow = Shadow(model)
+    assert shadow.called.handle is model.handle
+    del shadow
+    assert Handle.closed == []
+    assert shadow_of(type("Closes", (nn.Linear,), {"__del__": lambda self: None})(4, 4)) is None
+
+
+def test_memory_that_no_buffer_lies_in_is_not_copied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.table = torch.ones(3)
+    copy = Shadow(model).called
+    assert copy.table is model.table
+    assert copy[0].weight is model[0].weight
+    assert copy[1].running_mean.data_ptr() != model[1].running_mean.data_ptr()
+
+
 # ---- captured from a shadow --------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.alike import answers_alike
 from tsopt.compiler.apart import TRACING, apart
 from tsopt.compiler.asked import Asked, asked_by
 from tsopt.compiler.contents import held_by
@@ -122,8 +123,8 @@ def _from_shadow(
 ) -> Program | None:
     """The program of a shadow of the model; None where that is not the same model.
 
-    It is another where it reaches modules of the model past itself, by a global name or a table of its own, or fails
-    where the model may not.
+    It is another where it answers otherwise, reaches modules of the model past itself, by a global name or a table of
+    its own, or fails where the model may not.
     """
     shadow = shadow_of(model)
     if shadow is None:
@@ -142,7 +143,11 @@ def _from_shadow(
             log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
             return None
         raise
-    return None if strayed else shadow.linked(program)
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
+    unasked = bool(program.state) or (training and eval_mode)
+    same = not strayed and (unasked or answers_alike(model, shadow.called, example))
+    return shadow.linked(program) if same else None
 
 
 def _in_its_mode(

@@ -23,7 +23,7 @@ from tsopt.errors import CaptureError, NotOneGraph, NotReady
 
 def check_model(model: object, *, allow_nan: bool) -> None:
     if not callable(model):
-        raise CaptureError(
+        raise NotReady(
             f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"
         )
     if not isinstance(model, nn.Module):

@@ -53,13 +53,19 @@ class Shadow:
     """
 
     def __init__(self, model: Callable[..., Any], *, written: Iterable[torch.Tensor] = ()) -> None:
-        """Raises whatever an object does that cannot be copied all the same.
+        """Copies a model.
 
         Args:
             written: parameters that the model writes in a call (an embedding with max_norm), to be copied as well.
+
+        Raises:
+            TypeError: a module cannot be copied.
+            Exception: whatever an object does that cannot be copied all the same.
         """
         found, holders = _reachable(model)
         modules = [item for item in found.values() if isinstance(item, nn.Module)]
+        if any(hasattr(type(module), "__del__") for module in modules):
+            raise TypeError("a module does something when it is deleted, which its copy would do as well")
         self.called = model
         self._found = found  # ids are theirs for as long as they live
         self._leads = _leading(map(id, modules), holders)
@@ -215,7 +221,7 @@ def _is_plain_class(cls: type) -> bool:
         return True
     package = cls.__module__.partition(".")[0]
     known = issubclass(cls, FIXED) or package in sys.stdlib_module_names or package == "torch"
-    return not known and _is_python(cls)
+    return not known and _is_python(cls) and not hasattr(cls, "__del__")  # it would close what both hold
 
 
 def _is_python(cls: type) -> bool:
