@@ -146,7 +146,7 @@ def _from_shadow(
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
     unasked = bool(program.state) or (training and eval_mode)
-    same = not strayed and (unasked or answers_alike(model, shadow.called, example))
+    same = not strayed and (unasked or answers_alike(model, shadow.called, examples[0]))
     return shadow.linked(program) if same else None
 
 
