@@ -29,7 +29,7 @@ from tsopt.api import optimize
 from tsopt.compiler.example import Example
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import Structure, with_own_leaves
-from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, TsoptError, UsageError
+from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, SignatureError, TsoptError, UsageError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.artifact import load, save
 from tsopt.runtime.backend import Executable
@@ -177,6 +177,11 @@ class InBackground:
             if leaves is not None:
                 return latest.run_leaves(leaves, args, kwargs)
         served = self._served(args, kwargs)
+        if isinstance(served, Executable):
+            try:
+                served.bind(args, kwargs)
+            except SignatureError:  # what the model asks of this call was answered otherwise for the one before
+                served = self.model
         learning, self._learning = self._learning, None
         found = served(*args, **kwargs)
         if learning is not None and served is self.model:

@@ -20,6 +20,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
+from tsopt.runtime.ambient import objection, untraced
 from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.fallback import InEager
@@ -127,6 +128,7 @@ class Compiled:
         self._said: set[str] = set()
         self._lock = threading.RLock()
 
+    @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         self._audits.left -= 1
         if self._audits.left < 0:
@@ -240,8 +242,9 @@ class Compiled:
         model = self.model
         if isinstance(model, nn.Module) and model.training:
             return "it is in training mode: model.eval() first"
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            return "autocast is on, and decides in the call what it computes in"
+        reason = objection(())
+        if reason:
+            return reason
         if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
             return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
         return self._ambient.differs()

@@ -5,6 +5,7 @@ Where one of these is on, the model itself has to be called, or the call refused
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ POLICIES = ("eager", "error")
 FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting()"
 
 
+@functools.cache
 def fast_names() -> dict[str, Callable[[], Any]]:
     """What the names in FAST stand for. Needs torch."""
     import torch
@@ -62,7 +64,7 @@ def objection(values: Iterable[Any]) -> str:
     if names["dispatching"]():
         return f"{_innermost(torch)} wants to see the ops of the call"
     if names["autocasting"]():
-        return "autocast is on, and decides in the call what is computed in which dtype"
+        return "autocast is on, and decides in the call what it computes in"
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, values)):
         return "forward-mode gradients are wanted"
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):

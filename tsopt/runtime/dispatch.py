@@ -162,7 +162,7 @@ class Optimized:
         return self._audits.timed(lambda: self(*args, **kwargs))
 
     def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        executable = self.serving(args, kwargs)
+        executable = None if objection_to(args, kwargs) else self.serving(args, kwargs)
         if executable is None or [module.training for module in modules_of(self.model)] != self._flags:
             return None  # in training mode the model says nothing of what it was
         if self._weights is not None and self._weights.touched() and self._weights.changed():
