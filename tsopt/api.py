@@ -271,8 +271,9 @@ class _Request:
         exact, audits = made is not None and not self.share_weights, Audits(self.audit)
         if made is not None:
             made.reference = reference
-            with torch.no_grad():
-                audits.warm(partial(executable_difference, made, called, example))
+            if not isinstance(called, InEvalMode):  # whose call sets flags that other threads would see
+                with torch.no_grad():
+                    audits.warm(partial(executable_difference, made, called, example))
         return Optimized(
             *(called, program, made, report, example, form, self.policy, self.on_gradients),
             audits=audits,

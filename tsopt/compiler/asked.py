@@ -6,6 +6,7 @@ the signature: a call that would answer differently is a call of another form.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import operator
@@ -18,7 +19,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from tsopt.compiler.effects import outcome_of
 from tsopt.compiler.example import Example
@@ -33,6 +36,7 @@ LAYOUT |= {"as_strided", "as_strided_copy", "as_strided_scatter", "is_contiguous
 # Ops whose result is the memory of their argument or a copy, as its strides decide: what is written to it matters.
 VIEW_OR_COPY = frozenset({"contiguous", "reshape", "reshape_as", "flatten", "ravel"})
 GRADIENTS = frozenset({"grad", "grad_fn", "retains_grad", "output_nr"})  # known where `requires_grad` is
+QUESTIONS = LAYOUT | METHODS | ATTRIBUTES | GRADIENTS
 # Functions that answer for the thread, not for a tensor.
 MODES: dict[Any, str] = {torch.is_inference_mode_enabled: "inference mode", torch.is_grad_enabled: "grad mode"}
 _OWN = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))
@@ -57,25 +61,26 @@ class Asked:
 
 
 def asked_by(model: Callable[..., Any], example: Example) -> Asked:
-    """Makes a call of the model, on copies, and records what it asks. A model that fails has asked nothing."""
+    """Makes a call of the model on tensors without values, and records what it asks.
+
+    Without values, because a call may take long, write weights, or end the process (INT_MIN // -1). Where values decide
+    how it goes on, the record ends.
+    """
     leaves, structure = flatten((example.args, example.kwargs))
     places = len(list(structure.paths()))
-    copies = [laid_out_alike(leaf.detach()) for leaf in leaves]
-    recorder = _Recorder(copies, _memory_of_weights(model))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    copies = [mode.from_tensor(leaf.detach().clone(), static_shapes=True) for leaf in leaves]
+    recorder = _Recorder(mode, copies, _memory_of_weights(model))
     args, kwargs = unflatten(structure, copies)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        with recorder:
+        with mode, recorder:
             return model(*args, **kwargs)
 
     versions = [_version(copy) for copy in copies]
-    with protected(model), _profiled() as calls:
-        try:
-            outcome_of(recorded, args, kwargs)  # puts back what the call changes in objects that cannot be copied
-        except Exception:  # whoever reads the model next says what is wrong with it
-            return Asked(((),) * len(leaves), False, frozenset(), ())
-        finally:
-            recorder.put_back()
+    # Whoever reads the model next says what is wrong with one that fails.
+    with protected(model), _profiled() as calls, contextlib.suppress(Exception):
+        outcome_of(recorded, args, kwargs)  # puts back what the call changes in objects that cannot be copied
     could_be_one = len({(copy.dtype, copy.dim(), copy.device) for copy in copies}) < places
     changed = {i for i, (copy, version) in enumerate(zip(copies, versions, strict=True)) if _version(copy) != version}
     written = frozenset(changed | recorder.written)
@@ -85,16 +90,6 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
         written,
         tuple(calls.modes.items()),
     )
-
-
-def laid_out_alike(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, also where these leave gaps or show a value more than once."""
-    made = tensor.clone()
-    if made.stride() == tensor.stride() or tensor.is_conj() or tensor.is_neg():
-        return made
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided((last + 1,), (1,), tensor.storage_offset()).clone()
-    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -114,9 +109,9 @@ def _memory_of_weights(model: Any) -> set[int]:
 class _Recorder(TorchFunctionMode):
     """Sees every function of torch that the model's Python code calls, and what it is given."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], weights: set[int]) -> None:
+    def __init__(self, mode: FakeTensorMode, inputs: Sequence[torch.Tensor], weights: set[int]) -> None:
         super().__init__()
-        self._inputs, self._weights = inputs, weights
+        self._mode, self._inputs, self._weights = mode, inputs, weights
         self._positions = {id(tensor): position for position, tensor in enumerate(inputs)}
         self._asked: dict[int, dict[Question, None]] = {}
         self._all_strides = False
@@ -124,17 +119,16 @@ class _Recorder(TorchFunctionMode):
         self._origin = {_memory(tensor): {position} for position, tensor in enumerate(inputs)}
         self._held: list[Any] = [tensor.untyped_storage() for tensor in inputs]
         self._decided: set[int] = set()
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.written: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `torch.overrides`."""
         kwargs = kwargs or {}
         name = _name_of(func)
+        if name not in QUESTIONS:
+            args, kwargs = tree_map_only(torch.Tensor, self._without_values, (args, kwargs))
         given = list(_tensors_in((*args, *kwargs.values())))
         writes = _is_written(name, kwargs)
-        if writes or name in ("embedding", "embedding_bag"):  # these write their weights, with `max_norm`
-            self._keep(given)
         versions = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         self._question(name, args, kwargs, result)
@@ -145,9 +139,15 @@ class _Recorder(TorchFunctionMode):
                 self._wrote(tensor)
         return result
 
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight, or what the model makes of weights alone, as a tensor that nothing is computed for."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return self._mode.from_tensor(tensor, static_shapes=True)
+
     def _question(self, name: str, args: Any, kwargs: Any, answer: Any) -> None:
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or name not in LAYOUT | METHODS | ATTRIBUTES | GRADIENTS:
+        if not isinstance(tensor, torch.Tensor) or name not in QUESTIONS:
             return
         position = self._positions.get(id(tensor))
         if position is None:
@@ -174,19 +174,6 @@ class _Recorder(TorchFunctionMode):
 
     def _wrote(self, tensor: torch.Tensor) -> None:
         self.written |= self._origin.get(_memory(tensor), set())
-
-    def _keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies weights before a call that may write them: nobody else puts parameters back."""
-        for tensor in tensors:
-            if _memory(tensor) in self._weights and id(tensor) not in self._before:
-                self._before[id(tensor)] = tensor, tensor.detach().clone()
-
-    def put_back(self) -> None:
-        """What the model has written to its weights."""
-        with torch.no_grad():
-            for tensor, value in self._before.values():
-                if not torch.equal(tensor, value):
-                    tensor.detach().copy_(value)
 
     def questions(self, position: int) -> tuple[Question, ...]:
         """What was asked of one of the inputs."""

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler import ops
 from tsopt.compiler.alike import answers_alike
 from tsopt.compiler.apart import TRACING, apart
 from tsopt.compiler.asked import Asked, asked_by
 from tsopt.compiler.contents import held_by
+from tsopt.compiler.control import all_calls
 from tsopt.compiler.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_examples
@@ -145,7 +147,7 @@ def _from_shadow(
         raise
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
     # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
-    unasked = bool(program.state) or (training and eval_mode)
+    unasked = bool(program.state) or (training and eval_mode) or any(map(ops.may_trap, all_calls(program)))
     same = not strayed and (unasked or answers_alike(model, shadow.called, examples[0]))
     return shadow.linked(program) if same else None
 

@@ -59,6 +59,8 @@ SECRET_WRITES = {
 KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
 KNOWN_PURE_OPS = frozenset({"transformers::grouped_mm_fallback"})  # products of experts, in a loop of Python
 
+DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
+
 # Composite ops that compute, whatever their arguments, and are too frequent to be asked (see `may_alias`).
 ALWAYS_NEW = frozenset(
     {f"aten::conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
@@ -295,6 +297,20 @@ def tensors_of(value: object) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [t for item in value for t in tensors_of(item)]
     return []
+
+
+def may_trap(node: fx.Node) -> bool:
+    """Whether a call divides whole numbers by what may be 0 or -1, which can end the process (INT_MIN by -1)."""
+    parts = str(node.target).split(".")
+    if len(parts) < 2 or parts[1] not in DIVISIONS or len(node.args) < 2:
+        return False
+    operands: Any = node.args[:2]
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else torch.as_tensor(arg) for arg in operands]
+    if any(value.is_floating_point() or value.is_complex() for value in values):
+        return False
+    rounds = parts[1] != "div" or node.kwargs.get("rounding_mode") is not None
+    literal = isinstance(node.args[1], int) and node.args[1] not in (0, -1)
+    return rounds and not literal
 
 
 def is_plain(value: object) -> bool:

@@ -114,7 +114,7 @@ class Executable:
         self.code = code
         self.notes = tuple(notes)
         self.state = list(state)
-        if "torch" in sys.modules:
+        if sys.modules.get("torch") is not None:
             untraced(type(self).__call__)
         self.reference = reference
         self._bare = run

@@ -382,5 +382,5 @@ def _flops(node: fx.Node, values: Values) -> float:
     if name.startswith("conv") and len(taken) > 1:
         return 2.0 * made.numel() * taken[1][0].numel() if len(taken[1]) else 0
     if name == "scaled_dot_product_attention":
-        return 4.0 * made.numel() * taken[1].shape[-2]
+        return 4.0 * made.numel() * max(tensor.shape[-2] for tensor in taken if tensor.dim() > 1)
     return 0

@@ -26,7 +26,6 @@ SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a s
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
 )
-DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,27 +130,13 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
             found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
         elif ops.has_effect(node) and not ops.is_settled_check(node):
             found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
-        elif _may_trap(node):
+        elif ops.may_trap(node):
             found.append(
                 Unsupported(
                     origin_of(node), f"an integer division by a computed value can kill the process in {runtime}"
                 )
             )
     return found
-
-
-def _may_trap(node: Any) -> bool:
-    import torch
-
-    parts = str(node.target).split(".")
-    if len(parts) < 2 or parts[1] not in DIVISIONS or len(node.args) < 2:
-        return False
-    values = [arg.meta["val"] if hasattr(arg, "meta") else torch.as_tensor(arg) for arg in node.args[:2]]
-    if any(value.is_floating_point() or value.is_complex() for value in values):
-        return False
-    rounds = parts[1] != "div" or node.kwargs.get("rounding_mode") is not None
-    literal = isinstance(node.args[1], int) and node.args[1] not in (0, -1)
-    return rounds and not literal
 
 
 def _providers(signature: Signature) -> Sequence[Any]:

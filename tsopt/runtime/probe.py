@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.signature import Signature
 
 CPU_SECONDS, BYTES_A_SECOND = 3.0, 4 << 20  # of processor time for any bundle, and one more for so many bytes of it
+OWN = str(Path(__file__).parents[2])  # where this package is, however it was found
 START_SECONDS, PATIENCE = 120.0, 10.0  # for imports on a cold disk; times the processor time, on a busy machine
 MEMORY, TIMES = 4 << 30, 8  # bytes for any bundle; for one that is larger, so many times its size
 WITHOUT_TORCH = ("onnxruntime", "openvino")
@@ -101,7 +102,7 @@ def _run(request: bytes, seconds: float) -> tuple[bytes, int | None]:
     """What the process has written, and how it ended; None when it did not."""
     nothing = subprocess.DEVNULL
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "PYTHONPATH": os.pathsep.join([OWN, *filter(None, sys.path)]),
         "OMP_NUM_THREADS": str(THREADS),
         "PYTHONWARNINGS": "ignore",
     }
