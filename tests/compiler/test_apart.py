@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx import _symbolic_trace
 
-from tsopt.compiler.apart import TRACING, apart
+from tsopt.compiler.apart import TRACING, _Here, apart
 
 
 def elsewhere(function):
@@ -101,3 +101,14 @@ def test_one_thread_traces_at_a_time():
     with apart():
         assert elsewhere(lambda: TRACING.acquire(blocking=False)) is False
     assert elsewhere(lambda: TRACING.acquire(blocking=False) and (TRACING.release() or True)) is True
+
+
+def test_a_flag_of_this_thread_adds_up_like_any_other():
+    flag = _Here(True, False)
+    assert [flag | False, False | flag, flag & True, flag ^ True, flag == True] == [True, True, True, False, True]  # noqa: E712
+    assert (repr(flag), hash(flag)) == ("True", hash(True))
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append((bool(flag), flag | False, repr(flag))))
+    thread.start()
+    thread.join()
+    assert elsewhere == [(False, False, "False")]

@@ -314,7 +314,7 @@ def test_a_race_that_is_not_the_last_word_does_not_warn(run_race, monkeypatch):
 
 @pytest.mark.parametrize("late", ["while it is timed", "after it was timed"])
 def test_who_runs_out_of_memory_late_has_run_out_of_memory(run_race, monkeypatch, late):
-    limit = 20 if late == "while it is timed" else 50
+    limit = 20 if late == "while it is timed" else 51
 
     def behave(number, inputs, right):
         if number > limit:

@@ -93,3 +93,24 @@ class _Here:
 
     def __bool__(self) -> bool:
         return self.here if threading.get_ident() == self.owner else self.elsewhere
+
+    # What libraries do with a flag beside asking for its truth: transformers adds up several with `|=`.
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
