@@ -24,7 +24,7 @@ from tsopt import background
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.watch import Watch
 
-QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("onnxruntime",), "background": True}
+QUICK = {"seconds": 0.5, "isolate": False, "cache": False, "backends": ("onnxruntime",), "background": True}
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 
 

@@ -185,7 +185,8 @@ class InBackground:
         learning, self._learning = self._learning, None
         found = served(*args, **kwargs)
         if learning is not None and served is self.model:
-            learning.leave_out_changes()  # what the model itself changes when it is called is no change of it
+            learning.leave_out_changes()  # what the model itself changes when it is called does not count
+            learning.renew()
         return found
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:

@@ -176,7 +176,7 @@ class Compiled:
                     self._say("a module in it is in training mode: model.eval() first")
                     return None
                 self.fast, self._watch, self._changes = None, None, self._changes + 1
-                log.info("%s has changed: it is optimized anew", type(self.model).__name__)
+                log.info("%s has changed: it is optimized again", type(self.model).__name__)
             if self._changes > CHANGES:
                 self.why_eager = "it changes between calls: its weights, hooks, attributes or globals"
                 self._say(self.why_eager)

@@ -114,6 +114,7 @@ def writes(x, y):
         (lambda x, y: x + y, (X, Y), False),
         (lambda x, y: x + y if y is not None else x, (X, Y), False),
         (lambda x, y: x if y is MODULE_LEVEL else x + y, (X, Y), False),
+        (lambda x, y: x if y.__class__ is x.__class__ else x + y, (X, Y), False),
         (nn.MultiheadAttention(4, 2).eval(), (X, Y, Y.clone()), False),  # PyTorch's own shortcuts change no value
     ],
 )

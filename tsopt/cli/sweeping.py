@@ -34,7 +34,7 @@ def numbers(text: str | None, option: str) -> list[int]:
     found = words(text, option)
     for part in found:
         if not re.fullmatch(r"[0-9]{1,9}", part) or int(part) < 1:
-            raise UsageError(f"{option} {text!r}: {part!r} is no number from 1 to 999999999", fix=f"{option} 1,8,32")
+            raise UsageError(f"{option} {text!r}: {part!r} is not a number from 1 to 999999999", fix=f"{option} 1,8,32")
     return [int(part) for part in found]
 
 

@@ -40,6 +40,7 @@ QUESTIONS = LAYOUT | METHODS | ATTRIBUTES | GRADIENTS
 # Functions that answer for the thread, not for a tensor.
 MODES: dict[Any, str] = {torch.is_inference_mode_enabled: "inference mode", torch.is_grad_enabled: "grad mode"}
 _OWN = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parent))
+_BELOW_TORCH = frozenset({"sympy", "mpmath", "networkx", "numpy", "optree"})  # what torch itself runs while it traces
 _STANDARD = sysconfig.get_paths()["stdlib"]
 
 
@@ -242,7 +243,8 @@ def _is_of_the_user(code: CodeType) -> bool:
     file = code.co_filename
     if file.startswith((*_OWN, "<frozen")):
         return False
-    return not file.startswith(_STANDARD) or "site-packages" in file
+    of_package = file.rpartition("site-packages")[2].lstrip("/\\").split("/")[0]
+    return not file.startswith(_STANDARD) or ("site-packages" in file and of_package not in _BELOW_TORCH)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -250,7 +252,7 @@ def _compares_identity(code: CodeType) -> bool:
     """Whether there is an `a is b` of two values; one with a constant or a global asks for something else."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "EXTENDED_ARG", "NOP")]
     for position, step in enumerate(steps):
-        if step.opname != "IS_OP":
+        if step.opname != "IS_OP" or steps[position - 1].argval == "__class__":
             continue
         before = position - 1
         while before > 0 and steps[before].opname == "LOAD_ATTR":

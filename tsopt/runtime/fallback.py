@@ -63,7 +63,8 @@ class InEager:
     def verified(self, backend: str, **options: Any) -> Any:
         """Raises BackendError: there is no program for a backend to take."""
         raise BackendError(
-            f"a model that runs as it is is no program for {backend}", why="; then: ".join(map(reason_of, self.errors))
+            f"there is no program for {backend}: the model runs as it is",
+            why="; then: ".join(map(reason_of, self.errors)),
         )
 
     def __repr__(self) -> str:
