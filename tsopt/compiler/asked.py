@@ -241,7 +241,7 @@ class _profiled:
 def _is_of_the_user(code: CodeType) -> bool:
     """Whether code is neither PyTorch's, whose values do not depend on identity, nor of the standard library."""
     file = code.co_filename
-    if file.startswith((*_OWN, "<frozen")):
+    if file.startswith((*_OWN, "<frozen", "<string>")):  # the latter is what dataclasses generate
         return False
     of_package = file.rpartition("site-packages")[2].lstrip("/\\").split("/")[0]
     return not file.startswith(_STANDARD) or ("site-packages" in file and of_package not in _BELOW_TORCH)
