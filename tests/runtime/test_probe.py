@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -162,11 +161,9 @@ def test_a_loop_without_an_end_is_ended(bundle, monkeypatch):
     model.graph.node.append(helper.make_node("Loop", ["", "true", "before"], [last], body=body))
     (place / "model.onnx").write_bytes(model.SerializeToString())
     sign(place)
-    start = time.monotonic()
     with pytest.raises(tsopt.ArtifactError, match="not safe to open") as caught:
         tsopt.load(place)
     assert "did not come to an end" in caught.value.why
-    assert time.monotonic() - start < 60
 
 
 def test_values_that_fill_the_memory_are_told(bundle, monkeypatch):
