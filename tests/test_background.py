@@ -24,7 +24,7 @@ from tsopt import background
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.watch import Watch
 
-QUICK = {"seconds": 0.5, "isolate": False, "cache": False, "backends": ("onnxruntime",), "background": True}
+QUICK = {"seconds": 0.3, "isolate": False, "cache": False, "backends": ("torchscript",), "background": True}
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -38,16 +38,17 @@ class Small(nn.Module):
 
 
 class Net(nn.Module):
-    """Many small calls, which no engine makes as slowly as eager."""
+    """Eager waits in each call, which no graph does: who wins the race depends on no machine."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Small() for _ in range(16)))
+        self.layers = nn.Sequential(*(Small() for _ in range(4)))
         self.register_buffer("x", torch.zeros(()))  # called as the input is
 
     def forward(self, x):
         self.x += 1
+        time.sleep(0.003)
         return self.layers(x)
 
 
@@ -73,7 +74,7 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     assert reports(net) == []
     assert tsopt.wait(net, 0.0) is False
     assert tsopt.wait(net) is True
-    assert reports(net)[0].winner.startswith("ONNX Runtime"), reports(net)[0]
+    assert reports(net)[0].winner == "TorchScript", reports(net)[0]
     assert torch.equal(net(X[:1]), Net().eval().layers(X[:1])), "another form is eager's until it is ready as well"
     assert tsopt.wait(net) is True
     monkeypatch.setattr(nn.functional, "gelu", None)
@@ -225,6 +226,7 @@ def test_what_is_another_model_there_is_not_taken(monkeypatch):
 
 class Ambient(Net):
     def forward(self, x):
+        time.sleep(0.003)
         return self.layers(x) * getattr(torch, "ambient", 1.0)
 
 
@@ -239,7 +241,7 @@ class Pair(NamedTuple):
 
 class Chooses(Net):
     def forward(self, x, answer):
-        y = self.layers(x)
+        y = super().forward(x)
         return Pair(y, {"answer": answer, "ordered": OrderedDict(a=y + 1)}) if answer is Answer.YES else y
 
 
@@ -290,10 +292,10 @@ def test_what_changes_of_the_model_is_seen_in_the_background_as_well():
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)
     tsopt.wait(net)
-    won = reports(net)[0].winner
+    assert reports(net)[0].winner == "TorchScript"
     net.layers[3].linear.register_forward_hook(lambda module, args, output: output + 1)
     torch.testing.assert_close(net(X), net.layers(X))
-    assert won == "eager" or reports(net) == [], "it is made again"
+    assert reports(net) == [], "it is made again"
 
 
 class Counts(Net):
@@ -321,8 +323,7 @@ def test_an_audit_finds_what_nobody_sees_in_the_background():
     for module in net.layers:
         module.linear.weight.detach().numpy()[:] *= -3
     compiled_of(net)._audits.left = 0
-    won = reports(net)[0].winner
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.testing.assert_close(net(X), net.layers(X))
-    assert won == "eager" or "in an audited call, output: " in str(said[0].message)
+    assert "in an audited call, output: " in str(said[0].message)

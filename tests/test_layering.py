@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     "compiler/structure.py",
     "compiler/structure_json.py",
     "compiler/types.py",
+    "compiler/view.py",
     "compiler/example.py",
     "runtime/ambient.py",
     "runtime/artifact.py",

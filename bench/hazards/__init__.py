@@ -18,6 +18,7 @@ ANY = ("tsopt",)  # for what does not depend on a backend: hybridize, bundles
 # Module below this package -> what its cases are about.
 FAMILIES: dict[str, str] = {
     "aliases": "inputs that are one, or share memory",
+    "results": "results that share memory",
     "questions": "what the model asks of its inputs",
     "ambient": "gradients, transforms, tracing, autocast",
     "refused": "models that eager runs",

@@ -72,7 +72,7 @@ def is_inference(x):
 
 
 def conjugated(x):
-    return torch.view_as_real(x) * (2 if x.is_conj() else 3)
+    return torch.view_as_real(x.resolve_conj()) * (2 if x.is_conj() else 3)
 
 
 def of_a_class(x):

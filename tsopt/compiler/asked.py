@@ -29,6 +29,7 @@ from tsopt.compiler.ops import tensors_of
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.question import ATTRIBUTES, METHODS, Question
 from tsopt.compiler.structure import flatten, unflatten
+from tsopt.compiler.view import View, views_among
 
 # What else reveals how a tensor lies in memory. Where one of these is asked, the strides count.
 LAYOUT = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "is_set_to", "dim_order", "__dlpack__"})
@@ -53,12 +54,17 @@ class Asked:
         aliasing: whether it counts which inputs are one object, or share memory: it has written one, or may have asked.
         written: positions of the tensors that it has written.
         modes: the modes of the thread that it has asked for, names of MODES, and whether they were on.
+        views: for each result, where in memory it is; tensors of the model are counted behind the inputs. Empty where
+            the record has ended before.
+        buffers: those tensors of the model.
     """
 
     questions: tuple[tuple[Question, ...], ...]
     aliasing: bool
     written: frozenset[int]
     modes: tuple[tuple[str, bool], ...]
+    views: tuple[View | None, ...] = ()
+    buffers: tuple[torch.Tensor, ...] = ()
 
 
 def asked_by(model: Callable[..., Any], example: Example) -> Asked:
@@ -80,8 +86,9 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
 
     versions = [_version(copy) for copy in copies]
     # Whoever reads the model next says what is wrong with one that fails.
+    results: list[torch.Tensor] = []
     with protected(model), _profiled() as calls, contextlib.suppress(Exception):
-        outcome_of(recorded, args, kwargs)  # puts back what the call changes in objects that cannot be copied
+        results, *_ = outcome_of(recorded, args, kwargs)  # puts back what it changes in objects that cannot be copied
     could_be_one = len({(copy.dtype, copy.dim(), copy.device) for copy in copies}) < places
     changed = {i for i, (copy, version) in enumerate(zip(copies, versions, strict=True)) if _version(copy) != version}
     written = frozenset(changed | recorder.written)
@@ -90,6 +97,7 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
         (places > 1 and bool(written)) or (could_be_one and calls.asks_identity),
         written,
         tuple(calls.modes.items()),
+        *recorder.views(results, _buffers_of(model)),
     )
 
 
@@ -100,6 +108,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided and not tensor.is_nested else 0
+
+
+def _buffers_of(model: Any) -> list[torch.Tensor]:
+    held = (tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None)
+    return list({id(tensor): tensor for tensor in held}.values())
 
 
 def _memory_of_weights(model: Any) -> set[int]:
@@ -120,6 +133,8 @@ class _Recorder(TorchFunctionMode):
         self._origin = {_memory(tensor): {position} for position, tensor in enumerate(inputs)}
         self._held: list[Any] = [tensor.untyped_storage() for tensor in inputs]
         self._decided: set[int] = set()
+        self._as_is = set(range(len(inputs)))  # those that no function has returned for want of anything to do
+        self._without: dict[int, torch.Tensor] = {}  # weights as tensors without values
         self.written: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,6 +150,8 @@ class _Recorder(TorchFunctionMode):
         self._question(name, args, kwargs, result)
         if name in VIEW_OR_COPY and given:
             self._follow(given[0], result)
+        if given and result is given[0] and not writes:
+            self._as_is.discard(self._positions.get(id(result), -1))
         for tensor, version in zip(given, versions, strict=True):
             if _version(tensor) != version or (writes and tensor.is_inference() and tensor is given[0]):
                 self._wrote(tensor)
@@ -144,7 +161,10 @@ class _Recorder(TorchFunctionMode):
         """A weight, or what the model makes of weights alone, as a tensor that nothing is computed for."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        return self._mode.from_tensor(tensor, static_shapes=True)
+        if id(tensor) not in self._without:
+            self._without[id(tensor)] = self._mode.from_tensor(tensor, static_shapes=True)
+            self._held.append(tensor)
+        return self._without[id(tensor)]
 
     def _question(self, name: str, args: Any, kwargs: Any, answer: Any) -> None:
         tensor = args[0] if args else None
@@ -175,6 +195,16 @@ class _Recorder(TorchFunctionMode):
 
     def _wrote(self, tensor: torch.Tensor) -> None:
         self.written |= self._origin.get(_memory(tensor), set())
+
+    def views(
+        self, results: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> tuple[tuple[View | None, ...], tuple[torch.Tensor, ...]]:
+        """Where in memory each result is, buffers counted behind the inputs; and those buffers."""
+        without = [self._without.get(id(buffer), buffer) for buffer in buffers]
+        whole = {id(buffer): other for buffer, other in zip(buffers, without, strict=True)}
+        as_is = [position in self._as_is for position in range(len(self._inputs))] + [True] * len(buffers)
+        results = [whole.get(id(result), result) for result in results]
+        return views_among(results, [*self._inputs, *without], as_is), tuple(buffers)
 
     def questions(self, position: int) -> tuple[Question, ...]:
         """What was asked of one of the inputs."""

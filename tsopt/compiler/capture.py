@@ -37,6 +37,7 @@ from tsopt.compiler.shadow import shadow_of
 from tsopt.compiler.signature import Signature
 from tsopt.compiler.structure import Structure, flatten, unflatten
 from tsopt.compiler.symbols import shapes_of, symbols_of, with_dims
+from tsopt.compiler.view import INPUT
 from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
 
 log = logging.getLogger("tsopt")
@@ -176,7 +177,7 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
         examples = [example.apart() for example in examples]
     wanted = _dynamic(model, examples, dynamic)
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
-    return replace(program, signature=_with_answers(program.signature, asked))
+    return replace(program, signature=_with_views(_with_answers(program.signature, asked), asked, program.state))
 
 
 def _with_answers(signature: Signature, asked: Asked) -> Signature:
@@ -184,6 +185,24 @@ def _with_answers(signature: Signature, asked: Asked) -> Signature:
     inputs = [item if item.state else replace(item, asked=next(questions, ())) for item in signature.inputs]
     aliasing = asked.aliasing or (len(signature.user_inputs) > 1 and bool(signature.written_inputs))
     return replace(signature, inputs=tuple(inputs), aliasing=aliasing, modes=asked.modes)
+
+
+def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
+    """The same, whose results are views where those of the model are."""
+    if len(asked.views) != len(signature.returned):
+        return signature
+    users = len(signature.user_inputs)
+    held = {id(tensor): users + i for i, tensor in enumerate(state[item.name] for item in signature.state_inputs)}
+    views = []
+    for view in asked.views:
+        if view is not None and view.kind == INPUT and view.of >= users:
+            position = held.get(id(asked.buffers[view.of - users]))
+            view = None if position is None else replace(view, of=position)
+        # The places of a part are those for the sizes of the example.
+        views.append(None if view is None or (signature.dims and view.shape is not None) else view)
+    seen = iter(views)
+    outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
+    return replace(signature, outputs=tuple(outputs))
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:

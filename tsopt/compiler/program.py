@@ -153,6 +153,8 @@ class Program:
         digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
         digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
         digest.update(repr(self.signature.dims).encode())
+        views = [item.view for item in self.signature.outputs]
+        digest.update(repr(views).encode() if any(views) else b"")
         if contents:
             for name in sorted(self.used_weights()):
                 raw = self.weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)

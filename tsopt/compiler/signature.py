@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tsopt.compiler.effects import Effect, check_given, finish
@@ -17,6 +17,7 @@ from tsopt.compiler.question import Question
 from tsopt.compiler.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.structure_json import from_json, to_json
 from tsopt.compiler.types import SHORT, TensorType, unlike_a_tensor
+from tsopt.compiler.view import INPUT, View
 from tsopt.errors import ArtifactError, SignatureError
 
 SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
@@ -68,12 +69,18 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output: returned to the user, or written to the input called `writes` after the call."""
+    """A graph output: returned to the user, or written to the input called `writes` after the call.
+
+    `view`: the memory that it shares with an input, or with another result. `lasting`: it is the same in every call, so
+    that an engine may return memory that it goes on using.
+    """
 
     name: str
     type: TensorType
     writes: str | None = None
     axes: Axes = ()
+    view: View | None = field(default=None, repr=False)
+    lasting: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,10 @@ class Signature:
     @property
     def writes(self) -> tuple[Output, ...]:
         return tuple(item for item in self.outputs if item.writes is not None)
+
+    @property
+    def returned(self) -> tuple[Output, ...]:
+        return tuple(item for item in self.outputs if item.writes is None)
 
     @property
     def written_inputs(self) -> frozenset[int]:
@@ -195,7 +206,7 @@ class Signature:
 
     def flat(self) -> Signature:
         """The same with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
-        returned = len(self.outputs) - len(self.writes)
+        returned = len(self.returned)
         inputs = tuple(Structure("leaf", index=i) for i in range(len(self.user_inputs)))
         outputs = tuple(Structure("leaf", index=i) for i in range(returned))
         args = Structure("tuple", tuple, (), inputs)
@@ -218,7 +229,12 @@ class Signature:
                 | ({"asked": [question.to_json() for question in i.asked]} if i.asked else {})
                 for i in self.inputs
             ],
-            "outputs": [{"name": o.name, "type": _type_json(o), "writes": o.writes} for o in self.outputs],
+            "outputs": [
+                {"name": o.name, "type": _type_json(o), "writes": o.writes}
+                | ({"view": o.view.to_json()} if o.view is not None else {})
+                | ({"lasting": True} if o.lasting else {})
+                for o in self.outputs
+            ],
             "outer": to_json(self.outer),
             "result": to_json(self.result),
             **({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {}),
@@ -241,7 +257,11 @@ class Signature:
                 for i in data["inputs"]
             )
             outputs = tuple(
-                Output(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED}))
+                Output(
+                    *(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED})),
+                    View.from_json(o["view"]) if "view" in o else None,
+                    o.get("lasting", False) is True,
+                )
                 for o in data["outputs"]
             )
             outer, objects = from_json(data["outer"]), [0]
@@ -256,10 +276,22 @@ class Signature:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
+        made._check_views()
         return made
 
+    def _check_views(self) -> None:
+        """Raises ArtifactError where a view reaches past its tensor, or is one of another view."""
+        for item in self.outputs:
+            if item.view is None:
+                continue
+            bases = self.inputs if item.view.kind == INPUT else self.returned
+            base = bases[item.view.of] if item.view.of < len(bases) else None
+            sound = base is not None and item.writes is None and getattr(base, "view", None) is None
+            if not sound or base is None or not item.view.fits(base.type, item.type):
+                raise ArtifactError("the stored signature is damaged", why=f"{item.name} is no view of what it names")
+
     def _check_indices(self) -> None:
-        returned = len(self.outputs) - len(self.writes)
+        returned = len(self.returned)
         if {dim.name for dim in self.dims} != {
             dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
         }:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsopt.compiler import ops
 from tsopt.compiler.infer import fakes
 from tsopt.compiler.program import Program
-from tsopt.compiler.signature import Input, Output, Signature, dim_of
+from tsopt.compiler.signature import Input, Signature, dim_of
 from tsopt.compiler.types import TensorType, contiguous_strides
 
 Sizes = Mapping[str, int]
@@ -163,7 +163,7 @@ def _instance(program: Program, sizes: Sizes, sized: frozenset[fx.Node]) -> Inst
     inputs = [replace(item, type=type_at(item, sizes), axes=()) for item in old.inputs]
     inputs += [Input(f"given_{i}", TensorType.of(values[node])) for i, node in enumerate(given)]
     outputs = tuple(
-        Output(item.name, TensorType.of(values[node]), item.writes)
+        replace(item, type=TensorType.of(values[node]), axes=())
         for item, node in zip(old.outputs, program.outputs, strict=True)
     )
     signature = replace(old, inputs=tuple(inputs), outputs=outputs, dims=())

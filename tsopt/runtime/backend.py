@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 from tsopt.compiler.memory import overlap
 from tsopt.compiler.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
+from tsopt.compiler.view import INPUT, OUTPUT
 from tsopt.errors import BackendError, SignatureError, UsageError
 from tsopt.runtime.ambient import objection, untraced
 from tsopt.runtime.environment import is_installed
@@ -125,6 +126,11 @@ class Executable:
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
+        returned = signature.returned if sys.modules.get("torch") is not None else ()
+        # Views of results behind those of inputs: what they are views of is settled then.
+        views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
+        self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
+        self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
         self._runs(run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +218,17 @@ class Executable:
             raise self._broken(outputs)
         for position, value in zip(self._targets, outputs, strict=False):
             _write(inputs[position], value)
-        return outputs[self._writes :] if self._writes else outputs
+        returned = outputs[self._writes :] if self._writes else outputs
+        return self._as_memory(returned, inputs) if self._views or self._lasting else returned
+
+    def _as_memory(self, returned: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        """Results as eager hands them out: memory of an input where they are that, and never memory of the engine."""
+        made = list(returned)
+        for position in self._lasting:
+            made[position] = made[position].clone()
+        for position, view in self._views:
+            made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], made[position])
+        return made
 
     def _as_promised(self, outputs: Sequence[Any]) -> bool:
         if not self._axes:
@@ -382,6 +398,7 @@ def compile(
         BackendError: the backend cannot take the program; the message names the op and its place.
     """
     from tsopt.compiler.apart import apart
+    from tsopt.compiler.lasting import with_lasting
     from tsopt.compiler.owned import owned
     from tsopt.compiler.protect import protected
 
@@ -396,4 +413,4 @@ def compile(
         )
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
-        return made.compile(program.copy() if share_weights else owned(program.copy()))
+        return made.compile(with_lasting(program.copy() if share_weights else owned(program.copy())))

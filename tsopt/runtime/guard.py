@@ -50,6 +50,8 @@ def quick_call(
         return None
     if signature.result.kind != "leaf" or signature.effects or len(signature.inputs) != 1 or signature.writes:
         return None
+    if signature.outputs[0].view is not None or signature.outputs[0].lasting:
+        return None
     writer = _Writer(signature)
     writer.checks()
     failed = " or ".join(["len(found) != 1", *writer.differs("found[0]", signature.outputs[0])])

@@ -35,7 +35,7 @@ from tsopt.runtime.timing import rest, seconds_of_calls
 from tsopt.runtime.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported before the first fork, so that no child pays for it again.
-PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx")
+PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx", "tsopt.compiler.apart")
 
 
 def main(connection: socket.socket) -> None:
