@@ -42,6 +42,11 @@ def _item(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _write_a_part(x: torch.Tensor) -> torch.Tensor:
+    x[:, 1:] = 2
+    return x
+
+
 def _twice(x: torch.Tensor) -> torch.Tensor:
     """Two names of one memory, each written."""
     y = x.clone()
@@ -102,6 +107,11 @@ CALLS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
     "twice": lambda x, n: _twice(x),
     "in place": lambda x, n: x.clone().mul_(2).sub_(1),
     "fill": lambda x, n: x.clone().masked_fill_(x > 1, 5),
+    # These write to the value itself, which may be an input, or a view of one.
+    "write": lambda x, n: x.add_(n),
+    "write a part": lambda x, n: _write_a_part(x),
+    "write a row": lambda x, n: x[0].fill_(1),
+    "write and go on": lambda x, n: x.mul_(2) + 1,
 }
 PAIRS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "add": lambda x, y: x + y,
@@ -137,7 +147,7 @@ class RandomModel(nn.Module):
         dtypes = [r.choice(DTYPES) for _ in range(r.randint(1, 2))]
         self.example = tuple(example(dtype, seed * 2 + i) for i, dtype in enumerate(dtypes))
         self.steps: list[tuple[str, int, Any]] = []
-        values: list[torch.Tensor] = list(self.example)
+        values: list[torch.Tensor] = [x.clone() for x in self.example]
         for _ in range(20):
             if len(self.steps) == r.randint(2, MOST):
                 break

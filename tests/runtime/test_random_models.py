@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import fx
 
 import tsopt
 from tests.runtime.random_models import RandomModel
+from tsopt.compiler.memory import overlaps
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.compare import compare
 from tsopt.runtime.reference64 import Reference64
@@ -50,6 +53,20 @@ def fresh(example: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.tensor(known).to(example.dtype)[torch.randperm(12, generator=generator)].reshape(example.shape)
 
 
+def nodes_of(captured: tsopt.Program, returned: int) -> list[fx.Node | None]:
+    """What computes each result, then each input where it is written."""
+    writes = captured.signature.writes
+    results = captured.outputs[len(writes) :]
+    by_name = {item.writes: node for item, node in zip(writes, captured.outputs, strict=False)}
+    inputs = [by_name.get(item.name) for item in captured.signature.user_inputs]
+    return [*(results if len(results) == returned else results * returned), *inputs]
+
+
+def pattern(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Which inputs and results share memory."""
+    return [pair for pair in overlaps([*inputs, *results]) if pair[1] >= len(inputs)]
+
+
 def outcome(model: RandomModel, captured: tsopt.Program, oracle: Oracle, backend: str, seed: int) -> str:
     """What is wrong with a backend's result for a model; nothing where it is right, refused or noted."""
     try:
@@ -64,15 +81,18 @@ def outcome(model: RandomModel, captured: tsopt.Program, oracle: Oracle, backend
     noted = bool(verdict.notes)
     for number in range(3):
         inputs = [fresh(x, 1000 * seed + 10 * number + i) for i, x in enumerate(model.example)]
+        given, passed = [x.clone() for x in inputs], [x.clone() for x in inputs]
         try:
-            wanted = model(*inputs)
+            wanted = model(*given)
         except (RuntimeError, IndexError):
             continue
-        found = executable(*[x.clone() for x in inputs])
+        found = executable(*passed)
+        if pattern(found, passed) != pattern(wanted, given):
+            return f"results share memory as {pattern(found, passed)}, not as {pattern(wanted, given)}"
         truth = Reference64(captured).run(inputs)
-        nodes = captured.outputs if len(captured.outputs) == len(wanted) else [captured.outputs[0]] * len(wanted)
-        for mine, theirs, node in zip(found, wanted, nodes, strict=True):
-            wide = None if truth is None else truth[node]
+        nodes = nodes_of(captured, len(wanted))
+        for mine, theirs, node in zip([*found, *passed], [*wanted, *given], nodes, strict=True):
+            wide = None if truth is None or node is None else truth[node]
             result = compare(mine, theirs, reference64=lambda wide=wide: wide)
             odd = theirs.is_floating_point() and not bool(theirs.isfinite().all())
             if not result.ok and not (odd and noted):

@@ -16,7 +16,7 @@ from tsopt.compiler.view import INPUT, OUTPUT
 from tsopt.errors import BackendError, SignatureError, UsageError
 from tsopt.runtime.ambient import objection, untraced
 from tsopt.runtime.environment import is_installed
-from tsopt.runtime.guard import leaves_of, other_mode, quick_call
+from tsopt.runtime.guard import Leaves, leaves_of, other_mode, quick_call
 
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
@@ -119,7 +119,7 @@ class Executable:
             untraced(type(self).__call__)
         self.reference = reference
         self._bare = run
-        self._leaves = leaves_of(signature)
+        self._leaves: Leaves = self._leaves_at_first
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
         self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
         self._writes = len(signature.writes)
@@ -173,7 +173,16 @@ class Executable:
 
     def _runs(self, run: Runner) -> None:
         self._run = run
-        self.quick = None if self.state else quick_call(self.signature, run, self._broken)
+        self.quick: Callable[[Any], Any] | None = None if self.state else self._quick_at_first
+
+    # Both guards are compiled at the first call that needs them: that takes as long as opening a small bundle.
+    def _quick_at_first(self, value: Any) -> Any:
+        self.quick = quick_call(self.signature, self._run, self._broken)
+        return None if self.quick is None else self.quick(value)
+
+    def _leaves_at_first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        self._leaves = leaves_of(self.signature)
+        return self._leaves(args, kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The call's tensors in signature order, after a thorough look.

@@ -126,8 +126,9 @@ class Optimized:
 
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._audits.left -= 1
-        if self._audits.left < 0:
+        audits = self._audits
+        audits.left = left = audits.left - 1
+        if left < 0:
             return self._looked_at(args, kwargs)
         executable = self.executable
         if executable is None:
