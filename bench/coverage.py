@@ -111,7 +111,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
         "|" + "---|" * len(HEADER),
         *(line(name, row) for name, row in rows.items()),
         "",
-        "What is no single graph, what a backend refused, and why:",
+        "What is not a single graph, what a backend refused, and why:",
         "",
         *(f"- {name}: {reason}" for name, row in rows.items() for reason in reasons(row)),
     ]

@@ -35,7 +35,7 @@ def chosen():
 VALUES = "a Python decision depends on the values of a tensor"
 NUMBER = "a Python number that is computed from values of a tensor"
 EXPORT = "torch.export cannot capture the model"
-# What is no single graph, and by which words it is refused. This list may only shrink.
+# What is not a single graph, and by which words it is refused. This list may only shrink.
 NOT_ONE_GRAPH = {
     "longformer": VALUES,
     "reformer": NUMBER,

@@ -49,7 +49,7 @@ log = logging.getLogger("tsopt")
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
-ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts anew for each size"
+ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts again for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
 
@@ -97,11 +97,11 @@ def optimize(
         precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
             all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
             they are away as a whole, 3 % for `bf16` and 1 % for the others.
-        frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is no single graph
-            for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in graphs
-            with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript, where
-            values decide; parts; eager. The report says which, and why not one before it. `one-graph`: the same without
-            parts and eager.
+        frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is not a single
+            graph for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in
+            graphs with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript,
+            where values decide; parts; eager. The report says which, and why not one before it. `one-graph`: the same
+            without parts and eager.
         passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
         without: names of rules and passes to leave out.
         threads: intra-op threads for the candidates; None takes torch's own number.
@@ -420,7 +420,7 @@ def transform(
     A program for many sizes is changed to one for the same sizes.
 
     Raises:
-        PassError: what the passes make of a program for many sizes hangs on the sizes.
+        PassError: what the passes make of a program for many sizes depends on the sizes.
         AccuracyError: under `debug`, naming the first rewrite that changes values, and its place.
     """
     if debug is None:

@@ -271,7 +271,7 @@ class InBackground:
         if executable is None:
             self._forms.keep(form, self.model)
         elif job.watch.changed():
-            return  # it was made of other weights: the next call of this form begins anew
+            return  # it was made of other weights: the next call of this form begins again
         else:
             self._files[executable] = job
             self._forms.keep(form, executable)

@@ -53,7 +53,7 @@ class NotReady(CaptureError):
 
 
 class NotOneGraph(CaptureError):
-    """The model runs, but is no single graph of tensor operations. `fix` is followed by what can still be done."""
+    """The model runs, but is not a single graph of tensor operations. `fix` is followed by what can still be done."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
         still = "as it is, tsopt.optimize(model, x) runs it in parts, or eager"

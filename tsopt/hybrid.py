@@ -88,7 +88,7 @@ def wait(model: Any, seconds: float | None = None) -> bool:
         Whether nothing is on its way any more: from then on calls are served by what was made, or by eager for good.
 
     Raises:
-        UsageError: the model is no hybrid, or an option of it is not what it must be.
+        UsageError: the model is not a hybrid, or an option of it is not what it must be.
     """
     compiled = compiled_of(model)
     if compiled is None:

@@ -567,7 +567,7 @@ SAID: dict[str, Change] = {
 BESIDE: dict[str, Change] = {
     "a sparse member of 100 GB": sparse(100 * 10**9),
     "a manifest with another name": linked_manifest,
-    "a pipe in the place of a member": pipe,
+    "a pipe in place of a member": pipe,
 }
 STATE: dict[str, Change] = {
     "state of another shape": tensors("state.safetensors", each(lambda tensor: tensor.new_zeros(3))),

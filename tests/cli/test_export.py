@@ -145,7 +145,7 @@ def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write
 @pytest.mark.parametrize(
     ("prepare", "arguments", "text"),
     [
-        (lambda p: (p / "f").write_text("mine"), ["-o", "f"], "exists and is no bundle"),
+        (lambda p: (p / "f").write_text("mine"), ["-o", "f"], "exists and is not a bundle"),
         (lambda p: (p / "f").write_text("mine"), ["-o", "f/m.tsopt"], "cannot be written"),
         (lambda p: (p / "f").write_text("mine"), ["-o", "f/m.onnx", "--format", "onnx"], "cannot be written"),
         (
@@ -162,13 +162,13 @@ def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write
         (lambda p: None, ["-o", "x.onnx"], "the name of another format"),
         (lambda p: None, ["-o", "x.tsopt", "--format", "onnx"], "the name of another format"),
         (lambda p: None, ["-o", "/dev/full", "--format", "onnx"], "not a regular file"),
-        (lambda p: None, ["-o", "/dev/full"], "exists and is no bundle"),
+        (lambda p: None, ["-o", "/dev/full"], "exists and is not a bundle"),
         (lambda p: os.mkfifo(p / "pipe"), ["-o", "pipe", "--format", "torchscript"], "not a regular file"),
         (lambda p: (p / "link").symlink_to("m.py"), ["-o", "link", "--format", "onnx"], "is a link"),
         (lambda p: None, ["-o", "-"], "not a usable path"),
         (lambda p: None, ["-o", "a\nb"], "not a usable path"),
         (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "is one file"),
-        (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is no bundle"),
+        (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is not a bundle"),
         (lambda p: None, ["-o", "n" * 300], "cannot be written"),
         (lambda p: None, ["-o", "n" * 245], "cannot be written"),  # fits, but not while it is written
         (lambda p: None, ["-o", "new/" + "n" * 300], "cannot be written"),

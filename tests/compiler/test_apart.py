@@ -1,4 +1,4 @@
-"""What a tracer puts in the place of shared functions is seen by its own thread only."""
+"""What a tracer puts in place of shared functions is seen by its own thread only."""
 
 from __future__ import annotations
 

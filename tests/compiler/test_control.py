@@ -267,7 +267,7 @@ def test_a_loop_that_carries_something_else_is_refused():
     assert isinstance(node.target, While)
     _, body = node.target.blocks
     node.target = While((body, body))
-    with pytest.raises(InvalidProgram, match="what decides is no flag"):
+    with pytest.raises(InvalidProgram, match="the condition is not a flag"):
         verify_program(program)
 
 

@@ -30,7 +30,7 @@ def test_a_dimension_is_read(text, made):
 
 @pytest.mark.parametrize("text", ["", "1", "ba tch", "n[1-3]", "n[a..b]", "n[", 3, None])
 def test_what_is_no_dimension_is_told_how_to_write_one(text):
-    with pytest.raises(UsageError, match=r"(?s)is no dimension.*fix: write name"):
+    with pytest.raises(UsageError, match=r"(?s)is not a dimension.*fix: write name"):
         dim(text)
 
 

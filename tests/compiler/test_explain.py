@@ -146,7 +146,7 @@ OTHERS = {
     ),
     "generator": (
         lambda self, x: x + torch.rand(3, generator=torch.Generator()),
-        "holds a Generator, which is no tensor",
+        "holds a Generator, which is not a tensor",
         "torch.manual_seed",
     ),
     "number": (lambda self, x: (x, x.sum().item()), "a Python number that depends on the input", "return the tensor"),

@@ -93,7 +93,7 @@ def test_a_constant_that_hangs_on_the_size_is_not_general():
         return made
 
     program = captured(lambda x: x * 2.0, (3, 4), x={0: "n"})
-    with pytest.raises(NotGeneral, match=r"(?s)hangs on the sizes.*another constant c"):
+    with pytest.raises(NotGeneral, match=r"(?s)depends on the sizes.*another constant c"):
         through(program, change)
 
 

@@ -135,7 +135,7 @@ def without_guard(guard: Guard) -> str:
 
 
 class Loader(importlib.machinery.SourceFileLoader):
-    """Loads the mutant in the place of the module."""
+    """Loads the mutant in place of the module."""
 
     def __init__(self, name: str, path: str, code: CodeType) -> None:
         super().__init__(name, path)

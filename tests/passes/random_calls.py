@@ -49,7 +49,7 @@ class Drawn:
         printer.text(f"\n{self!r}\n")
 
     def special_inputs(self) -> tuple[torch.Tensor, ...]:
-        """NaN, infinities, signed zeros and denormals in the place of ordinary numbers."""
+        """NaN, infinities, signed zeros and denormals in place of ordinary numbers."""
         return tuple(
             specials(*x.shape, dtype=x.dtype).roll(i) if x.is_floating_point() else x for i, x in enumerate(self.inputs)
         )

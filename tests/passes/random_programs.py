@@ -108,7 +108,7 @@ RULES = rules_of(STANDARD)
 
 
 def instance(b: Builder) -> None:
-    """The pattern of some rule, with values and literals in the place of its holes."""
+    """The pattern of some rule, with values and literals in place of its holes."""
     rule = b.pick(RULES)
     instantiate(b, b.pick(rule.patterns))
 

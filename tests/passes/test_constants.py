@@ -1,4 +1,4 @@
-"""Literals and constant tensors: one form, none that change nothing, one in the place of two."""
+"""Literals and constant tensors: one form, none that change nothing, one in place of two."""
 
 from __future__ import annotations
 

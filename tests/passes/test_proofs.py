@@ -185,7 +185,7 @@ def proofs() -> list[Any]:
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Smaller floats, where Z3 would need a minute for the real ones. No proof hangs on the width."""
+    """Smaller floats, where Z3 would need a minute for the real ones. No proof depends on the width."""
 
     def change() -> None:
         monkeypatch.setitem(SORTS, HALF, z3.FPSort(3, 4))

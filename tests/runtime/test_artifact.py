@@ -162,7 +162,7 @@ def test_an_existing_bundle_survives_a_failed_save(optimized_by, bundle, tmp_pat
 
 def test_a_file_is_not_overwritten(optimized_by, tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(tsopt.ArtifactError, match="exists and is no bundle"):
+    with pytest.raises(tsopt.ArtifactError, match="exists and is not a bundle"):
         optimized_by("eager").save(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "mine"
 

@@ -15,7 +15,7 @@ from tsopt.runtime.onednn import LOSES_NAN, OneDnnBackend, lower
 
 @pytest.fixture(autouse=True)
 def _always_faster(monkeypatch):
-    """What is chosen must not hang on how busy this machine is; whether a kernel is right is still looked at."""
+    """What is chosen must not depend on how busy this machine is; whether a kernel is right is still looked at."""
     clock = iter(range(10**9))
     monkeypatch.setattr(onednn.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(onednn, "ROUNDS", 1)

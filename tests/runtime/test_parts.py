@@ -89,7 +89,7 @@ def test_it_cannot_be_saved_and_says_why(tmp_path):
     with pytest.raises(tsopt.ArtifactError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(tsopt.BackendError, match="no program for onnxruntime"):
+    with pytest.raises(tsopt.BackendError, match="not a program for onnxruntime"):
         fast.verified("onnxruntime")
 
 
@@ -195,7 +195,7 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
 
 
 def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
-    """Dynamo traces the model anew when its counter changes."""
+    """Dynamo traces the model again when its counter changes."""
     from tsopt import api
 
     real, made = api.capture_apart, []

@@ -166,7 +166,7 @@ def test_a_model_without_such_products_gains_nothing(model):
 
 @pytest.mark.parametrize("backend", ["eager", "onednn", "openvino"])
 def test_backends_compute_in_it(monkeypatch, backend):
-    # Which kernel is faster hangs on the machine; here every layer is oneDNN's.
+    # Which kernel is faster depends on the machine; here every layer is oneDNN's.
     monkeypatch.setattr(onednn, "_is_faster", lambda *_: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval()
@@ -246,8 +246,8 @@ def test_lower_precisions_race_when_they_are_asked_for():
     ("options", "text"),
     [
         ({"precision": "int3"}, "precision='int3'"),
-        ({"precision": "tf32"}, "nobody who races computes in tf32"),
-        ({"precision": "bf16", "backends": ("torchscript",)}, "nobody who races computes in bf16"),
+        ({"precision": "tf32"}, "no selected backend supports tf32"),
+        ({"precision": "bf16", "backends": ("torchscript",)}, "no selected backend supports bf16"),
         ({"precision": "bf16", "backends": ("nonsense",)}, "no backend is called"),
     ],
     ids=str,

@@ -72,7 +72,7 @@ def show_passes(out: Any, records: Sequence[PassRecord]) -> None:
 
 
 def _counts(cells: tuple[str, ...], record: PassRecord) -> tuple[str, ...]:
-    """The row of a pass with counts in the place of the names, which have rows of their own here."""
+    """The row of a pass with counts in place of the names, which have rows of their own here."""
     done, nearly = PASS_COLUMNS.index("done"), PASS_COLUMNS.index("nearly")
     counts = {done: str(len(record.done) or "-"), nearly: str(len(record.declined) or "-")}
     return tuple(counts.get(position, cell) for position, cell in enumerate(cells))

@@ -36,7 +36,7 @@ def _seed(value: int) -> int:
 
 def _seconds(value: float) -> float:
     if not 0 < value < math.inf:
-        raise UsageError(f"--seconds {value:g} is no time to spend", fix="a number of seconds above 0")
+        raise UsageError(f"--seconds {value:g} is not a positive number", fix="a number of seconds above 0")
     return value
 
 

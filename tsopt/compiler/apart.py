@@ -1,4 +1,4 @@
-"""What tracers put in the place of functions that all threads share is seen by the thread that traces, and no other.
+"""What tracers put in place of functions that all threads share is seen by the thread that traces, and no other.
 
 torch.fx, and torch.export through it, replace the call and the attribute lookup of every nn.Module while they trace;
 torch.export replaces `max`, `min` and `math.pow`, and raises flags that models ask for.

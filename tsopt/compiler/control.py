@@ -87,7 +87,7 @@ class Cond(Control):
     def _typed(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         predicate, *rest = operands
         if predicate.dtype != torch.bool or predicate.numel() != 1:
-            raise ValueError("what decides is no flag")
+            raise ValueError("the condition is not a flag")
         for block in self.blocks:
             _check_operands(block, rest)
         yes, no = (_results(block) for block in self.blocks)
@@ -125,7 +125,7 @@ class While(Control):
             _check_operands(block, operands)
         going, carried = (_results(block) for block in self.blocks)
         if len(going) != 1 or going[0].dtype != torch.bool or going[0].numel() != 1:
-            raise ValueError("what decides is no flag")
+            raise ValueError("the condition is not a flag")
         if [(t.dtype, t.shape) for t in carried] != [(t.dtype, t.shape) for t in operands[: len(carried)]]:
             raise ValueError("the body returns other types than it takes")
         return _made(carried)
@@ -186,7 +186,7 @@ def _refused(why: str, where: str = "") -> NotOneGraph:
         "control flow that a Program cannot hold",
         where=where or None,
         why=why,
-        fix="carry tensors: torch.tensor(0) in the place of 0",
+        fix="carry tensors: torch.tensor(0) instead of 0",
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors on the device that somebody names, or why they cannot be there."""
+"""Tensors on the device that the user names, or why they cannot be there."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def dim(text: str | Dim) -> Dim:
     else:
         found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None:
-            raise UsageError(f"{text!r} is no dimension", fix=f"write {SYNTAX}")
+            raise UsageError(f"{text!r} is not a dimension", fix=f"write {SYNTAX}")
         made = Dim(found["name"], int(found["low"] or 1), int(found["high"]) if found["high"] else None)
     if made.low < 0 or (made.high is not None and made.high < max(made.low, SMALLEST)):
         raise UsageError(f"the range of {made} holds no two sizes", fix="a range such as batch[1..32]")
@@ -102,7 +102,7 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
             raise UsageError(
                 "the examples differ in more than sizes",
                 why="a list of examples says which sizes are dynamic; all else must be the same",
-                fix="pass calls that differ in sizes alone; several arguments are a tuple: (x, y)",
+                fix="pass calls that differ only in their sizes; several arguments are a tuple: (x, y)",
             )
         for position, (a, b) in enumerate(zip(first, leaves, strict=True)):
             for axis, (mine, theirs) in enumerate(zip(a.shape, b.shape, strict=True)):

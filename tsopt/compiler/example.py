@@ -24,7 +24,7 @@ class Example:
     written: bool = False
 
     def renewed(self) -> Example:
-        """The same call with what it may change made anew: containers, objects, written tensors; itself without any."""
+        """The same call with its own copies of what it may change: containers, objects, written tensors."""
         leaves, structure = flatten((self.args, self.kwargs))
         if self.written:
             leaves = [leaf.clone() for leaf in leaves]

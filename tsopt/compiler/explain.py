@@ -99,7 +99,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         lambda t: "tuple of ints" in t.text and "FakeTensor" in t.text,
         "a size is a tensor",
-        "sizes are numbers, decided beforehand; this one hangs on values",
+        "sizes are numbers, decided beforehand; this one depends on values",
         "a fixed size, and a mask for what is behind the end: torch.where(torch.arange(n) < length, x, 0)",
     ),
     Family(
@@ -174,7 +174,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         lambda t: "torch._C.Generator" in t.text,
-        "the model holds a Generator, which is no tensor",
+        "the model holds a Generator, which is not a tensor",
         "what it does in a call cannot be part of a program",
         "use torch.manual_seed instead of a torch.Generator of one's own",
     ),
@@ -184,7 +184,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         "a branch or a loop that values decide writes a tensor from outside of it",
         "control flow returns tensors, and changes none",
-        "y = y + 1 in the place of y += 1 or y.add_(1), in both branches",
+        "y = y + 1 instead of y += 1 or y.add_(1), in both branches",
     ),
     Family(
         lambda t: "merging two branches" in t.text,

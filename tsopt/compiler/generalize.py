@@ -2,8 +2,8 @@
 
 Passes see sizes as numbers. What they make of the same program at several sizes is compared call by call: where a
 number differs, it is a size of a tensor at hand, or follows from such sizes. Where anything else differs, what passes
-did hangs on the sizes, and there is no such program. The sizes are the ends of the ranges and one between them, and no
-numbers that the model has for other reasons.
+did depends on the sizes, and there is no such program. The sizes are the ends of the ranges and one between them, and
+no numbers that the model has for other reasons.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Numbers = tuple[int, ...]  # one for each sample
 
 
 class NotGeneral(PassError):
-    """What passes make of a program hangs on its sizes."""
+    """What passes make of a program depends on its sizes."""
 
 
 def through(program: Program, change: Callable[[Program], Program]) -> Program:
     """What a change of programs makes of this one; of a program for many sizes, for all of them.
 
     Raises:
-        NotGeneral: what it makes hangs on the sizes.
+        NotGeneral: what it makes depends on the sizes.
     """
     if not program.signature.dims:
         return change(program)
@@ -137,7 +137,7 @@ class _Merged:
     def program(self) -> Program:
         lists = [list(made.graph.nodes) for made in self.made]
         if len({len(nodes) for nodes in lists}) > 1:
-            raise NotGeneral("what the passes make hangs on the sizes", why="they leave more calls at some of them")
+            raise NotGeneral("what the passes make depends on the sizes", why="they leave more calls at some of them")
         self.places = [{node: i for i, node in enumerate(nodes)} for nodes in lists]
         originals = iter([n for n in self.original.graph.nodes if n.op == "placeholder"])
         given = iter(self.instances[0].given)
@@ -251,7 +251,7 @@ class _Merged:
 
     def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
         return NotGeneral(
-            "what the passes make hangs on the sizes",
+            "what the passes make depends on the sizes",
             where=origin_of(same[0]) or None,
             why=f"{what} at other sizes, in {ops.name_of(same[0]) if ops.is_call(same[0]) else same[0].op}",
         )
@@ -332,7 +332,7 @@ class _Merged:
             return values[0]
         if all(type(value) is int for value in values):
             return self._number(values, [node])
-        raise self._differ([node], "a number that is no integer")
+        raise self._differ([node], "a number that is not an integer")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

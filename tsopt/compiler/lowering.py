@@ -139,7 +139,7 @@ class _Lowering:
         tensor = self.tensor(target)
         if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
             raise NotOneGraph(
-                f"the model holds a {type(tensor).__name__}, which is no tensor",
+                f"the model holds a {type(tensor).__name__}, which is not a tensor",
                 why="what it does in a call cannot be part of a program",
                 fix="use torch.manual_seed instead of a torch.Generator of one's own",
             )
@@ -209,7 +209,7 @@ class _Lowering:
         return (node.meta["val"] for node in self.mapping if node.op == "placeholder")
 
     def _value(self, node: fx.Node, made: fx.Node) -> Any:
-        """The fake value of a call: as recorded, or worked out anew where that, or what comes before, is mistaken."""
+        """The fake value of a call: as recorded, or worked out again where that, or what comes before, is mistaken."""
         recorded = node.meta.get("val")
         mistaken = ops.is_overload(node.target) and ops.name_of(node).removeprefix("aten.") in MISTAKEN
         tensors = ops.tensors_of(recorded)

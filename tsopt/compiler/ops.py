@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 Arguments = dict[str, Any]
 
-# What a call on fake tensors raises where its result hangs on values, which only the tracing in capture can work out.
+# What a call on fake tensors raises where its result depends on values, which only the tracing in capture can work out.
 UNDECIDED = (DataDependentOutputException, DynamicOutputShapeException)
 
 # An op tagged as random that is not, for the arguments given: name -> (is random, why).

@@ -68,7 +68,7 @@ class Limits:
 
 
 class Pass(Protocol):
-    """Edits the program that it is given, a private copy of the user's. What it does depends on the program alone."""
+    """Edits the program that it is given, a private copy of the user's. What it does depends only on the program."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +88,7 @@ class Observer(Protocol):
     """Looks at each pass before and after it is run, and at each rewrite before it is made."""
 
     def start(self, item: Pass, program: Program) -> Pass:
-        """The pass to run in the place of `item`; `program` is the copy that it will edit."""
+        """The pass to run in place of `item`; `program` is the copy that it will edit."""
 
     def on_rewrite(self) -> None:
         """Called when what is replaced and what replaces it are both in the graph."""

@@ -136,7 +136,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
                 "the model keeps a Python number that depends on the input in an object that it is given",
                 where=f"input {effect}",
                 why="a program makes tensors; the number would be frozen",
-                fix="keep a tensor: torch.tensor(0) in the place of 0, tensor in the place of tensor.item()",
+                fix="keep a tensor: torch.tensor(0) instead of 0, tensor instead of tensor.item()",
             )
     for structure in (result, *(effect.parts for effect in effects)):
         for value in _changing(structure):

@@ -35,7 +35,7 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
     def part(place: int, block: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
         def traced(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
             found = used.run(run, block, operands)
-            # Which flag it is hangs on the branch.
+            # Which flag it is depends on the branch.
             flags = [_number(value, predicate) if isinstance(value, bool) else value for value in found]
             leaves, structures[place] = flatten(flags, share=False)
             return _own(leaves, operands)
@@ -127,7 +127,7 @@ class _Used:
         self.tensors, self._structure = flatten([values[name] for name in self.names], share=False)
 
     def run(self, run: Run, block: Any, operands: Sequence[torch.Tensor], own: Values | None = None) -> list[Any]:
-        """Runs a block on operands in the place of the tensors.
+        """Runs a block on operands in place of the tensors.
 
         Raises:
             NotOneGraph: it changes a list or a dict of the outside, which no operator can do.

@@ -331,4 +331,4 @@ def _overload(name: Any) -> Any:
         found = getattr(packet, parts[2], None)
         if isinstance(found, OpOverload) and computes(found):
             return found
-    raise ArtifactError(f"the stored program calls {str(name)[:80]!r}, which is no functional ATen op")
+    raise ArtifactError(f"the stored program calls {str(name)[:80]!r}, which is not a functional ATen op")

@@ -188,7 +188,7 @@ class Signature:
         return found
 
     def tied(self, a: Dim, b: Dim) -> Signature:
-        """The same with one Dim, by the name of the first, in the place of two."""
+        """The same with one Dim, by the name of the first, in place of two."""
         highs = [dim.high for dim in (a, b) if dim.high is not None]
         one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
 
@@ -288,7 +288,7 @@ class Signature:
             base = bases[item.view.of] if item.view.of < len(bases) else None
             sound = base is not None and item.writes is None and getattr(base, "view", None) is None
             if not sound or base is None or not item.view.fits(base.type, item.type):
-                raise ArtifactError("the stored signature is damaged", why=f"{item.name} is no view of what it names")
+                raise ArtifactError("the stored signature is damaged", why=f"{item.name} is not such a view")
 
     def _check_indices(self) -> None:
         returned = len(self.returned)

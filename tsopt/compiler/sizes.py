@@ -1,4 +1,4 @@
-"""A program for many sizes at given ones: numbers in the place of what it computes from sizes. Never changes a program.
+"""A program for many sizes at given ones: numbers in place of what it computes from sizes. Never changes a program.
 
 In such a program sizes are read by `aten.sym_size.int` and computed with by Python's own operators; the types that it
 records are those of one choice of sizes.
@@ -92,7 +92,7 @@ class Instance:
     """A program at given sizes.
 
     Attributes:
-        program: static. What depends on sizes alone comes in as further inputs, so that no pass takes it for constant.
+        program: static. What depends only on sizes comes in as further inputs, so that no pass takes it for constant.
         sizes: which.
         values: of the original's nodes, see `evaluate`.
         given: the nodes of the original behind the further inputs, in order.

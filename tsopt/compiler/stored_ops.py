@@ -203,4 +203,4 @@ def fill_uninitialized(program: Program) -> None:
         zeros.meta = dict(node.meta)
         node.replace_all_uses_with(zeros, delete_user_cb=lambda user, zeros=zeros: user is not zeros)
         if infer_type(program, zeros) != type_of(node):
-            raise ArtifactError("the stored program reads memory that nobody has written", why=str(node.target))
+            raise ArtifactError("the stored program reads uninitialized memory", why=str(node.target))

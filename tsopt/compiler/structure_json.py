@@ -18,7 +18,7 @@ def to_json(structure: Structure) -> dict[str, Any]:
     """A JSON value. Classes are named, not stored.
 
     Raises:
-        ArtifactError: a constant is no plain value, dtype, device or class.
+        ArtifactError: a constant is not a plain value, dtype, device or class.
     """
     out: dict[str, Any] = {"kind": structure.kind}
     if structure.kind in ("leaf", "shared"):
@@ -124,11 +124,11 @@ def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -
         raise ValueError("a key twice")
     pairs = all(isinstance(key, tuple) and len(key) == 2 and key[0] in ("item", "attr") for key in keys)
     if kind == "object" and not pairs:
-        raise ValueError("a key of an object is no item or attribute")
+        raise ValueError("a key of an object is neither an item nor an attribute")
     if kind == "object" and any(place == "attr" and not _is_plain_name(key) for place, key in keys):
-        raise ValueError("an attribute is no plain name")
+        raise ValueError("an attribute is not a plain name")
     if kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
-        raise ValueError("a field of a named tuple is no name")
+        raise ValueError("a field of a named tuple is not a name")
     if kind == "namedtuple" and cls is not None and getattr(cls, "_fields", None) != keys:
         raise ValueError(f"{cls.__name__} has other fields here")
 

@@ -176,7 +176,7 @@ def _fixed(what: str, size: Any) -> CaptureError:
     return CaptureError(
         f"{what} {how} in this model",
         why="the model computes with this size as a number, or joins the tensor with one of that size",
-        fix="leave it out of dynamic, or read sizes from the input: x.shape[0] in the place of a number",
+        fix="leave it out of dynamic, or read sizes from the input: x.shape[0] instead of a number",
     )
 
 

@@ -14,7 +14,7 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.types import TensorType
 
 SEED = "seed"  # in the meta of a random call; copies of the node keep it
-NO_SEED = "a random call that a pass has made anew"
+NO_SEED = "a random call that a pass has created"
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int]) -> None:
-    """Makes a weight of a value. `places` are those of all weights, kept: to look at each anew takes the square."""
+    """Makes a weight of a value. `places` are those of all weights, kept: to look at each again takes the square."""
     expected = type_of(node)
     if isinstance(expected, TensorType) and not TensorType.of(value).matches(expected):
         value = torch.empty_strided(expected.shape, expected.stride, dtype=value.dtype).copy_(value)

@@ -60,7 +60,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     """Writes a bundle beside its place and moves it there.
 
     Raises:
-        ArtifactError: the place cannot be written, or holds something that is no bundle.
+        ArtifactError: the place cannot be written, or holds something that is not a bundle.
     """
     target = Path(path)
     if executable.save is None:
@@ -81,7 +81,7 @@ def check_target(target: Path) -> None:
     """Raises ArtifactError where a bundle would overwrite something that is none."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ArtifactError(
-            "the output exists and is no bundle", where=str(target), fix="remove it or choose another name"
+            "the output exists and is not a bundle", where=str(target), fix="remove it or choose another name"
         )
     if target.is_dir() and any(target.iterdir()) and not _is_bundle(target):
         raise ArtifactError(

@@ -98,7 +98,7 @@ def drop_oldest(most: int) -> None:
 
 
 def clear() -> int:
-    """Removes all entries, what is in the place of one, and what is known of bundles; how many entries there were.
+    """Removes all entries, what is in place of one, and what is known of bundles; how many entries there were.
 
     Raises:
         OSError: for one that cannot be removed.

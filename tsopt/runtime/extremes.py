@@ -66,7 +66,7 @@ CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fm
 def extreme_values(
     program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The values of all inputs, with extremes in the place of one of them, or of all.
+    """The values of all inputs, with extremes in place of one of them, or of all.
 
     Those of an input that is an index are the first and the last that exist.
     """

@@ -89,7 +89,7 @@ class Sized:
         for item in self.elsewhere:
             failure = _failure(run, item.oracle)
             if failure:
-                raise NotGeneral("what the passes make is right at some sizes alone", why=f"at {item}: {failure}")
+                raise NotGeneral("what the passes make is right only at some sizes", why=f"at {item}: {failure}")
         return self
 
     @property

@@ -106,7 +106,7 @@ class Workshop:
     def open(
         self, program: Program, threads: int, seconds: float = CANDIDATE_SECONDS, memory: int | None = None
     ) -> None:
-        """Hands a program over, in the place of an earlier one.
+        """Hands a program over, in place of an earlier one.
 
         Args:
             threads: intra-op threads of each candidate.

@@ -74,7 +74,7 @@ def reading(path: Path, read: Callable[[Bundle], Found]) -> Found:
     raise ArtifactError(
         "the bundle was replaced each time that it was being read",
         where=str(path),
-        fix="load it when nobody is writing it",
+        fix="load it when no process is writing it",
     )
 
 

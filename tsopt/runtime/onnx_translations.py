@@ -29,7 +29,7 @@ def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, ou
     """
     if offs is None or bias is not None or out_dtype is not None or (len(rows.shape), len(matrices.shape)) != (2, 3):
         # The others are for gradients, or are no groups: `_explain` tells the op, its place and this.
-        raise BackendError("of the forms of _grouped_mm that of rows in groups alone is taken")
+        raise BackendError("only the form of _grouped_mm with rows in groups is supported")
     count = matrices.shape[0]
     if str(rows.dtype) != "BFLOAT16":
         return _in_groups(rows, matrices, offs, count)

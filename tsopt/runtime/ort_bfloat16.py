@@ -56,7 +56,7 @@ def _widen(program: Program, node: fx.Node) -> None:
 
 
 def _replace(program: Program, node: fx.Node, wide: fx.Node) -> None:
-    """Puts a result in the place of another, rounded where that one is."""
+    """Puts a result in place of another, rounded where that one is."""
     if _is_narrow(node) and not _is_narrow(wide):
         wide = new_call(program, node, node, aten.to.dtype, (wide, torch.bfloat16), {})
     node.replace_all_uses_with(wide)

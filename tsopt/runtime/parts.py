@@ -42,7 +42,7 @@ Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an 
 
 
 class InParts:
-    """A drop-in for a model that is no single graph: its parts are optimized, the Python between them stays.
+    """A drop-in for a model that is not a single graph: its parts are optimized, the Python between them stays.
 
     Attributes:
         report: what was raced, what the parts are, and why there is no single graph.
@@ -109,7 +109,7 @@ class InParts:
 
     def verified(self, backend: str, **options: Any) -> Any:
         """Raises BackendError: there is no program for a backend to take."""
-        raise BackendError(f"a model in parts is no program for {backend}", why=self.report.frontend)
+        raise BackendError(f"a model in parts is not a program for {backend}", why=self.report.frontend)
 
     def __repr__(self) -> str:
         return f"<tsopt.InParts {self.report.model} on {self.backend}, {self.report.why}>"
@@ -134,7 +134,7 @@ def optimize_in_parts(
 
     Args:
         script: the model as TorchScript, to be taken instead of it.
-        because: why it is no single graph, where that has been tried.
+        because: why it is not a single graph, where that has been tried.
         on_gradients: what calls do that need the model itself.
 
     Raises:
@@ -166,7 +166,7 @@ def optimize_in_parts(
         if not verdict.ok:
             rows[1] = Row(title, "wrong", verdict.reason, accuracy=verdict, cold=cold)
         else:
-            with torch.no_grad():  # as it is called: in inference mode dynamo would trace anew
+            with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
                 timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=device_wait(example_input))
             rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
             # Fresh inputs: what the race measured must not be all that is right.

@@ -90,7 +90,7 @@ class _Lowering:
                 self.program.graph.erase_node(node)
 
     def _lower(self, node: fx.Node) -> None:
-        """Chooses the precision of a call by its op and by its operands, and types it anew."""
+        """Chooses the precision of a call by its op and by its operands, and types it again."""
         floats = {value for value in node.all_input_nodes if self._was[value] == torch.float32}
         name = ops.name_of(node).split(".")[1] if ops.is_overload(node.target) else ""
         is_product = name in PRODUCTS and bool(floats)

@@ -267,7 +267,7 @@ def backends_for(
         precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
 
     Raises:
-        UsageError: there is no such precision, or nobody who races has it.
+        UsageError: there is no such precision, or no selected backend supports it.
     """
     on_gpu = is_on_gpu(example)
     if wanted is None:
@@ -286,7 +286,7 @@ def _in_precision(racing: Sequence[str], precision: str) -> tuple[str, ...]:
     found = [(name, item) for item in asked for name in racing if "?" not in name and can_compute_in(name, item)]
     if asked and not found:
         able = sorted({name for name in BACKENDS for item in asked if can_compute_in(name, item)})
-        raise UsageError(f"nobody who races computes in {precision}", fix=f"those who do: {', '.join(able)}")
+        raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
     return tuple(f"{name}?precision={item}" for name, item in found)
 
 

@@ -1,4 +1,4 @@
-"""The captured program in float64: its values without float32's rounding, and the decisions that hang on it."""
+"""The captured program in float64: its values without float32's rounding, and the decisions that depend on it."""
 
 from __future__ import annotations
 

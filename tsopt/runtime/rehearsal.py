@@ -41,7 +41,7 @@ class Rehearsal:
 
 
 def rehearsal_of(model: Callable[..., Any], program: Program) -> Rehearsal:
-    """What is to be called in the place of a model.
+    """What is to be called in place of a model.
 
     Args:
         program: captured from a shadow of the model.

@@ -163,7 +163,7 @@ class Report:
         lines += [f"sizes: {self.sizes}"] if self.sizes else []
         lines += [f"captured {self.frontend}"] if self.frontend else []
         lines += [f"candidates ran in this process: {self.together}"] if self.together else []
-        lines += [f"from the cache: {self.cached}; --no-cache races anew"] if self.cached else []
+        lines += [f"from the cache: {self.cached}; --no-cache races again"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
         lines += [ITSELF] if self.winner == "eager" else []
         lines += [f"since then: {text}" for text in self.audits]

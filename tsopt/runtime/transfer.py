@@ -20,7 +20,7 @@ Described = list[dict[str, Any]]
 
 
 class Gone(Exception):
-    """The other side has closed the connection, or said something that is no message."""
+    """The other side has closed the connection, or said something that is not a message."""
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:

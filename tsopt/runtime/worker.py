@@ -118,7 +118,7 @@ def _make_files_in(directory: str) -> None:
     with contextlib.suppress(ImportError):
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        cache_dir()  # writes down its place, which hangs on where temporary files are
+        cache_dir()  # writes down its place, which depends on where temporary files are
     os.environ["TMPDIR"] = tempfile.tempdir = directory
 
 

@@ -1,4 +1,4 @@
-"""Several roots at once: branches that differ in weights and inputs alone, and linear layers of one input."""
+"""Several roots at once: branches that differ only in weights and inputs, and linear layers of one input."""
 
 from __future__ import annotations
 

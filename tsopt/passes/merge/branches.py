@@ -40,7 +40,7 @@ class Kinds:
         self.kind: dict[fx.Node, int] = {}
         self.members: dict[int, list[fx.Node]] = defaultdict(list)
         self.steps = STEPS * len(self.depth)
-        self.drawn: set[fx.Node] = set()  # values that hang on random or unknown calls
+        self.drawn: set[fx.Node] = set()  # values that depend on random or unknown calls
         self.cuts: dict[fx.Node, Counter[Any]] = {}
         numbers: dict[object, int] = {}
         names: dict[fx.Node, str] = {}

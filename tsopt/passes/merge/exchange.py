@@ -1,4 +1,4 @@
-"""Puts values in the place of others of another memory layout: what that does to all that read them."""
+"""Puts values in place of others of another memory layout: what that does to all that read them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ ISOMORPHIC, PARALLEL = (
 
 @dataclass(frozen=True)
 class MergeBranches:
-    """Computes branches that differ in weights and inputs alone as one, and linear layers of one input as one.
+    """Computes branches that differ only in weights and inputs as one, and linear layers of one input as one.
 
     Attributes:
         few: the fewest branches that are merged on a CPU; `few_rows` where every product has one row.
@@ -68,7 +68,7 @@ class MergeBranches:
         parallel: multiply-adds up to which parallel linear layers are merged.
         memory: bytes of new weights in all. They are copies: the model keeps its own.
         call_bytes: bytes that are copied in the time of a call.
-        by_gain: what it does hangs on what pays, and so on sizes.
+        by_gain: what it does depends on what pays, and so on sizes.
     """
 
     by_gain: ClassVar[bool] = True

@@ -32,7 +32,7 @@ UNTAGGED = (
     aten.to.dtype,
 )
 
-# The axes of the first argument that an op is told. The other arguments do not hang on the shape.
+# The axes of the first argument that an op is told. The other arguments do not depend on the shape.
 AXES: dict[Any, tuple[str, ...]] = {
     aten.softmax.int: ("dim",),
     aten.log_softmax.int: ("dim",),
@@ -59,7 +59,7 @@ NORMS = (aten.layer_norm.default, aten.rms_norm.default)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of one branch, with operands for all branches in the place of its values."""
+    """A call of one branch, with operands for all branches in place of its values."""
 
     target: Any
     arguments: dict[str, Any]
@@ -95,7 +95,7 @@ def lower(stage: Stage, group: Group, read: Callable[[Group], fx.Node | None]) -
 
 
 def _filled(value: Any, found: Iterator[Operand]) -> Any:
-    """An argument with operands in the place of values."""
+    """An argument with operands in place of values."""
     if isinstance(value, fx.Node):
         return next(found)
     if isinstance(value, (list, tuple)):
