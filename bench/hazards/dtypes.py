@@ -19,6 +19,7 @@ def real(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 INT = torch.int32
 SMALL, MORE = whole(5, 6, 7, 8), whole(8, 6, 1, 0)
 LARGE = whole(2**40, 2**41, 1_700_000_000_123, -(2**40))
+HALFWAY = whole(2**31, 3, -(2**31) - 1, 2**32 - 1)  # signed, the lower halves are in another order
 BYTES, BYTE = whole(255, 200, 128, 1, dtype=torch.uint8), torch.uint8
 DOUBLES = real(1.7e9 + 0.25, 2.0**53, 1 + 2.0**-40, 1e300, dtype=torch.float64)
 HALVES = real(65504, 4e4, 2049, 1, dtype=torch.half)
@@ -67,6 +68,12 @@ CASES = (
     case("int64 truncated division", lambda x: torch.div(x, 3, rounding_mode="trunc"), (SMALL,), (LARGE,)),
     case("int64 floor division", lambda x: torch.div(x, 3, rounding_mode="floor"), (SMALL,), (LARGE + 1,)),
     case("int64 clamped", lambda x: x.clamp(0, 6), (SMALL,), (LARGE,), (whole(2**31, 2**32 + 5, -(2**31) - 1, 3),)),
+    case("the larger of int64 and 0", lambda x: torch.maximum(x, x * 0), (SMALL,), (LARGE,), (HALFWAY,)),
+    case("the smaller of two int64", torch.minimum, (SMALL, MORE), (LARGE, MORE), (HALFWAY, HALFWAY.flip(0))),
+    case("sign of int64", lambda x: x.sign(), (SMALL,), (LARGE,), (HALFWAY,)),
+    case("largest of each row of int64", lambda x: x.reshape(2, 2).amax(-1), (SMALL,), (LARGE,), (HALFWAY,)),
+    case("smallest of int64 and its place", lambda x: x.min(0), (SMALL,), (LARGE,), (HALFWAY,)),
+    case("order of int64", lambda x: x.sort(descending=True)[0], (SMALL,), (LARGE,), (HALFWAY,)),
     case("int64 as float32", lambda x: x.float() / 1000, (SMALL,), (LARGE,)),
     case("largest of int64", lambda x: x.max(), (SMALL,), (LARGE,)),
     case("place of the largest of int64", lambda x: x.argmax(), (SMALL,), (LARGE,)),

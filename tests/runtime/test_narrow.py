@@ -139,6 +139,27 @@ def test_inputs_are_checked_for_the_widest_range_that_a_program_is_right_for(mod
     assert "PyTorch all others" in found.notes[0]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: torch.maximum(x, x * 0),
+        lambda x: torch.max(x, x.flip(0)),
+        lambda x: torch.minimum(x, x.flip(0)),
+        torch.sign,
+        lambda x: x.amax(-1),
+        lambda x: x.min(0)[0],
+        lambda x: torch.isclose(x, x.flip(0)),
+    ],
+)
+def test_onnx_runtime_compares_int64_by_signed_halves(model):
+    """It says that 0 is larger than 2**31."""
+    x = torch.tensor([[2**31, 3, -(2**31) - 1, 2**32 - 1], [7, -7, 2**31 + 5, 2**53 + 2**31]])
+    executable = tsopt.compile(tsopt.capture(model, x % 5), "onnxruntime")
+    assert limits(examined(model, x % 5, engine=ONNX_RUNTIME))
+    for call in (x, x.flip(1), x % 5):
+        assert torch.equal(executable(call), model(call))
+
+
 def test_values_that_only_look_something_up_are_not_narrowed():
     found = examined(lambda i, x: x[i.reshape(-1).int()], INTS, torch.ones(4, 3))
     assert not found.refused

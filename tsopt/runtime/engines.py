@@ -21,7 +21,10 @@ REDUCTIONS = frozenset(
     | {"scatter_add", "scatter_reduce", "index_add"}
 )
 
-# The ONNX exporter translates these for whole numbers by way of floats; ONNX Runtime's sums saturate.
+# NOTE: ONNX Runtime compares the lower halves of int64 as signed numbers: its largest of 2**31 and 0 is 0.
+COMPARED = ("maximum", "minimum", "max", "min", "amax", "amin", "aminmax", "sign", "sgn")
+
+# The ONNX exporter translates others for whole numbers by way of floats; ONNX Runtime's sums saturate.
 ONNX_RUNTIME = Engine(
     "ONNX Runtime",
     by_op={
@@ -32,6 +35,8 @@ ONNX_RUNTIME = Engine(
         "clamp_max": INT32,
         "hardtanh": INT32,
         "relu6": INT32,
+        **dict.fromkeys(COMPARED, INT32),
+        "isclose": IN_FLOAT32,
         "sum": IN_FLOAT64,
         "prod": IN_FLOAT64,
         "pow": IN_FLOAT64,

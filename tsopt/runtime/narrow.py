@@ -1,6 +1,6 @@
 """Where an engine computes a dtype in fewer bits than PyTorch: what is refused, and what is checked at each call.
 
-An engine says which whole numbers it holds exactly, by dtype, and by op where its kernel takes a detour over floats.
+An engine says which whole numbers it holds exactly, by dtype, and by op where its kernel goes wrong beyond them.
 Interval arithmetic shows whether a program stays within that. Where it does for inputs of ordinary size, those are
 checked at the call; where it does not, the program is refused by the name of the value. A value that only looks
 something up is left alone: PyTorch refuses the numbers that an engine would cut.
@@ -240,7 +240,7 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     found += [ranges[node]] if found and node in ranges else []
     if all(item in limit for item in found):
         return ""
-    return f"computes {name} of whole numbers over floats, which hold them up to {_size(limit)}"
+    return f"computes {name} of whole numbers correctly only up to {_size(limit)}"
 
 
 def _is_double(value: Any) -> bool:
