@@ -52,3 +52,10 @@ def test_no_warning_reaches_the_user(mlp_program, mlp_input, recwarn, capfd):
     assert [str(w.message) for w in recwarn] == []
     found = capfd.readouterr()
     assert found.out + found.err == ""
+
+
+def test_what_eager_raises_is_raised_as_eager_raises_it():
+    model = torch.nn.Embedding(4, 2).eval()
+    executable = tsopt.compile(tsopt.capture(model, torch.tensor([1, 3])), "torchscript")
+    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+        executable(torch.tensor([1, 4]))

@@ -6,8 +6,9 @@ TorchScript is deprecated upstream; it stays in this one file, and its warnings 
 from __future__ import annotations
 
 import io
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Executable, Runner, Unsupported
-from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.eager import by_torch, torch_runner
 from tsopt.runtime.inputs import blank
 from tsopt.runtime.onednn import LOSES_NAN
 from tsopt.runtime.torchscript_source import source_of
 
+log = logging.getLogger("tsopt")
 FILE = "model.ts"
 LAYER_AND_RELU = {torch.ops.aten.conv2d.default, torch.ops.aten.relu.default}  # what it hands to oneDNN as one
 
@@ -65,13 +67,26 @@ class TorchScriptBackend:
         return Executable(
             self.name,
             program.signature,
-            torch_runner(script, program.signature, self.threads),
+            _raising_as_torch(torch_runner(script, program.signature, self.threads), program),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
             code=True,
             notes=[LOSES_NAN] if {node.target for node in program.calls()} >= LAYER_AND_RELU else [],
         )
+
+
+def _raising_as_torch(run: Runner, program: Program) -> Runner:
+    """TorchScript makes a RuntimeError of whatever a kernel raises, around a traceback of ours."""
+
+    def run_or_raise(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            return run(inputs)
+        except RuntimeError as error:
+            log.info("TorchScript fails in a call, which PyTorch makes instead: %s", error)
+            return by_torch(program)(inputs)
+
+    return run_or_raise
 
 
 def _traced(program: Program) -> Any:
