@@ -1,7 +1,8 @@
 """Usage: python -m bench.hazards [FAMILY ...] [--before FILE]; writes bench/results/hazards.{json,md}.
 
-A process for each case and backend that does not answer within a minute counts as wrong. `--before` takes the JSON of
-an earlier version, run with its package on the path, for a column beside today's.
+A process for each case and backend; one that does not answer within two minutes counts as wrong. `--before` takes the
+JSON of an earlier version, run with its package on the path, for a column beside today's; `--page` measures nothing and
+writes the table of what was measured.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--before", type=Path)
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true")
     asked = parser.parse_args()
     known: Rows = json.loads(asked.output.read_text())["cases"] if asked.output.exists() else []
-    rows = [row for row in known if row["family"] in FAMILIES and row["family"] not in asked.families]
+    families = [] if asked.page else asked.families
+    rows = [row for row in known if row["family"] in FAMILIES and row["family"] not in families]
     to_onnx(tsopt.capture(torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)))  # imports what each case would import
-    for family in asked.families:
+    for family in families:
         rows += outcomes_of(family)
     rows.sort(key=lambda row: list(FAMILIES).index(row["family"]))
     asked.output.write_text(json.dumps({"environment": environment().to_json(), "cases": rows}, indent=1) + "\n")
