@@ -140,6 +140,31 @@ def test_inputs_are_checked_for_the_widest_range_that_a_program_is_right_for(mod
 
 
 @pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        (lambda x: x @ x.t(), torch.int8),
+        (lambda x: x.diff(dim=-1), torch.uint8),
+        (lambda x: torch.addcmul(x, x, x), torch.uint8),
+        (lambda x: x.trunc(), torch.int8),
+        (lambda x: x.floor(), torch.int32),
+        (lambda x: x.bool(), torch.int32),
+        (lambda x: x.logical_not(), torch.int32),
+        (lambda x: torch.isclose(x, x.flip(0)), torch.uint8),
+    ],
+)
+def test_openvino_is_right_or_refuses_at_the_ends_of_a_dtype(model, dtype):
+    if importlib.util.find_spec("openvino") is None:
+        pytest.skip("not installed")
+    info = torch.iinfo(dtype)
+    x = torch.tensor([[info.min, info.max, 7], [100, info.max - 1, 2**24 + 1 if info.bits == 32 else 3]], dtype=dtype)
+    try:
+        executable = tsopt.compile(tsopt.capture(model, (x % 3).to(dtype)), "openvino")
+    except tsopt.BackendError:
+        return
+    assert torch.equal(executable(x), model(x))
+
+
+@pytest.mark.parametrize(
     "model",
     [
         lambda x: torch.maximum(x, x * 0),

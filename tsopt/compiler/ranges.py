@@ -1,7 +1,7 @@
 """Which whole numbers the values of a program can hold: interval arithmetic, op by op. Never changes a program.
 
 A Range is of the numbers themselves, before they wrap around in their dtype: `int8 + int8` holds up to 254. What
-follows then starts from the dtype's own range again.
+follows then starts from the dtype's own range again. Of an op without a rule nothing is known: it may wrap around.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class _Call:
             found = rule(self) if rule is not None else None
         except (KeyError, TypeError, ValueError, ArithmeticError):
             found = None  # a form of the op that the rule does not know
-        if found is None or math.isnan(found.low) or math.isnan(found.high):
-            return of_dtype(self.value.dtype)
-        return found
+        return ANY if found is None or math.isnan(found.low) or math.isnan(found.high) else found
 
     def of(self, argument: Any) -> Range:
         """The range of an argument, as it is in its dtype."""
@@ -336,11 +334,11 @@ def _rounded(call: _Call) -> Range:
     return Range(_floor(found.low), -_floor(-found.high))
 
 
-def _cast(call: _Call) -> Range:
+def _cast(call: _Call, source: str = "self") -> Range:
     """A float holds a large whole number as one beside it."""
-    found, dtype = call.of("self"), call.value.dtype
+    found, dtype = call.of(source), call.value.dtype
     if not dtype.is_floating_point:
-        return _rounded(call)
+        return Range(_floor(found.low), -_floor(-found.high))
     exact = 2 / torch.finfo(dtype).eps
     return Range(*(end if abs(end) <= exact else end * (1 + math.copysign(2 / exact, end * way)) for end, way in
                    ((found.low, -1), (found.high, 1))))  # fmt: skip
@@ -369,11 +367,13 @@ def _count(name: str) -> Rule:
 
 
 def _bits(call: _Call) -> Range | None:
-    """Of numbers that are not negative: no more bits than the larger one has."""
+    """No more bits than the larger one has; of numbers that are not negative, no sign."""
     a, b = call.of("self"), call.of("other")
-    if min(a.low, b.low) < 0 or math.isinf(max(a.high, b.high)):
+    low, high = min(a.low, b.low), max(a.high, b.high)
+    if math.isinf(low) or math.isinf(high):
         return None
-    return Range(0, (1 << int(max(a.high, b.high)).bit_length()) - 1)
+    above = 1 << max(int(high).bit_length(), int(-low - 1).bit_length() if low < 0 else 0)
+    return Range(-above if low < 0 else 0, above - 1)
 
 
 def _power(call: _Call) -> Range | None:
@@ -413,7 +413,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(SAME_VALUES, lambda call: call.of(next(iter(call.arguments)))),
     "max": lambda call: _greater(call) if "other" in call.arguments else call.of("self"),
     "min": lambda call: _smaller(call) if "other" in call.arguments else call.of("self"),
-    "median": lambda call: call.of("self"),
+    **dict.fromkeys(("median", "mode", "kthvalue", "msort", "sort"), lambda call: call.of("self")),
+    "copy": lambda call: _cast(call, "src"),
+    "fill": _constant("value"),
+    "one": lambda call: Range(1, 1),
+    "zero": lambda call: Range(0, 0),
     **dict.fromkeys(("to", "type_as", "to_copy"), _cast),
     **dict.fromkeys(("floor", "ceil", "round", "trunc"), _rounded),
     "embedding": _constant("weight"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from tsopt.compiler.ranges import of_dtype
-from tsopt.runtime.narrow import Engine, signed
+from tsopt.compiler.ranges import FLAG, of_dtype
+from tsopt.runtime.narrow import AS_BOOL, Engine, signed
 
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
 WIDE = (torch.int64, torch.uint32, torch.uint64)
@@ -50,10 +50,12 @@ ONNX_RUNTIME = Engine(
 OPENVINO = Engine(
     "OpenVINO",
     dtypes={**{dtype: of_dtype(dtype) for dtype in WHOLE}, **{dtype: of_dtype(dtype) & INT32 for dtype in WIDE}},
-    by_op=dict.fromkeys(
-        (*QUOTIENTS, *REDUCTIONS, "pow", "rshift", "bitwise_right_shift", "relu"),
-        IN_FLOAT32,
-    ),
+    by_op={
+        **dict.fromkeys((*QUOTIENTS, *REDUCTIONS, "pow", "rshift", "bitwise_right_shift", "relu"), IN_FLOAT32),
+        # It takes the lowest int32 for zero.
+        **dict.fromkeys((AS_BOOL, "logical_not", "logical_and", "logical_or", "logical_xor", "all", "any"), signed(31)),
+        **dict.fromkeys(("floor", "ceil", "round", "trunc", "isclose"), FLAG),  # in floats, with an end of their own
+    },
     absent={torch.float64: "float32", torch.complex64: "no way", torch.complex128: "no way"},
     rounds=QUOTIENTS,
 )

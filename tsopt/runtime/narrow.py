@@ -32,6 +32,7 @@ LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this s
 CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
 FLOPS = 2e11  # in a second and a thread: faster than any core is
 NEVER = 1 << 30  # threads: so fast that no check is worth its time
+AS_BOOL, CASTS = "bool", frozenset({"to", "to_copy", "type_as"})  # a cast to bool has an entry of its own
 SHARE = 0.01  # of a call, for checks that nobody has asked for
 
 
@@ -233,6 +234,9 @@ def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
 
 
 def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, engine: Engine) -> str:
+    made = place.values.get(node)
+    if name in CASTS and isinstance(made, torch.Tensor) and made.dtype == torch.bool:
+        name = AS_BOOL
     limit = engine.by_op.get(name)
     if limit is None:
         return ""
