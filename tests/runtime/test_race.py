@@ -516,3 +516,15 @@ def test_what_differs_on_nan_costs_the_race_where_that_was_asked_for(run_race, m
     found = run_race(strict_specials=True)
     assert row(found).status == "wrong"
     assert_goes_on(found)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_model_that_asks_for_inference_mode_is_timed_in_the_mode_of_its_example(on):
+    def model(x):
+        return x * 3 if torch.is_inference_mode_enabled() else x + 1
+
+    with torch.inference_mode(on):
+        options = {"backends": ("torchscript",), "seconds": 0.05, "isolate": False, "cache": False}
+        report = tsopt.optimize(model, torch.ones(4), **options).report
+    row = next(row for row in report.rows if row.name == "TorchScript")
+    assert row.status == "ok", row.reason

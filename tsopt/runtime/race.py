@@ -6,6 +6,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Protocol, cast
@@ -306,7 +307,7 @@ def _is_needless(
     if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1 or title_of(name) not in candidates:
         return True
     try:
-        with protected(None, written=program.state.values()), torch.inference_mode():
+        with protected(None, written=program.state.values()), _mode_of(program):
             return seconds_of(candidates[title_of(name)], judge.inputs) > SMALL
     except Exception:  # whatever it raises now, it raises again when it is timed, and is a row then
         return True
@@ -314,6 +315,14 @@ def _is_needless(
 
 def _reason(error: TsoptError) -> str:
     return "; ".join(part for part in (error.what, error.where, error.why) if part)
+
+
+def _mode_of(program: Program) -> AbstractContextManager[None]:
+    """Inference mode for all candidates: it is eager at its best, and costs the compiled ones nothing.
+
+    A model that asks for it is timed in the mode of its example.
+    """
+    return torch.inference_mode(dict(program.signature.modes).get("inference mode", True))
 
 
 def _timed(
@@ -328,8 +337,7 @@ def _timed(
     """Args: limits: how long to time, and how long at most, where that decides nothing."""
     inputs, (seconds, longest) = judge.inputs, limits
     calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
-    # NOTE: inference mode for everybody: it is eager at its best, and costs the compiled ones nothing.
-    with protected(model, written=captured.state.values()), torch.inference_mode():
+    with protected(model, written=captured.state.values()), _mode_of(captured):
         timings = measure(
             *(calls, inputs),
             seconds=seconds,
