@@ -265,5 +265,5 @@ def test_memory_that_nobody_has_written_is_zero(tmp_path):
 
 def test_memory_that_cannot_be_filled_is_refused(tmp_path):
     written(tmp_path, lambda x: (x + 1, torch.empty_strided((2, 2), (5, 1))), X)
-    with pytest.raises(ArtifactError, match="nobody has written"):
+    with pytest.raises(ArtifactError, match="uninitialized memory"):
         fill_uninitialized(read_program(tmp_path))

@@ -267,7 +267,7 @@ def _first_call(data: dict) -> dict:
 def test_an_op_that_is_no_functional_aten_op_is_refused(bundle, target):
     place = bundle()
     rewrite(place, lambda data: _first_call(data).update(target=target))
-    found = refused(place, "no functional ATen op")
+    found = refused(place, "not a functional ATen op")
     assert len(str(found)) < 1000
 
 

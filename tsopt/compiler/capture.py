@@ -189,8 +189,8 @@ def _with_answers(signature: Signature, asked: Asked) -> Signature:
 
 def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
     """The same, whose results are views where those of the model are."""
-    if len(asked.views) != len(signature.returned):
-        return signature
+    if len(asked.views) != len(signature.returned) or signature.effects:
+        return signature  # NOTE: what a call puts into its objects is told by the effects, and may be what was there
     users = len(signature.user_inputs)
     held = {id(tensor): users + i for i, tensor in enumerate(state[item.name] for item in signature.state_inputs)}
     views = []

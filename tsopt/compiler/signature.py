@@ -291,6 +291,8 @@ class Signature:
                 raise ArtifactError("the stored signature is damaged", why=f"{item.name} is not such a view")
 
     def _check_indices(self) -> None:
+        if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
+            raise ArtifactError("the stored input structure is damaged", why="it is not one of args and kwargs")
         returned = len(self.returned)
         if {dim.name for dim in self.dims} != {
             dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
