@@ -292,5 +292,5 @@ CASES = (
     Case("an output without that alphabet", output("inspect", "m.py:é 2>&1 | cat; exit ${PIPESTATUS[0]}", 2), ANY),
     Case("all candidates crash", all_crash, ANY),
     Case("control characters in a module's name", injected, ANY),
-    Case("a cache with things that are no entries", strange_cache, ANY),
+    Case("a cache that holds other files", strange_cache, ANY),
 )

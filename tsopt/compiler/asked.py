@@ -85,7 +85,7 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
             return model(*args, **kwargs)
 
     versions = [_version(copy) for copy in copies]
-    # Whoever reads the model next says what is wrong with one that fails.
+    # A model that fails here fails again when it is captured, and is explained there.
     results: list[torch.Tensor] = []
     with protected(model), _profiled() as calls, contextlib.suppress(Exception):
         results, *_ = outcome_of(recorded, args, kwargs)  # puts back what it changes in objects that cannot be copied

@@ -1,9 +1,9 @@
-"""Passes on a program for many sizes: run at a few, and what they made put together to one program for all.
+"""Passes on a program with dynamic sizes: they run at a few sizes, and the results are merged into one program.
 
-Passes see sizes as numbers. What they make of the same program at several sizes is compared call by call: where a
-number differs, it is a size of a tensor at hand, or follows from such sizes. Where anything else differs, what passes
-did depends on the sizes, and there is no such program. The sizes are the ends of the ranges and one between them, and
-no numbers that the model has for other reasons.
+Passes see sizes as numbers. Their results at several sizes are compared call by call: a number that differs must be the
+size of a tensor at hand, or follow from such sizes. If anything else differs, the passes depend on the sizes, and the
+program is not optimized for all of them. The sizes tried are both ends of each range and one between them, chosen so
+that they equal no other number in the model.
 """
 
 from __future__ import annotations

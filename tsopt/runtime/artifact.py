@@ -52,7 +52,7 @@ OPTIONS: dict[str, Callable[[Any], bool]] = {
     "hint": lambda value: value in ("latency", "throughput"),
     "precision": lambda value: value in PRECISIONS,
     **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
-    "bounds": lambda value: isinstance(value, list),  # whoever checks them looks closer
+    "bounds": lambda value: isinstance(value, list),  # each one is checked where it is read
 }
 
 

@@ -63,7 +63,7 @@ class InEager:
     def verified(self, backend: str, **options: Any) -> Any:
         """Raises BackendError: there is no program for a backend to take."""
         raise BackendError(
-            f"there is no program for {backend}: the model runs as it is",
+            f"the model cannot be compiled for {backend}: it runs in eager mode",
             why="; then: ".join(map(reason_of, self.errors)),
         )
 

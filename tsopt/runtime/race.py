@@ -268,7 +268,7 @@ def backends_for(
         precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
 
     Raises:
-        UsageError: there is no such precision, or no selected backend supports it.
+        UsageError: an unknown precision, or one that no selected backend supports.
     """
     on_gpu = is_on_gpu(example)
     if wanted is None:
