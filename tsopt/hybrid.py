@@ -20,7 +20,7 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
-from tsopt.runtime.ambient import objection, untraced
+from tsopt.runtime.ambient import objection, untraced, watcher
 from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.fallback import InEager
@@ -35,6 +35,7 @@ OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
 CHANGES = 3  # times that the model may change between compiled calls before it is eager for good
 # What code asks that answers otherwise by how it is called, not by what it is given.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
+_interferes = watcher()
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
@@ -242,9 +243,8 @@ class Compiled:
         model = self.model
         if isinstance(model, nn.Module) and model.training:
             return "it is in training mode: model.eval() first"
-        reason = objection(())
-        if reason:
-            return reason
+        if _interferes():
+            return objection(())
         if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
             return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
         return self._ambient.differs()

@@ -32,6 +32,7 @@ FAMILIES: dict[str, str] = {
     "commands": "the command line",
     "race": "races that decide nothing",
     "bundles": "hostile and damaged bundles",
+    "saves": "bundles that are written while something goes wrong",
 }
 
 

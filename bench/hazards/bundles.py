@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -608,104 +607,6 @@ CASES: tuple[Case, ...] = (
     *(case(name, change, *SOME) for name, change in STATE.items()),
     *(case(name, change, *PROGRAMS) for name, change in WEIGHTS.items()),
     *(case(name, change, *ENGINES) for name, change in MODELS.items()),
-)
-
-
-# ---- writing ------------------------------------------------------------------------------------------------
-
-
-def killed_between(backend: str) -> Outcome:
-    """`save` over a bundle, killed when the old one has been moved, or right before the new one is."""
-    with tempfile.TemporaryDirectory(prefix="hazard-") as folder:
-        os.environ["TSOPT_CACHE_DIR"] = str(Path(folder) / "cache")
-        bundle, x, y = saved("eager", Path(folder))
-        for _ in range(20):
-            child = os.fork()
-            if not child:
-                rename = Path.rename
-
-                def dying(self: Path, target: Path, rename: Any = rename) -> Any:
-                    done = rename(self, target)
-                    if self.name == "m.tsopt":
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    return done
-
-                Path.rename = dying  # type: ignore[method-assign]
-                saved("eager", Path(folder))
-                os._exit(0)
-            os.waitpid(child, 0)
-            try:
-                found = tsopt.load(bundle)(x)
-            except tsopt.TsoptError as error:
-                return Outcome("wrong", f"no bundle is left: {error.what}")
-            if not torch.allclose(found, y):
-                return Outcome("wrong", "another bundle")
-        saved("eager", Path(folder))
-        left = sorted(set(os.listdir(folder)) - {"m.tsopt", "cache"})
-        return Outcome("wrong", f"left behind: {left[0]} and others") if left else RIGHT
-
-
-def killed_at_random(backend: str) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="hazard-") as folder:
-        os.environ["TSOPT_CACHE_DIR"] = str(Path(folder) / "cache")
-        bundle, x, y = saved("eager", Path(folder))
-        for number in range(40):
-            child = os.fork()
-            if not child:
-                while True:
-                    saved("eager", Path(folder))
-            time.sleep(0.002 * number)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            try:
-                found = tsopt.load(bundle)(x)
-            except tsopt.TsoptError as error:
-                return Outcome("wrong", f"no bundle is left: {error.what}")
-            if not torch.allclose(found, y):
-                return Outcome("wrong", "another bundle")
-        saved("eager", Path(folder))
-        left = sorted(set(os.listdir(folder)) - {"m.tsopt", "cache"})
-        return Outcome("wrong", f"left behind: {len(left)} directories") if left else RIGHT
-
-
-def replaced_while_read(backend: str) -> Outcome:
-    """Two bundles change places while one of them is loaded: what is loaded is one of the two."""
-    with tempfile.TemporaryDirectory(prefix="hazard-") as folder:
-        os.environ["TSOPT_CACHE_DIR"] = str(Path(folder) / "cache")
-        bundle, _, _ = saved("eager", Path(folder))
-        other = Path(shutil.copytree(bundle, Path(folder) / "other.tsopt"))
-        child = os.fork()
-        if not child:
-            staged = _staged()
-            while True:
-                with staged(bundle) as place:
-                    for file in other.iterdir():
-                        shutil.copy(file, place)
-        try:
-            end = time.monotonic() + 10
-            while time.monotonic() < end:
-                tsopt.load(bundle)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-    return RIGHT
-
-
-def _staged() -> Any:
-    try:
-        from tsopt.runtime.staging import staged
-    except ImportError:
-        from tsopt.runtime.artifact import staged  # type: ignore[attr-defined,no-redef]
-    return staged
-
-
-CASES += tuple(
-    Case(name, check, ("tsopt",))
-    for name, check in (
-        ("save is killed between its two renames", killed_between),
-        ("save is killed at random moments", killed_at_random),
-        ("a bundle is replaced while it is read", replaced_while_read),
-    )
 )
 
 

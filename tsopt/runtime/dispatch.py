@@ -34,6 +34,7 @@ POLICIES = ("capture", "eager", "error")
 MAX_FORMS = 16  # kept at a time, those that were called last
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls of eager, where it won, between looks at the weights
+ABSENT = object()  # where a call has no positional argument
 MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
 
 
@@ -125,19 +126,22 @@ class Optimized:
             self.executable = self._refusing(executable)
 
     @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, first: Any = ABSENT, /, *more: Any, **kwargs: Any) -> Any:
+        # The first argument by itself: a call of one tensor, the most frequent one, makes no tuple of it.
         audits = self._audits
         audits.left = left = audits.left - 1
+        executable = self.executable
+        if left >= 0 and executable is not None:
+            quick = executable.quick
+            if quick is not None and not more and not kwargs:
+                result = quick(first)
+                if result is not None:
+                    return result
+        args = more if first is ABSENT else (first, *more)
         if left < 0:
             return self._looked_at(args, kwargs)
-        executable = self.executable
         if executable is None:
             return self._by_the_model(args, kwargs)
-        quick = executable.quick
-        if quick is not None and len(args) == 1 and not kwargs:
-            result = quick(args[0])
-            if result is not None:
-                return result
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
             return executable.run_leaves(leaves, args, kwargs)
