@@ -302,7 +302,7 @@ class Signature:
             (self.outer, len(self.user_inputs), "input"),
             *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
         ):
-            if any(index >= count for index, _ in structure.paths()):
+            if structure.highest() >= count:
                 raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
 
 

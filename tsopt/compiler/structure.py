@@ -67,6 +67,12 @@ class Structure:
     def leaf_count(self) -> int:
         return len({index for index, _ in self.paths()})
 
+    def highest(self) -> int:
+        """The highest index of a leaf; -1 where there is none."""
+        if self.kind == "leaf":
+            return self.index
+        return max((child.highest() for child in self.children), default=-1)
+
     def paths(self, prefix: str = "") -> Iterator[tuple[int, str]]:
         """(index, readable path) of each leaf, in order; a shared leaf comes up more than once."""
         if self.kind == "leaf":

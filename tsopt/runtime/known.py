@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 
 from tsopt._version import __version__
@@ -24,7 +25,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def is_known(digest: str) -> bool:
     """Whether a bundle has been written or tried out here, by this version."""
     place = _file(digest)
-    return place is not None and not _objection() and place.is_file() and not place.is_symlink()
+    if place is None or objection(place.parent.parent) or objection(place.parent):
+        return False
+    try:
+        return stat.S_ISREG(place.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def remember(digest: str) -> None:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from tsopt.compiler.strict_json import parse
 from tsopt.errors import ArtifactError
@@ -110,15 +110,15 @@ def _facts(entry: os.DirEntry[str]) -> tuple[int, ...]:
 
 def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a bundle whose every file is what the manifest says. Raises ArtifactError."""
-    if not directory.is_dir():
+    if not os.path.lexists(f"{directory}/{MANIFEST}"):
+        if directory.is_dir():
+            raise ArtifactError("the directory is not a bundle", where=str(directory), why=f"it has no {MANIFEST}")
         what = "is not a directory" if directory.exists() else "does not exist"
         raise ArtifactError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
-    if not os.path.lexists(directory / MANIFEST):
-        raise ArtifactError("the directory is not a bundle", where=str(directory), why=f"it has no {MANIFEST}")
-    with _opened(directory, MANIFEST) as (file, facts):
+    with _opened(directory, MANIFEST) as (handle, facts):
         if facts.st_size > MAX_MANIFEST:
             raise damaged(directory, "the manifest is too large")
-        raw = file.read(MAX_MANIFEST + 1)
+        raw = b"".join(_chunks(handle, facts.st_size))
     try:
         manifest = parse(raw)
     except ValueError as error:
@@ -146,7 +146,8 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 def facts_of(path: Path) -> dict[str, Any]:
     """What a manifest says of a file."""
     with path.open("rb") as file:
-        return {"sha256": _sha256(file), "size": path.stat().st_size}
+        size = os.fstat(file.fileno()).st_size
+        return {"sha256": _sha256(file.fileno(), size), "size": size}
 
 
 def _check_members(directory: Path, members: Any) -> None:
@@ -164,36 +165,38 @@ def _check_members(directory: Path, members: Any) -> None:
             raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
         if not isinstance(fact, dict) or type(fact.get("size")) is not int:
             raise damaged(directory, f"the manifest does not say what {name!r} is")
-        with _opened(directory, name) as (file, found):
+        with _opened(directory, name) as (handle, found):
             if found.st_size != fact["size"]:
                 raise damaged(directory, f"{name!r} has {found.st_size} bytes, the manifest says {fact['size']}")
-            if _is_sparse(file, found):
+            if _is_sparse(handle, found):
                 raise damaged(
                     directory, f"{name!r} is a sparse file: most of its {found.st_size} bytes were never written"
                 )
-            if _sha256(file) != fact.get("sha256"):
+            if _sha256(handle, found.st_size) != fact.get("sha256"):
                 raise damaged(directory, f"{name!r} was changed after it was written")
 
 
 @contextlib.contextmanager
-def _opened(directory: Path, name: str) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+def _opened(directory: Path, name: str) -> Iterator[tuple[int, os.stat_result]]:
     """A plain file of the directory, that has no other name. Looked at once it is open: nobody can swap it then."""
     # NOTE: without O_NONBLOCK, opening a pipe waits for somebody to write into it.
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        handle = os.open(directory / name, flags)
+        handle = os.open(os.path.join(directory, name), flags)
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
         raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside") from error
-    with os.fdopen(handle, "rb") as file:
+    try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
-        yield file, found
+        yield handle, found
+    finally:
+        os.close(handle)
 
 
-def _is_sparse(file: BinaryIO, facts: os.stat_result) -> bool:
+def _is_sparse(handle: int, facts: os.stat_result) -> bool:
     """Whether a file is far larger than what it holds: minutes of zeros to read, made with no effort."""
     blocks = getattr(facts, "st_blocks", None)
     least = facts.st_size // HOLES_SHARE
@@ -203,18 +206,25 @@ def _is_sparse(file: BinaryIO, facts: os.stat_result) -> bool:
     there, place = 0, 0
     for _ in range(10_000):
         try:
-            start = os.lseek(file.fileno(), place, os.SEEK_DATA)
-            place = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+            start = os.lseek(handle, place, os.SEEK_DATA)
+            place = os.lseek(handle, start, os.SEEK_HOLE)
         except OSError:  # no more data
             break
         there += place - start
-    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    os.lseek(handle, 0, os.SEEK_SET)
     return there < least
 
 
-def _sha256(file: BinaryIO) -> str:
+def _chunks(handle: int, size: int) -> Iterator[bytes]:
+    """What is in a file of so many bytes, and one more, should it have grown."""
+    while size >= 0 and (chunk := os.read(handle, min(size + 1, CHUNK))):
+        size -= len(chunk)
+        yield chunk
+
+
+def _sha256(handle: int, size: int) -> str:
     digest = hashlib.sha256()
-    while chunk := file.read(CHUNK):
+    for chunk in _chunks(handle, size):
         digest.update(chunk)
     return digest.hexdigest()
 
