@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+LONGEST = 2000  # characters of a part of a message: names in a file that somebody has made can be of any length
+
 
 class TsoptError(Exception):
     """What went wrong, where, why, and what to do about it.
@@ -25,12 +27,17 @@ class TsoptError(Exception):
         why: str | None = None,
         fix: str | None = None,
     ) -> None:
-        self.what, self.where, self.why, self.fix = what, where, why, fix
-        rows = (("where", where), ("why", why), ("fix", fix))
-        super().__init__("\n".join([what, *(f"  {name}: {text}" for name, text in rows if text)]))
+        self.what = _short(what)
+        self.where, self.why, self.fix = (None if text is None else _short(text) for text in (where, why, fix))
+        rows = (("where", self.where), ("why", self.why), ("fix", self.fix))
+        super().__init__("\n".join([self.what, *(f"  {name}: {text}" for name, text in rows if text)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _again, (type(self), self.what, self.where, self.why, self.fix)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
 
 def _again(cls: type[TsoptError], what: str, where: str | None, why: str | None, fix: str | None) -> TsoptError:

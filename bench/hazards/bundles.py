@@ -108,7 +108,8 @@ def apart(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
         except BaseException as error:
             said = {"kind": "raw", "why": f"{type(error).__name__}: {str(error)[:120]}"}
         finally:
-            os.write(writer, json.dumps(said).encode()[:4096])
+            said["why"] = str(said.get("why", ""))[:400]
+            os.write(writer, json.dumps(said).encode())  # less than a pipe takes at once
             os._exit(0)
     os.close(writer)
     try:

@@ -89,6 +89,7 @@ def test_what_does_not_survive_is_told():
     assert outcomes(aten.empty.memory_format, [(([64],), {})]) == ["call 0: its answer depends on what was in memory"]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not os.environ.get("TSOPT_FUZZ"), reason="make fuzz")
 def test_every_op_that_a_file_may_call_survives_hostile_arguments(monkeypatch):
     from torch.testing._internal import common_methods_invocations
