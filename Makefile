@@ -20,7 +20,7 @@ demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime 
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
 test: lint types ## lint, types, tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=25 --durations-min=2
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.artifact import load, save
 from tsopt.runtime.backend import Executable
 from tsopt.runtime.dispatch import MAX_CAPTURES, Form, Forms, Optimized, form_of
-from tsopt.runtime.processes import descendants, kill
+from tsopt.runtime.processes import descendants, environment_of_child, kill
 from tsopt.runtime.reads import reads_of
 from tsopt.runtime.report import Report
 from tsopt.runtime.watch import Watch
@@ -75,7 +75,7 @@ class Job:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment_of_child(),
             )
         self._stop = weakref.finalize(self, _end, self._process, os.getpid())
 

@@ -296,3 +296,10 @@ def test_what_was_written_before_an_interrupt_is_named(monkeypatch, capsys):
     monkeypatch.setattr(process.State, "signal", signal.SIGTERM)
     assert process.interrupted() == 143
     assert capsys.readouterr().err == "ended by SIGTERM; m.tsopt, m.onnx was written\n"
+
+
+def test_engines_report_nothing_from_a_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    (tmp_path / "m.py").write_text(f"import os\nprint('reports', os.environ['ORT_DISABLE_TELEMETRY'])\n{MODEL}")
+    done = python("-m", "tsopt", "inspect", "m.py", cwd=tmp_path)
+    assert "reports 1" in done.stdout + done.stderr

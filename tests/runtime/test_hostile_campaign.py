@@ -5,8 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import random
+import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +124,38 @@ def test_every_one_is_refused_or_opened(sound, tmp_path, fuzz_factor):
         if said:
             wrong.append(f"{kind}: {name}: {said}")
     assert not wrong, "\n".join(wrong)
+
+
+def traced(kind: str, place: Path) -> tuple[set[str], int]:
+    """What loading a bundle opens, its engines and the process that tries it out included; and how many it starts."""
+    trace = place / "trace"
+    load = [sys.executable, "-m", "bench.hazards.bundles", "", kind, str(place)]
+    path = os.pathsep.join(filter(None, sys.path))
+    command = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2,execve", "-s", "4096", "-o", str(trace), *load]
+    environment = os.environ | {"PYTHONPATH": path, "ORT_DISABLE_TELEMETRY": "1"}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=120, check=True)
+    lines = [line for line in trace.read_text(errors="replace").splitlines() if not re.search(r"= -1 E\w+", line)]
+    calls = [re.search(r'(open\w*|execve)\((?:AT_FDCWD, )?"([^"]*)"', line) for line in lines]
+    opened = {os.path.realpath(call[2]) for call in calls if call is not None and call[1] != "execve"}
+    return opened, sum(call is not None and call[1] == "execve" for call in calls)
+
+
+@pytest.mark.skipif(not os.environ.get("TSOPT_FUZZ"), reason="make fuzz")
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize("kind", ["onnxruntime", "openvino"])
+def test_nothing_outside_of_the_bundle_is_opened_and_nothing_is_run(sound, tmp_path, kind):
+    """As the system sees it: a library in C++ tells no audit hook what it opens."""
+    shutil.copytree(sound[kind], tmp_path / "sound")
+    usual, started = traced(kind, tmp_path / "sound")
+    assert "/etc/passwd" not in usual
+    own = [*sys.path, sys.prefix, sys.base_prefix, tempfile.gettempdir(), "/proc", "/sys", "/dev"]
+    wrong = []
+    for number, (name, change) in enumerate(hazards.MODELS.items()):
+        place = tmp_path / str(number)
+        shutil.copytree(sound[kind], place)
+        change(place / "m.tsopt")
+        opened, runs = traced(kind, place)
+        beside = {path for path in opened if path.startswith(f"{place}/witness")}
+        strange = {path for path in opened - usual if not path.startswith(tuple(filter(None, own)))} | beside
+        wrong += [f"{name}: {path}" for path in sorted(strange)] + [f"{name}: runs something"] * (runs > started)
+    assert wrong == []

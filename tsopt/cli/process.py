@@ -11,6 +11,7 @@ from types import FrameType
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.endings import LOST, ending_of
+from tsopt.runtime.processes import NOT_REPORTED
 
 INTERRUPTED = 128  # and the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")
@@ -29,7 +30,12 @@ class State:
 
 
 def prepare() -> None:
-    """Makes sure of standard files, of text that any terminal takes, and that a signal ends all that was started."""
+    """Makes sure of standard files, of text that any terminal takes, and that a signal ends all that was started.
+
+    Nothing is reported to the makers of an engine.
+    """
+    for name, value in NOT_REPORTED.items():
+        os.environ.setdefault(name, value)
     for number in range(3):
         try:
             os.fstat(number)

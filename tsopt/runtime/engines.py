@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tsopt.compiler.ranges import FLAG, of_dtype
+from tsopt.compiler.ranges import FLAG, Range, of_dtype
 from tsopt.runtime.narrow import AS_BOOL, Engine, signed
 
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
@@ -51,7 +51,8 @@ OPENVINO = Engine(
     "OpenVINO",
     dtypes={**{dtype: of_dtype(dtype) for dtype in WHOLE}, **{dtype: of_dtype(dtype) & INT32 for dtype in WIDE}},
     by_op={
-        **dict.fromkeys((*QUOTIENTS, *REDUCTIONS, "pow", "rshift", "bitwise_right_shift", "relu"), IN_FLOAT32),
+        **dict.fromkeys((*QUOTIENTS, *REDUCTIONS, "pow", "relu"), IN_FLOAT32),
+        **dict.fromkeys(("rshift", "bitwise_right_shift"), Range(0, IN_FLOAT32.high)),  # of -7 by 1 it makes -1
         # It takes the lowest int32 for zero.
         **dict.fromkeys((AS_BOOL, "logical_not", "logical_and", "logical_or", "logical_xor", "all", "any"), signed(31)),
         **dict.fromkeys(("floor", "ceil", "round", "trunc", "isclose"), FLAG),  # in floats, with an end of their own

@@ -31,7 +31,7 @@ from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.endings import LOST, SYSTEM_ERROR
-from tsopt.runtime.processes import available_memory, descendants, kill
+from tsopt.runtime.processes import available_memory, descendants, environment_of_child, kill
 from tsopt.runtime.text import printable
 from tsopt.runtime.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 
@@ -88,7 +88,6 @@ class Workshop:
         with theirs:
             command = [sys.executable, "-m", "tsopt.runtime.worker", str(theirs.fileno())]
             nothing = subprocess.DEVNULL
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -97,7 +96,7 @@ class Workshop:
                     stdout=nothing,
                     stderr=nothing,
                     start_new_session=True,  # Ctrl-C in the terminal is for the caller, who then ends this one
-                    env=environment,
+                    env=environment_of_child(),
                 )
             except OSError as error:
                 self._refused = f"no process can be started: {error}"

@@ -18,7 +18,7 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.program import Program, origin_of
-from tsopt.compiler.ranges import ANY, Range, Ranges, Values, base_name, of_dtype, ranges_of, recorded, wrapped
+from tsopt.compiler.ranges import ANY, FLAG, Range, Ranges, Values, base_name, of_dtype, ranges_of, recorded, wrapped
 from tsopt.compiler.signature import Signature, dim_of
 from tsopt.compiler.sizes import Sizes, evaluate
 from tsopt.runtime.backend import Unsupported
@@ -244,7 +244,13 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     found += [ranges[node]] if found and node in ranges else []
     if all(item in limit for item in found):
         return ""
-    return f"computes {name} of whole numbers correctly only up to {_size(limit)}"
+    return f"computes {name} of whole numbers correctly only {_within(limit)}"
+
+
+def _within(limit: Range) -> str:
+    if limit == FLAG:
+        return "where they are 0 and 1"
+    return f"from 0 to {_size(limit)}" if limit.low == 0 else f"up to {_size(limit)}"
 
 
 def _is_double(value: Any) -> bool:

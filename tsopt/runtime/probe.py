@@ -24,6 +24,7 @@ from tsopt.runtime.processes import (
     SET_DEATH_SIGNAL,
     available_memory,
     descendants,
+    environment_of_child,
     kill,
     limit_memory,
     prctl,
@@ -101,11 +102,7 @@ def _memory(size: int) -> int:
 def _run(request: bytes, seconds: float) -> tuple[bytes, int | None]:
     """What the process has written, and how it ended; None when it did not."""
     nothing = subprocess.DEVNULL
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([OWN, *filter(None, sys.path)]),
-        "OMP_NUM_THREADS": str(THREADS),
-        "PYTHONWARNINGS": "ignore",
-    }
+    environment = environment_of_child(OWN) | {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
     # NOTE: -P, or a file of the working directory could stand in for a module.
     command = [sys.executable, "-P", "-m", "tsopt.runtime.probe"]
     try:
