@@ -24,6 +24,7 @@ FAMILIES: dict[str, str] = {
     "refused": "models that eager runs",
     "threads": "calls in other threads meanwhile",
     "dtypes": "numbers at the ends of their dtypes",
+    "epsilons": "numbers next to 0 and 1",
     "indices": "indices that do not exist",
     "specials": "NaN and infinities",
     "weights": "weights changed in place after optimize",

@@ -218,6 +218,37 @@ def test_adding_zero_turns_minus_zero_into_zero():
     assert torch.equal(torch.signbit(found), torch.tensor([False, False]))
 
 
+@pytest.mark.parametrize(
+    ("model", "at"),
+    [
+        (lambda x: x / (x.abs().sum() + 1e-8), 0.0),
+        (lambda x: (x + 1e-9).log(), 0.0),
+        (lambda x: 1 / (x - 1e-12), 0.0),
+        (lambda x: torch.isclose(x, x * 0), 1e-9),
+        (lambda x: x / (x + torch.tensor(1e-4) * torch.tensor(1e-4)), 1e-9),
+        (lambda x: (x * 1.00001 - x) * 1e5, 3.0),
+        (lambda x: (x / 1.00001 - x) * 1e5, 3.0),
+    ],
+)
+def test_a_number_next_to_0_or_1_is_not_taken_for_it(model, at):
+    """The exporter's rules are for 0 within 1e-8 and for 1 within 1e-5."""
+    value = torch.full((3,), at)
+    found = tsopt.compile(tsopt.capture(model, torch.ones(3)), "onnxruntime")(value)
+    torch.testing.assert_close(found, model(value), rtol=0.1, atol=0)
+
+
+def test_a_split_is_one_node_with_and_without_the_rules_of_the_exporter():
+    for epsilon in (1e-3, 1e-9):
+
+        def model(x, epsilon=epsilon):
+            return torch.cat([part + epsilon for part in x.split(2, -1)], 0)
+
+        made = to_onnx(tsopt.capture(model, torch.ones(3, 4))).model
+        kinds = [node.op_type for node in made.graph.all_nodes()]
+        assert kinds.count("Split") == 1
+        assert not {"SplitToSequence", "SequenceAt"} & set(kinds)
+
+
 def test_a_half_precision_sum_never_comes_back_as_float32():
     value = torch.ones(4, dtype=torch.float16)
     found = tsopt.compile(tsopt.capture(torch.sum, value), "onnxruntime")

@@ -23,6 +23,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.rewrite import new_call
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.inputs import exported
+from tsopt.runtime.onnx_optimize import optimize
 from tsopt.runtime.onnx_translations import translations
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
@@ -80,10 +81,12 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
                 exported(through(program, _as_exported)),
                 dynamo=True,
                 verbose=False,
-                optimize=not _adds_zero(program),
+                optimize=False,
                 opset_version=opset,
                 custom_translation_table=translations(),
             )
+            if made is not None:
+                optimize(made, by_rules=not _adds_zero(program))
     except Exception as error:
         raise _explain(error, program) from error
     if made is None:
@@ -274,10 +277,7 @@ _OVERLOAD = re.compile(r"OpOverload\(op='([\w:.]+)', overload='(\w*)'\)|'(aten\.
 
 
 def _adds_zero(program: Program) -> bool:
-    """Whether `x + 0` is left, which turns -0.0 into 0.0, and which the exporter's optimizer drops.
-
-    That optimizer is wanted otherwise: it folds the sequences that a split is exported as into one Split.
-    """
+    """Whether `x + 0` is left, which turns -0.0 into 0.0, and which the rules of the exporter's optimizer drop."""
     sums = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
     return any(node.target in sums and node.args[1] == 0 for node in all_calls(program))
 
