@@ -29,8 +29,8 @@ MAY = {
 }
 ONLY_IN = {
     "onnx": {"runtime/onnx_export.py"},
-    "onnxscript": {"runtime/onnx_translations.py"},
-    "onnx_ir": {"runtime/onnx_export.py"},
+    "onnxscript": {"runtime/onnx_translations.py", "runtime/onnx_optimize.py"},
+    "onnx_ir": {"runtime/onnx_export.py", "runtime/onnx_optimize.py"},
     "onnxruntime": {"runtime/ort.py"},
     "openvino": {"runtime/openvino.py"},
     "pandas": {"runtime/report.py"},

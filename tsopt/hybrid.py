@@ -20,10 +20,11 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
-from tsopt.runtime.ambient import objection, untraced, watcher
+from tsopt.runtime.ambient import objection, untraced
 from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.dispatch import Optimized
 from tsopt.runtime.fallback import InEager
+from tsopt.runtime.guard import watcher
 from tsopt.runtime.inputs import InputSet
 from tsopt.runtime.parts import InParts
 from tsopt.runtime.watch import Watch, tensors_of

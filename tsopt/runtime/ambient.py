@@ -34,12 +34,6 @@ def fast_names() -> dict[str, Callable[[], Any]]:
     }
 
 
-@functools.cache
-def watcher() -> Callable[[], bool]:
-    """A function that says whether anything in FAST is on, in straight code. Needs torch."""
-    return eval(f"lambda: {FAST}", dict(fast_names()))  # type: ignore[no-any-return]
-
-
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, which torch.compile calls as it is, with all that it calls: there is nothing in it to trace.
 

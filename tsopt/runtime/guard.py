@@ -60,6 +60,14 @@ def quick_call(
     return writer.function("quick", "v0", [run_it, *end], run=run, broken=broken)
 
 
+def watcher() -> Callable[[], bool]:
+    """A function that says whether anything in `ambient.FAST` is on. Needs torch."""
+    scope: dict[str, Any] = dict(ambient.fast_names())
+    exec(compile(f"def is_on(): return {ambient.FAST}", "<what is around a call>", "exec"), scope)
+    found: Callable[[], bool] = scope["is_on"]
+    return found
+
+
 class _Writer:
     """Lines of Python that return None for a call that does not fit.
 
