@@ -36,7 +36,8 @@ OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
 CHANGES = 3  # times that the model may change between compiled calls before it is eager for good
 # What code asks that answers otherwise by how it is called, not by what it is given.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
-_interferes = watcher()
+# Asked at each call: a name of the module is found faster than one of torch.
+_interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
@@ -120,6 +121,7 @@ class Compiled:
 
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
         self.model, self.background, self.options = model, background, OPTIONS | options
+        self._is_module = isinstance(model, nn.Module)
         self.fast: Optimized | InParts | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
@@ -132,8 +134,9 @@ class Compiled:
 
     @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
-        self._audits.left -= 1
-        if self._audits.left < 0:
+        audits = self._audits
+        audits.left = left = audits.left - 1
+        if left < 0:
             return self._looked_at(args, kwargs, eager)
         fast = self.fast
         if fast is None or self._reason(args, kwargs) or self._changed():
@@ -241,12 +244,11 @@ class Compiled:
 
     def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this call is eager's."""
-        model = self.model
-        if isinstance(model, nn.Module) and model.training:
+        if self._is_module and self.model.training:  # type: ignore[attr-defined]
             return "it is in training mode: model.eval() first"
         if _interferes():
             return objection(())
-        if torch.is_grad_enabled() and self._wants_gradients(args, kwargs):
+        if _gradients() and self._wants_gradients(args, kwargs):
             return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
         return self._ambient.differs()
 
@@ -284,7 +286,7 @@ class _Ambient:
 
     def differs(self) -> str:
         """Why this call is eager's, where it is for what has changed around the model."""
-        if torch.get_default_dtype() is not self._dtype:
+        if _default_dtype() is not self._dtype:
             return "the default dtype is another than when it was compiled"
         if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
             return "it asks for the grad mode, which is another than when it was compiled"

@@ -144,12 +144,31 @@ def test_a_candidate_that_raises_is_a_backend_error_with_its_cause():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_right_candidate_passes_on_six_input_sets():
+def test_a_right_candidate_passes_on_seven_input_sets():
     verdict = verify(lambda x: x @ WEIGHT, lambda x: (WEIGHT.t() @ x.t()).t(), ROW)
     assert verdict.ok
-    assert verdict.inputs == ("example", "drawn-1", "drawn-2", "random", "large", "tiny")[: len(verdict.inputs)]
-    assert len(verdict.inputs) >= 6
+    assert verdict.inputs == ("example", "drawn-1", "drawn-2", "random", "large", "tiny", "zeros")
     assert f"on {len(verdict.inputs)} input sets" in str(verdict)
+
+
+def test_an_epsilon_that_is_lost_is_seen_on_zeros():
+    def normed(x):
+        return x / (x.norm(dim=-1, keepdim=True) + 1e-8), x
+
+    with pytest.raises(tsopt.AccuracyError) as caught:
+        verify(normed, lambda x: (x / x.norm(dim=-1, keepdim=True), x), ROW)
+    assert caught.value.why == "0 on the zeros input: NaN at other places than eager"
+
+
+def test_another_decision_on_zeros_is_a_note_and_wrong_where_bits_count():
+    def above(x):
+        return (x >= 0) * 2.0
+
+    verdict = verify(above, lambda x: above(x) if x.any() else x * 0, ROW)
+    assert verdict.ok
+    assert verdict.notes[0].startswith("differs from eager where all inputs are zero: output on the zeros input: ")
+    with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
+        verify(above, lambda x: above(x) if x.any() else x * 0, ROW, exact=True)
 
 
 def test_exact_asks_for_bits():

@@ -263,7 +263,7 @@ def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monkeypatch, fault):
     def behave(number, inputs, right):
-        if number <= 51:  # twelve first calls, nine of a verdict, thirty timed calls
+        if number <= 52:  # twelve first calls, ten of a verdict, thirty timed calls
             return right
         if fault == "raises":
             raise RuntimeError("worn out")
@@ -314,7 +314,7 @@ def test_a_race_that_is_not_the_last_word_does_not_warn(run_race, monkeypatch):
 
 @pytest.mark.parametrize("late", ["while it is timed", "after it was timed"])
 def test_who_runs_out_of_memory_late_has_run_out_of_memory(run_race, monkeypatch, late):
-    limit = 20 if late == "while it is timed" else 51
+    limit = 20 if late == "while it is timed" else 52
 
     def behave(number, inputs, right):
         if number > limit:

@@ -28,7 +28,10 @@ FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One tensor against its reference. `test` is the one that decided: bits, element, float64, decision, limit."""
+    """One tensor against its reference.
+
+    `test` is the one that decided: bits, places (of NaN and infinities), element, float64, decision, limit.
+    """
 
     ok: bool
     test: str
@@ -72,7 +75,7 @@ def compare(
         result, reference = torch.view_as_real(result), torch.view_as_real(reference)
     places = _special_places(result, reference)
     if places:
-        return Comparison(False, "element", difference, places)
+        return Comparison(False, "places", difference, places)
     if limit is not None:
         return _limit_test(_finite(result), _finite(reference), limit, difference)
     rtol, atol, tol = TOLERANCES[reference.dtype]

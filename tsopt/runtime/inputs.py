@@ -18,7 +18,7 @@ from tsopt.compiler.types import TensorType, contiguous_strides
 from tsopt.runtime.extremes import EXTREME as EXTREME
 from tsopt.runtime.extremes import extreme_values
 
-SPECIAL = "special"
+SPECIAL, ZEROS = "special", "zeros"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ def exported(program: Program) -> ExportedProgram:
 
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
-    and `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared.
+    `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and `zeros`,
+    as padding is.
 
     In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
     program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
@@ -75,6 +76,7 @@ def input_sets(example: Example, seed: int, program: Program | None = None) -> l
         for kind, scale in (("random", 1.0), ("large", 100.0), ("tiny", 1e-3)):
             sets.append(rebuilt(kind, [_normal(leaf, scale, generator) for leaf in leaves]))
         sets.append(rebuilt(SPECIAL, [_special(leaf, generator) for leaf in leaves]))
+        sets.append(rebuilt(ZEROS, [_zeros(leaf, generator) for leaf in leaves]))
     else:
         sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
     if program is not None:
@@ -99,6 +101,10 @@ def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> tor
     spread = float(values.std()) if leaf.numel() > 1 else 0.0
     noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
     return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
+
+
+def _zeros(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return _like(leaf, torch.zeros_like(leaf)) if leaf.is_floating_point() else _drawn(leaf, generator)
 
 
 def _special(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
