@@ -113,6 +113,20 @@ def test_what_it_refuses_is_a_message(monkeypatch):
 
 
 @installed
+def test_a_call_that_fails_in_the_engine_is_told_in_our_words(monkeypatch):
+    import openvino as package
+
+    def infer(*args, **kwargs):
+        raise RuntimeError("Exception from core\n\nno memory for it\n")
+
+    made = compiled(layers(), torch.ones(2, 64))
+    monkeypatch.setattr(package.InferRequest, "infer", infer)
+    with pytest.raises(tsopt.BackendError, match="OpenVINO cannot run this call") as caught:
+        made(torch.ones(2, 64))
+    assert caught.value.why == "no memory for it"
+
+
+@installed
 def test_an_unknown_hint_is_refused():
     with pytest.raises(tsopt.UsageError, match="no hint 'speed'"):
         get_backend("openvino", hint="speed")

@@ -362,3 +362,15 @@ def test_a_row_that_attends_to_nothing_is_zero(backend, heads, groups):
     found = run(q, k, mask)
     torch.testing.assert_close(found, model(q, k, mask))
     assert not found[0, :, 2].any()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_kernel_that_refuses_a_call_is_told_in_our_words(several):
+    def forward(x, *more):
+        return (torch.zeros_like(x).scatter_add(1, torch.zeros_like(x, dtype=torch.int64), x), *more)
+
+    inputs = [torch.ones(2, 3, dtype=torch.float16), torch.ones(1)][: 2 if several else 1]
+    made = tsopt.compile(tsopt.capture(forward, tsopt.example(*inputs)), "onnxruntime")
+    with pytest.raises(tsopt.BackendError, match="ONNX Runtime cannot run this call") as caught:
+        made(*inputs)
+    assert "MLFloat16" in caught.value.why

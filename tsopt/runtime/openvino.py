@@ -107,9 +107,13 @@ def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) 
     try:
         compiled = openvino.Core().compile_model(str(directory / FILE), "CPU", config)
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise BackendError("OpenVINO refuses the exported model", why=lines[-1][:200] if lines else "") from error
+        raise _failed("OpenVINO refuses the exported model", error) from error
     return guarded(_runner(compiled, signature), from_options(options, signature), signature)
+
+
+def _failed(what: str, error: Exception) -> BackendError:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return BackendError(what, why=lines[-1][:200] if lines else "")
 
 
 def _runner(compiled: Any, signature: Signature) -> Runner:
@@ -129,7 +133,10 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
         arrays = values if from_numpy is None else [value.numpy(force=True) for value in values]
         # NOTE: the request reads dense inputs where they are, and answers in memory of its own, which the next call
         # writes again: so outputs are copied.
-        request.infer({i: np.asarray(array, order="C") for i, array in enumerate(arrays)}, share_inputs=True)
+        try:
+            request.infer({i: np.asarray(array, order="C") for i, array in enumerate(arrays)}, share_inputs=True)
+        except Exception as error:
+            raise _failed("OpenVINO cannot run this call", error) from error
         found = [request.get_output_tensor(i).data.copy() for i in range(count)]
         return found if from_numpy is None else [from_numpy(value) for value in found]
 

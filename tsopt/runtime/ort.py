@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
+CANNOT_RUN = "ONNX Runtime cannot run this call"
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
@@ -196,9 +197,7 @@ def open_session(
     try:
         session = ort.InferenceSession(model, wanted, providers=list(providers))
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
-        raise BackendError(
-            "ONNX Runtime refuses the exported model", why=f"{type(error).__name__}: {str(error)[:200]}"
-        ) from error
+        raise _failed("ONNX Runtime refuses the exported model", error) from error
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
         raise BackendError(
             f"ONNX Runtime cannot start its {first}",
@@ -206,6 +205,10 @@ def open_session(
             fix="install the CUDA and cuDNN that this version of onnxruntime-gpu asks for",
         )
     return _Session(session, arrays)
+
+
+def _failed(what: str, error: Exception) -> BackendError:
+    return BackendError(what, why=f"{type(error).__name__}: {str(error)[:300]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,18 +237,28 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     only = inputs[0] if len(inputs) == 1 else None
 
     # NOTE: `held` is a default of each, because the session's weights live only as long as it does.
+    # Each has its own `try`, which costs nothing; another function around `run` would cost each call.
     def arrays(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
-        return run(outputs, dict(zip(inputs, values, strict=True)), None)
+        try:
+            return run(outputs, dict(zip(inputs, values, strict=True)), None)
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
 
     if from_numpy is None:
         return arrays
 
     def tensors(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
         feed = {name: value.numpy(force=True) for name, value in zip(inputs, values, strict=True)}
-        return [from_numpy(value) for value in run(outputs, feed, None)]
+        try:
+            return [from_numpy(value) for value in run(outputs, feed, None)]
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
 
     def tensor(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
-        return (from_numpy(run(outputs, {only: values[0].numpy(force=True)}, None)[0]),)
+        try:
+            return (from_numpy(run(outputs, {only: values[0].numpy(force=True)}, None)[0]),)
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
 
     return tensor if len(inputs) == len(outputs) == 1 else tensors
 
