@@ -1,4 +1,4 @@
-"""Ops that torch's exporter does not know, through ONNX Runtime and OpenVINO."""
+"""Ops that the exporter of torch does not know, or does not get right, through ONNX Runtime and OpenVINO."""
 
 from __future__ import annotations
 
@@ -69,3 +69,11 @@ def test_an_op_that_only_computes_is_dropped_and_shared():
 
     program = tsopt.transform(tsopt.capture(model, (X, ENDS["each"])))
     assert sum("grouped_mm" in str(node.target) for node in program.calls()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_signbit_tells_minus_zero_from_zero(dtype):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, -1e-30, torch.inf, -torch.inf])
+    x = values.to(dtype) if dtype.is_floating_point else values[:3].to(dtype)
+    found = tsopt.compile(tsopt.capture(torch.signbit, x), "onnxruntime")(x)
+    assert torch.equal(found, torch.signbit(x))

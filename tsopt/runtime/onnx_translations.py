@@ -1,4 +1,4 @@
-"""ONNX for ops that torch's exporter does not know."""
+"""ONNX for ops that the exporter of torch does not know, or does not get right."""
 
 from __future__ import annotations
 
@@ -16,10 +16,22 @@ FLOAT, INT64 = 1, 7  # as onnx.TensorProto numbers them
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What the exporter is given: by op, of those whose libraries are imported."""
-    found: dict[Callable[..., Any], Callable[..., Any]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+    found: dict[Callable[..., Any], Callable[..., Any]] = {
+        torch.ops.aten._grouped_mm.default: _grouped_mm,
+        torch.ops.aten.signbit.default: _signbit,
+    }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         found[torch.ops.transformers.grouped_mm_fallback.default] = _grouped_mm
     return found
+
+
+def _signbit(x: Any) -> Any:
+    """Also True for -0.0, whose reciprocal is negative: the exporter's own translation only compares with 0."""
+    if not x.dtype.is_signed():
+        return op.Not(op.Equal(x, x))
+    zero = op.CastLike(0.0, x)
+    negative = op.Less(x, zero)
+    return op.Or(negative, op.Less(op.Reciprocal(x), zero)) if x.dtype.is_floating_point() else negative
 
 
 def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
