@@ -33,9 +33,9 @@ ORDER = ("bits", "element", "float64", "decision", "limit")
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
 UNUSUAL = "differs from eager where there are NaN, infinities or denormals"
-TIED = "differs from eager where all inputs are zero"  # as it may where all candidates for a place are the same
+TIED = "differs from eager where all inputs are zero"  # ties may be broken in another order
 AGAIN = 2  # calls after the first, on the example
-DECIDE_ZEROS = ("type", "places")  # NaN where eager has none is wrong on zeros too, another order of ties is not
+WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other differences may be ties
 FEW = 2  # input sets: the example, and values drawn from it
 # Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
 PATIENCE, SLOWER = 20.0, 50.0
@@ -208,11 +208,10 @@ class Oracle:
                     raise
                 notes.append(f"{UNUSUAL}: it raises {type(error).__name__}")
                 continue
-            if not decides:
-                notes += [f"{UNUSUAL}: {found.reason}"] if not found.ok else []
+            if not found.ok and not self._is_wrong(expected, found, exact):
+                notes.append(f"{UNUSUAL if expected.unusual else TIED}: {found.reason}")
                 continue
-            if kind == ZEROS and not found.ok and not (exact or self.strict_specials or found.test in DECIDE_ZEROS):
-                notes.append(f"{TIED}: {found.reason}")
+            if not decides:
                 continue
             done.append(kind)
             worst = max(worst, found.max_difference)
@@ -224,6 +223,12 @@ class Oracle:
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
         said = tuple(dict.fromkeys(notes))[:1]  # one example says it
         return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
+
+    def _is_wrong(self, expected: Expected, found: Comparison, exact: bool) -> bool:
+        """Whether a difference is wrong; otherwise it is a note."""
+        if exact or self.strict_specials:
+            return True
+        return not expected.unusual and (expected.inputs.kind != ZEROS or found.test in WRONG_ON_ZEROS)
 
     def _judged(
         self,
@@ -247,7 +252,7 @@ class Oracle:
         if failure:
             return Comparison(False, "type", 0.0, f"{failure} ({kind} input)")
         test, worst = "bits", 0.0
-        tied: Comparison | None = None
+        noted: Comparison | None = None
         for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
             found = self._compare(value, reference, position, expected, exact, limit)
             if kind != "large" and not kind.startswith(EXTREME):  # of ordinary size
@@ -255,13 +260,13 @@ class Oracle:
             if not found.ok:
                 reason = f"{expected.name(position)} on the {kind} input: {found.reason}"
                 failed = Comparison(False, found.test, worst, reason)
-                if kind != ZEROS or found.test in DECIDE_ZEROS:
+                if self._is_wrong(expected, found, exact):
                     return failed
-                tied = tied or failed
+                noted = noted or failed
                 continue
             test = max(test, found.test, key=ORDER.index)
-        if tied is not None:
-            return tied
+        if noted is not None:
+            return noted
         failure = _forgetful(expected, kept, again, exact, limit)
         return Comparison(not failure, "type" if failure else test, worst, failure)
 
