@@ -25,7 +25,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def is_known(digest: str) -> bool:
     """Whether a bundle has been written or tried out here, by this version."""
     place = _file(digest)
-    if place is None or objection(place.parent.parent) or objection(place.parent):
+    if place is None or _objection(place.parent):
         return False
     try:
         return stat.S_ISREG(place.lstat().st_mode)
@@ -42,7 +42,7 @@ def remember(digest: str) -> None:
         place.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not objection():
             place.parent.mkdir(mode=0o700, exist_ok=True)
-        reason = _objection()
+        reason = _objection(place.parent)
         if reason:
             log.info("the bundle is not remembered: %s", reason)
             return
@@ -55,7 +55,7 @@ def remember(digest: str) -> None:
 def forget_all() -> None:
     """Every bundle will be tried out again."""
     folder = directory() / FOLDER
-    if _objection() or not folder.is_dir():
+    if _objection(folder) or not folder.is_dir():
         return
     for place in _files(folder):
         place.unlink(missing_ok=True)
@@ -70,8 +70,8 @@ def _file(digest: str) -> Path | None:
     return directory() / FOLDER / hashlib.sha256(f"{__version__} {digest}".encode()).hexdigest()
 
 
-def _objection() -> str:
-    return objection() or objection(directory() / FOLDER)
+def _objection(folder: Path) -> str:
+    return objection(folder.parent) or objection(folder)
 
 
 def _files(folder: Path) -> list[Path]:
