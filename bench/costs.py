@@ -113,8 +113,8 @@ def measure() -> dict[str, Any]:
     found: dict[str, Any] = {"package": tsopt.__file__}
     found["optimize_mlp"], fast = _timed(lambda: tsopt.optimize(mlp, x, cache=False))
     found["optimize_cnn"], _ = _timed(lambda: tsopt.optimize(cnn, image, cache=False))
-    # Whoever won: what is loaded must be the same each time. One thread: those of a session that is gone are still
-    # spinning while the next one is opened.
+    # Always the same backend, so that rounds are comparable, and one thread: the worker threads of a closed session
+    # keep spinning while the next one opens.
     fast.executable = fast.verified("onnxruntime", threads=1)
     with tempfile.TemporaryDirectory() as directory:
         bundle = fast.save(Path(directory) / "mlp.tsopt")
@@ -160,7 +160,7 @@ def _best(call: Callable[[], Any]) -> float:
 def _audits(fast: Any, x: Any) -> dict[str, float]:
     """Of calls that come one after another; what audits took is their own account, the time served is the clock's."""
     if fast.executable is None:
-        raise SystemExit("eager has won, which nobody audits")
+        raise SystemExit("eager won the race, so there is nothing to audit")
     start = time.perf_counter()
     first = 0.0
     for _ in range(CALLS):

@@ -54,7 +54,7 @@ class Decides(Net):
         return self.layers(x) if float(x.sum()) > 0 else x
 
 
-# Python runs it when it starts, also in the process that optimizes: whoever is right there is faster than eager.
+# Python imports this at startup, in the background process too: every candidate that is verified beats eager there.
 FASTER = """
 from tsopt.runtime import race
 from tsopt.runtime.timing import Speedup

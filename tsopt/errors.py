@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 2000  # characters of a part of a message: names in a file that somebody has made can be of any length
+LONGEST = 2000  # characters per part of a message: names in an untrusted file can be of any length
 
 
 class TsoptError(Exception):

@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
 CHANGES = 3  # times that the model may change between compiled calls before it is eager for good
 # What code asks that answers otherwise by how it is called, not by what it is given.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
-# Asked at each call: a name of the module is found faster than one of torch.
+# Called on every call: a global of this module is looked up faster than an attribute of torch.
 _interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
 Model = TypeVar("Model", bound=Callable[..., Any])
 

@@ -24,7 +24,7 @@ FAMILIES: dict[str, str] = {
     "refused": "models that eager runs",
     "threads": "calls in other threads meanwhile",
     "dtypes": "numbers at the ends of their dtypes",
-    "epsilons": "numbers next to 0 and 1",
+    "epsilons": "constants close to 0 and 1",
     "indices": "indices that do not exist",
     "specials": "NaN and infinities",
     "weights": "weights changed in place after optimize",
@@ -33,7 +33,7 @@ FAMILIES: dict[str, str] = {
     "commands": "the command line",
     "race": "races that decide nothing",
     "bundles": "hostile and damaged bundles",
-    "saves": "bundles that are written while something goes wrong",
+    "saves": "bundles that are written or replaced while they are read",
 }
 
 

@@ -1,4 +1,4 @@
-"""Numbers next to 0 and 1 that a model adds or multiplies by: an optimizer that takes them for 0 and 1 drops them."""
+"""Constants close to 0 and 1: an optimizer that compares with a tolerance removes them as if they were 0 and 1."""
 
 from __future__ import annotations
 

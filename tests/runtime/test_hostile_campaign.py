@@ -127,7 +127,7 @@ def test_every_one_is_refused_or_opened(sound, tmp_path, fuzz_factor):
 
 
 def traced(kind: str, place: Path) -> tuple[set[str], int]:
-    """What loading a bundle opens, its engines and the process that tries it out included; and how many it starts."""
+    """The files that loading a bundle opens, also in engines and the probing process, and how many it executes."""
     trace = place / "trace"
     load = [sys.executable, "-m", "bench.hazards.bundles", "", kind, str(place)]
     path = os.pathsep.join(filter(None, sys.path))
@@ -144,7 +144,7 @@ def traced(kind: str, place: Path) -> tuple[set[str], int]:
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 @pytest.mark.parametrize("kind", ["onnxruntime", "openvino"])
 def test_nothing_outside_of_the_bundle_is_opened_and_nothing_is_run(sound, tmp_path, kind):
-    """As the system sees it: a library in C++ tells no audit hook what it opens."""
+    """Seen by strace: what a C++ library opens does not reach an audit hook."""
     shutil.copytree(sound[kind], tmp_path / "sound")
     usual, started = traced(kind, tmp_path / "sound")
     assert "/etc/passwd" not in usual

@@ -11,7 +11,7 @@ from types import FrameType
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.endings import LOST, ending_of
-from tsopt.runtime.processes import NOT_REPORTED
+from tsopt.runtime.processes import NO_TELEMETRY
 
 INTERRUPTED = 128  # and the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")
@@ -32,9 +32,9 @@ class State:
 def prepare() -> None:
     """Makes sure of standard files, of text that any terminal takes, and that a signal ends all that was started.
 
-    Nothing is reported to the makers of an engine.
+    Turns the telemetry of engines off, unless the user has set it.
     """
-    for name, value in NOT_REPORTED.items():
+    for name, value in NO_TELEMETRY.items():
         os.environ.setdefault(name, value)
     for number in range(3):
         try:

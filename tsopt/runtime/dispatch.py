@@ -127,7 +127,7 @@ class Optimized:
 
     @untraced
     def __call__(self, first: Any = ABSENT, /, *more: Any, **kwargs: Any) -> Any:
-        # The first argument by itself: a call of one tensor, the most frequent one, makes no tuple of it.
+        # The first argument is separate: the most frequent call, of one tensor, then builds no tuple.
         audits = self._audits
         audits.left = left = audits.left - 1
         executable = self.executable

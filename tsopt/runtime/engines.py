@@ -36,7 +36,7 @@ ONNX_RUNTIME = Engine(
         "hardtanh": INT32,
         "relu6": INT32,
         **dict.fromkeys(COMPARED, INT32),
-        "isclose": FLAG,  # PyTorch takes the difference in floats, the translation in the dtype, where it may wrap
+        "isclose": FLAG,  # PyTorch subtracts in floats, the translation in the dtype, where it may wrap
         "sum": IN_FLOAT64,
         "prod": IN_FLOAT64,
         "pow": IN_FLOAT64,
@@ -52,10 +52,12 @@ OPENVINO = Engine(
     dtypes={**{dtype: of_dtype(dtype) for dtype in WHOLE}, **{dtype: of_dtype(dtype) & INT32 for dtype in WIDE}},
     by_op={
         **dict.fromkeys((*QUOTIENTS, *REDUCTIONS, "pow", "relu"), IN_FLOAT32),
-        **dict.fromkeys(("rshift", "bitwise_right_shift"), Range(0, IN_FLOAT32.high)),  # of -7 by 1 it makes -1
+        **dict.fromkeys(("rshift", "bitwise_right_shift"), Range(0, IN_FLOAT32.high)),  # it computes -7 >> 1 as -1
         # It takes the lowest int32 for zero.
         **dict.fromkeys((AS_BOOL, "logical_not", "logical_and", "logical_or", "logical_xor", "all", "any"), signed(31)),
-        **dict.fromkeys(("floor", "ceil", "round", "trunc", "isclose"), FLAG),  # in floats, with an end of their own
+        **dict.fromkeys(
+            ("floor", "ceil", "round", "trunc", "isclose"), FLAG
+        ),  # in floats, which are cut at another end
     },
     absent={torch.float64: "float32", torch.complex64: "no way", torch.complex128: "no way"},
     rounds=QUOTIENTS,

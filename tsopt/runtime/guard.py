@@ -61,7 +61,7 @@ def quick_call(
 
 
 def watcher() -> Callable[[], bool]:
-    """A function that says whether anything in `ambient.FAST` is on. Needs torch."""
+    """A function that tells whether any condition of `ambient.FAST` holds. Needs torch."""
     scope: dict[str, Any] = dict(ambient.fast_names())
     exec(compile(f"def is_on(): return {ambient.FAST}", "<what is around a call>", "exec"), scope)
     found: Callable[[], bool] = scope["is_on"]

@@ -57,7 +57,7 @@ def exported(program: Program) -> ExportedProgram:
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
     `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and `zeros`,
-    as padding is.
+    such as padding.
 
     In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
     program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in

@@ -216,7 +216,7 @@ def _is_sparse(handle: int, facts: os.stat_result) -> bool:
 
 
 def _chunks(handle: int, size: int) -> Iterator[bytes]:
-    """What is in a file of so many bytes, and one more, should it have grown."""
+    """The contents of a file of this size, and at most one byte more if it has grown."""
     while size >= 0 and (chunk := os.read(handle, min(size + 1, CHUNK))):
         size -= len(chunk)
         yield chunk

@@ -277,7 +277,7 @@ _OVERLOAD = re.compile(r"OpOverload\(op='([\w:.]+)', overload='(\w*)'\)|'(aten\.
 
 
 def _adds_zero(program: Program) -> bool:
-    """Whether `x + 0` is left, which turns -0.0 into 0.0, and which the rules of the exporter's optimizer drop."""
+    """Whether `x + 0` is left, which turns -0.0 into 0.0, and which the exporter's rewrite rules remove."""
     sums = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
     return any(node.target in sums and node.args[1] == 0 for node in all_calls(program))
 

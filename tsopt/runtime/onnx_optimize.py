@@ -1,7 +1,8 @@
-"""The ONNX exporter's optimizer, without its rules where those would take a number for another.
+"""The optimizer of the ONNX exporter, without its rewrite rules where these would mistake one constant for another.
 
-Its rules take a scalar for 0 that is at most 1e-8, and for 1, 3 or 6 what is near to it: `x / (norm + 1e-8)` would lose
-its epsilon, and be NaN where there is nothing to divide. In a model with such numbers only constants are folded.
+The rules match constants with a tolerance: a scalar of at most 1e-8 counts as 0, and one close to 1, 3 or 6 as that
+number. `x / (norm + 1e-8)` would lose its epsilon and give NaN for a row of zeros. A model that holds such a constant
+only has its constants folded.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# What the rules know -> how far a number may be away that they take for it (onnxscript.rewriter, a little more).
+# Constant in a rule -> the distance within which a number is matched (as in onnxscript.rewriter, rounded up).
 KNOWN = {0.0: 2e-8, 1.0: 2e-5, 3.0: 6e-4, 6.0: 12e-4}
 
 
@@ -18,13 +19,13 @@ def optimize(made: Any, *, by_rules: bool) -> None:
 
     Args:
         made: an ONNXProgram that has not been optimized.
-        by_rules: by rules as well, where they mistake nothing.
+        by_rules: apply the rewrite rules too, unless they would mistake a constant.
     """
     from onnx_ir.passes import common
     from onnxscript import optimizer
 
     optimizer.inline(made.model)
-    optimizer.fold_constants(made.model)  # a number may come from others
+    optimizer.fold_constants(made.model)  # the result may be such a constant
     if by_rules and not any(map(_is_mistaken, _scalars(made.model))):
         made.optimize()
         return

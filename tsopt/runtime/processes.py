@@ -9,19 +9,19 @@ import signal
 import sys
 from pathlib import Path
 
-# ONNX Runtime, from 1.29 on, reports to its makers that it runs, and where; unless the user has decided about it.
-NOT_REPORTED = {"ORT_DISABLE_TELEMETRY": "1"}
+# ONNX Runtime 1.29 and later send telemetry by default. A value that the user has set is kept.
+NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
 def environment_of_child(*first: str) -> dict[str, str]:
-    """Environment variables of a process of tsopt's own: this one's, with its import path.
+    """Environment variables for a process that tsopt starts: those of this one, its import path, no telemetry.
 
     Args:
-        first: directories before those of the import path.
+        first: directories to put before the import path.
     """
     path = os.pathsep.join([*first, *filter(None, sys.path)])
-    return {**NOT_REPORTED, **os.environ, "PYTHONPATH": path}
+    return {**NO_TELEMETRY, **os.environ, "PYTHONPATH": path}
 
 
 def descendants(pid: int) -> list[int]:
