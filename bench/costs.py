@@ -147,7 +147,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def _stub(program: Any, answer: Any) -> Any:
     """An engine that takes no time."""
-    from tsopt.runtime.backend import Executable
+    from tsopt.runtime.executable import Executable
 
     answers = (answer,)
     return Executable("stub", program.signature, lambda inputs: answers)

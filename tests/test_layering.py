@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "runtime/ambient.py",
     "runtime/artifact.py",
     "runtime/backend.py",
+    "runtime/executable.py",
     "runtime/guard.py",
     "compiler/strict_json.py",
     "runtime/cache_directory.py",

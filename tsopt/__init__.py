@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from tsopt.passes import STANDARD
     from tsopt.runtime.accuracy import verify
     from tsopt.runtime.artifact import load
-    from tsopt.runtime.backend import Executable, compile
+    from tsopt.runtime.backend import compile
     from tsopt.runtime.dispatch import Optimized
+    from tsopt.runtime.executable import Executable
     from tsopt.runtime.fallback import InEager
     from tsopt.runtime.parts import InParts
     from tsopt.runtime.race import benchmark
@@ -82,7 +83,7 @@ _PLACES = {
     "STANDARD": "tsopt.passes",
     "verify": "tsopt.runtime.accuracy",
     "load": "tsopt.runtime.artifact",
-    "Executable": "tsopt.runtime.backend",
+    "Executable": "tsopt.runtime.executable",
     "compile": "tsopt.runtime.backend",
     "Optimized": "tsopt.runtime.dispatch",
     "InEager": "tsopt.runtime.fallback",

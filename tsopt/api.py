@@ -30,11 +30,12 @@ from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, Tso
 from tsopt.passes import STANDARD
 from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.audit import SHARE, Audits, check_share, executable_difference
-from tsopt.runtime.backend import FULL, Executable, get_backend, precision_of
+from tsopt.runtime.backend import get_backend, precision_of
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.fallback import InEager, reason_of
 from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu

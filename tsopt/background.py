@@ -32,8 +32,8 @@ from tsopt.compiler.structure import Structure, with_own_leaves
 from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, SignatureError, TsoptError, UsageError
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.artifact import load, save
-from tsopt.runtime.backend import Executable
 from tsopt.runtime.dispatch import MAX_CAPTURES, Form, Forms, Optimized, form_of
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.processes import descendants, environment_of_child, kill
 from tsopt.runtime.reads import reads_of
 from tsopt.runtime.report import Report

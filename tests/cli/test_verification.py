@@ -122,7 +122,7 @@ def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
     def fail(self, leaves):
         raise RuntimeError("illegal instruction")
 
-    monkeypatch.setattr("tsopt.runtime.backend.Executable.run_flat", fail)
+    monkeypatch.setattr("tsopt.runtime.executable.Executable.run_flat", fail)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
     assert "fails on the inputs that it was written with" in ran.err

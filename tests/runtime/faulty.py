@@ -17,7 +17,8 @@ import torch
 
 from tsopt.compiler.program import Program
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import Executable, Unsupported
+from tsopt.runtime.backend import Unsupported
+from tsopt.runtime.executable import Executable
 
 SLOW = 2e-3  # seconds
 

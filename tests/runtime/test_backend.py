@@ -8,7 +8,8 @@ from torch import nn
 
 import tsopt
 from tests.runtime.helpers import Counter
-from tsopt.runtime.backend import BACKENDS, Executable, get_backend, split_spec
+from tsopt.runtime.backend import BACKENDS, get_backend, split_spec
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.race import ON_GPU
 
 REAL = ("eager", "torchscript", "onnxruntime")

@@ -12,8 +12,9 @@ import tsopt
 from tests.runtime.helpers import Counter
 from tsopt.compiler.example import Example
 from tsopt.runtime import race as race_module
-from tsopt.runtime.backend import BACKENDS, Executable, Unsupported
+from tsopt.runtime.backend import BACKENDS, Unsupported
 from tsopt.runtime.endings import NoCandidate
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.isolation import Lost
 from tsopt.runtime.race import benchmark, race
 from tsopt.runtime.timing import Timing

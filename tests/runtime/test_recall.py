@@ -13,9 +13,9 @@ import tsopt
 from tests.runtime.helpers import ENTRY
 from tsopt.runtime import cache, recall
 from tsopt.runtime import race as race_module
-from tsopt.runtime.backend import Executable
 from tsopt.runtime.eager import EagerBackend
 from tsopt.runtime.endings import LOST
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.race import EAGER, Race
 from tsopt.runtime.report import Row
 from tsopt.runtime.timing import Speedup, Timing

@@ -21,8 +21,8 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import Structure, flatten
 from tsopt.compiler.values import Values, laid_out
 from tsopt.errors import AccuracyError, BackendError
-from tsopt.runtime.backend import FULL
 from tsopt.runtime.compare import TOLERANCES, Comparison, bit_equal, compare
+from tsopt.runtime.executable import FULL
 from tsopt.runtime.inputs import EXTREME, SPECIAL, ZEROS, InputSet, input_sets
 from tsopt.runtime.limits import at_most
 from tsopt.runtime.reference64 import Reference64, decided_within_rounding

@@ -20,8 +20,9 @@ from tsopt._version import __version__
 from tsopt.compiler.signature import Input, Output, Signature, mismatch
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 from tsopt.runtime import known
-from tsopt.runtime.backend import CODE, FULL, PRECISIONS, Executable, compile, race_options
+from tsopt.runtime.backend import CODE, PRECISIONS, compile, race_options
 from tsopt.runtime.environment import is_installed
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
 from tsopt.runtime.onnx_file import check_onnx
 from tsopt.runtime.probe import try_out

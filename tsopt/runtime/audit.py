@@ -26,8 +26,8 @@ from tsopt.compiler.sizes import at
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.accuracy import LIMITS, Oracle
-from tsopt.runtime.backend import FULL, Executable
 from tsopt.runtime.compare import compare
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.held_out import sizes_in
 
 log = logging.getLogger("tsopt")

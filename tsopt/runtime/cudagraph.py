@@ -20,8 +20,9 @@ from tsopt.compiler import ops
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import FULL, HALVES, Executable, Unsupported, check_precision
+from tsopt.runtime.backend import HALVES, Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.inputs import blank
 from tsopt.runtime.precision import in_precision
 

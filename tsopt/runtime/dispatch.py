@@ -24,7 +24,8 @@ from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import verify
 from tsopt.runtime.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.audit import LOOK_AT, NEVER, Audits, executable_difference
-from tsopt.runtime.backend import Executable, compile
+from tsopt.runtime.backend import compile
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.guard import leaves_of
 from tsopt.runtime.report import Report
 from tsopt.runtime.watch import Weights

@@ -12,7 +12,8 @@ import torch
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.signature import Signature
-from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported, check_precision
+from tsopt.runtime.executable import FULL, Executable, Runner
 from tsopt.runtime.precision import in_precision
 
 

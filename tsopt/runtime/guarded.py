@@ -11,7 +11,7 @@ from typing import Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, IndexOutOfRange, IndexRefused
-from tsopt.runtime.backend import Runner
+from tsopt.runtime.executable import Runner
 
 INDEX, REFUSED, RANGE = "index", "refused", "range"  # eager raises IndexError; RuntimeError; nothing at all
 

@@ -21,7 +21,8 @@ from tsopt.compiler.sizes import at, traced_sizes, type_at
 from tsopt.compiler.structure import flatten
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.accuracy import Oracle, Verdict
-from tsopt.runtime.backend import FULL, Executable, compile
+from tsopt.runtime.backend import compile
+from tsopt.runtime.executable import FULL, Executable
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end

@@ -15,9 +15,10 @@ import torch
 
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.cudagraph import Recorded, missing_gpu, unrecordable
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.executable import FULL, Executable, Runner
 from tsopt.runtime.inputs import blank, exported
 from tsopt.runtime.precision import in_precision
 

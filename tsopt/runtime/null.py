@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tsopt.compiler.program import Program
-from tsopt.runtime.backend import Executable, Unsupported
+from tsopt.runtime.backend import Unsupported
+from tsopt.runtime.executable import Executable
 
 
 @dataclass(frozen=True, slots=True)

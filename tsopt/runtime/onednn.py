@@ -20,8 +20,9 @@ from tsopt.compiler.ops import aten
 from tsopt.compiler.program import Program, tensor_type
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import NoGain
-from tsopt.runtime.backend import FULL, Executable, Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.precision import in_precision
 
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, UsageError
-from tsopt.runtime.backend import FULL, Executable, Runner, Unsupported, check_precision, to_install
+from tsopt.runtime.backend import Unsupported, check_precision, to_install
+from tsopt.runtime.executable import FULL, Executable, Runner
 from tsopt.runtime.guarded import from_options, guarded, to_options
 from tsopt.runtime.ort import FILE, refusals, tensor_maker
 

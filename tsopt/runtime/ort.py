@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import Executable, Runner, Unsupported, to_install
+from tsopt.runtime.backend import Unsupported, to_install
 from tsopt.runtime.environment import is_installed
+from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.guarded import from_options, guarded, to_options
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 
 from tsopt.compiler.program import Program
 from tsopt.compiler.signature import Signature
-from tsopt.runtime.backend import Runner, Unsupported
+from tsopt.runtime.backend import Unsupported
+from tsopt.runtime.executable import Runner
 
 PROVIDER = "CUDAExecutionProvider"
 TO_INSTALL = "this ONNX Runtime is built for the CPU: pip uninstall onnxruntime, pip install onnxruntime-gpu"

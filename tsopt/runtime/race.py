@@ -24,9 +24,7 @@ from tsopt.runtime.accuracy import Oracle, is_exact
 from tsopt.runtime.backend import (
     BACKENDS,
     CODE,
-    FULL,
     PRECISIONS,
-    Executable,
     Reopens,
     can_compute_in,
     compile,
@@ -35,6 +33,7 @@ from tsopt.runtime.backend import (
     race_options,
     split_spec,
 )
+from tsopt.runtime.executable import FULL, Executable
 from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
 from tsopt.runtime.report import Benchmark, Row

@@ -11,7 +11,7 @@ import torch
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import InEvalMode, modules_of
 from tsopt.compiler.shadow import Shadow, shadow_of
-from tsopt.runtime.backend import Executable
+from tsopt.runtime.executable import Executable
 
 
 @dataclass(frozen=True, slots=True)

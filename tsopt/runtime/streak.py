@@ -14,7 +14,7 @@ import torch
 from tsopt.compiler.example import Example
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.runtime.audit import EAGER_RAISES, difference
-from tsopt.runtime.backend import FULL, Executable
+from tsopt.runtime.executable import FULL, Executable
 
 CALLS = 300  # of which what is wrong once in a hundred calls survives 5 in a hundred times
 GROSS = {FULL: "tf32"}  # the tolerance, where the candidate computes in full precision: 1 % of the output

@@ -19,8 +19,9 @@ from tsopt.compiler import ops
 from tsopt.compiler.program import Program, attribute_name, origin_of
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import Executable, Runner, Unsupported
+from tsopt.runtime.backend import Unsupported
 from tsopt.runtime.eager import by_torch, torch_runner
+from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.inputs import blank
 from tsopt.runtime.onednn import LOSES_NAN
 from tsopt.runtime.torchscript_source import source_of

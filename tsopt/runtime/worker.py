@@ -28,8 +28,9 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
 from tsopt.runtime import endings
-from tsopt.runtime.backend import Executable, compile
+from tsopt.runtime.backend import compile
 from tsopt.runtime.compare import bit_equal
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
 from tsopt.runtime.timing import rest, seconds_of_calls
 from tsopt.runtime.transfer import Gone, Message, read_tensors, receive, send, write_tensors
