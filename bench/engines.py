@@ -12,8 +12,9 @@ from typing import Any
 import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
+from tsopt.runtime.candidate import candidates_for
 from tsopt.runtime.environment import Environment
-from tsopt.runtime.race import ALL_BACKENDS, EAGER, title_of
+from tsopt.runtime.race import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 20.0
@@ -21,7 +22,7 @@ NAMES = (
     *("mlp", "lstm", "resnet18", "resnet50", "mobilenet_v2", "bert_base", "gpt2", "vit_b16", "llama_160m"),
     *("efficientnet_b0", "convnext_tiny", "swin_tiny", "whisper_tiny", "segformer_b0"),
 )
-ENGINES = tuple(title_of(name) for name in ALL_BACKENDS)
+ENGINES = tuple(candidate.title for candidate in candidates_for("all"))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime.race import backends_for, title_of
+from tsopt.runtime.candidate import candidates_for
 
 FAST = {"backends": ("eager",), "seconds": 0.01}
 
@@ -71,7 +71,7 @@ def test_it_returns_what_the_model_returned(full, net, example):
 
 
 def test_every_candidate_has_a_row(full, example):
-    names = ["eager", *dict.fromkeys(title_of(name) for name in backends_for(example, None) if "?" not in name)]
+    names = ["eager", *dict.fromkeys(candidate.title for candidate in candidates_for(None) if not candidate.options)]
     assert names[1:5] == ["eager + passes", "torch + oneDNN", "TorchScript", "ONNX Runtime"]
     assert [row.name for row in full.report.rows] == names
     assert {row.status for row in full.report.rows} <= {"ok", "no gain"}

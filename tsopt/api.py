@@ -17,11 +17,13 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler import frontends
 from tsopt.compiler.capture import capture_apart, name_of
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.example import Example, as_examples
 from tsopt.compiler.explain import failure_of_the_model
 from tsopt.compiler.generalize import NotGeneral, through
 from tsopt.compiler.liveness import peak_bytes
 from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewrite import Rule
@@ -30,17 +32,19 @@ from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, Tso
 from tsopt.passes import STANDARD
 from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.audit import SHARE, Audits, check_share, executable_difference
-from tsopt.runtime.backend import get_backend, precision_of
+from tsopt.runtime.backend import get_backend
+from tsopt.runtime.backend_table import PLAIN
+from tsopt.runtime.candidate import Candidate, candidates_for
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
 from tsopt.runtime.environment import environment
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.fallback import InEager, reason_of
 from tsopt.runtime.held_out import Sized, settled, sizes_in
 from tsopt.runtime.isolation import Workshop, is_on_cpu
 from tsopt.runtime.parts import PART, InParts, optimize_in_parts
-from tsopt.runtime.race import backends_for, race
+from tsopt.runtime.race import race
 from tsopt.runtime.recall import race_or_recall
 from tsopt.runtime.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
@@ -61,7 +65,7 @@ def optimize(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
-    precision: str = FULL,
+    precision: str = FP32,
     frontend: str = "auto",
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
@@ -141,7 +145,7 @@ def optimize(
     examples = as_examples(example_input)
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
     check_share(audit)
-    racing = backends_for(examples[0], backends, precision)
+    racing = candidates_for(backends, precision, on_gpu=is_on_gpu(examples[0]))
     tell = Telling(progress or (lambda text: None))
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
@@ -189,7 +193,7 @@ class _Request:
 
     model: Callable[..., Any]
     level: int
-    backends: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
     passes: tuple[Pass | Repeat, ...]
     without: tuple[str, ...]
     threads: int | None
@@ -237,7 +241,7 @@ class _Request:
                 captured,
                 optimized,
                 example,
-                backends=self.backends,
+                candidates=self.candidates,
                 threads=self.threads,
                 seconds=self.seconds,
                 seed=self.seed,
@@ -249,16 +253,17 @@ class _Request:
                 strict_specials=self.strict_specials,
                 share_weights=self.share_weights,
             )
+        is_lossy = outcome.candidate is not None and outcome.candidate.precision != FP32
         report = Report(
             captured.name,
             outcome.rows,
-            outcome.winner,
+            outcome.row.name,
             outcome.why,
             tuple(records),
             (captured.node_count, optimized.node_count),
             capture_seconds,
             environment(),
-            Numerics.LOSSY.name if precision_of(outcome.backend) != FULL else optimized.numerics.name,
+            Numerics.LOSSY.name if is_lossy else optimized.numerics.name,
             peak_bytes=(peak_bytes(captured), peak_bytes(optimized)),
             pass_seconds=pass_seconds,
             frontend=captured.frontend,
@@ -266,7 +271,8 @@ class _Request:
             cached=outcome.cached,
             sizes="; ".join(filter(None, (sized.checked, *sized.notes))),
         )
-        called, form = as_eval(self.model, self.eval_mode), partial(self.form, outcome.backend)
+        called = as_eval(self.model, self.eval_mode)
+        form = partial(self.form, outcome.candidate or Candidate(PLAIN.name))
         program, made = rehearsal.program(optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(reference), program.state.values()
         exact, audits = made is not None and not self.share_weights, Audits(self.audit)
@@ -361,7 +367,7 @@ class _Request:
                 reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))
         return sized.program, [], replace(sized, notes=(*sized.notes, f"no passes: {reasons[-1]}"))
 
-    def form(self, backend: str, example: Example) -> Executable:
+    def form(self, candidate: Candidate, example: Example) -> Executable:
         """The winner's backend for another form of call, verified and raced against eager for a moment."""
         captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
@@ -373,7 +379,7 @@ class _Request:
             captured,
             optimized,
             example,
-            backends=(backend,),
+            candidates=(candidate,),
             threads=self.threads,
             seconds=SHORT_RACE,
             seed=self.seed,
@@ -384,7 +390,7 @@ class _Request:
         executable = rehearsal.ended(outcome.executable)
         if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
-            raise AccuracyError(f"{backend} does not win for this form: {reason}")
+            raise AccuracyError(f"{candidate.title} does not win for this form: {reason}")
         executable.reference = rehearsal.program(captured)
         return executable
 

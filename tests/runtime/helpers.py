@@ -16,6 +16,7 @@ from tsopt.compiler.example import as_example
 from tsopt.runtime import artifact
 from tsopt.runtime.accuracy import Verdict
 from tsopt.runtime.cache import Entry
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.environment import environment
 from tsopt.runtime.members import digest_of
 from tsopt.runtime.report import Report, Row
@@ -34,15 +35,19 @@ ENTRY = Entry(
             compile_seconds=2.5,
             cold=ColdStart(7.5, 2),
             notes=("a note",),
+            key="onnxruntime",
         ),
-        Row("TorchScript", "wrong", "it is"),
+        Row("TorchScript", "wrong", "it is", key="torchscript"),
     ),
-    "ONNX Runtime",
-    "1.90x as fast",
     "onnxruntime",
+    "1.90x as fast",
     10.0,
     1_700_000_000.0,
 )
+
+
+def candidates(*specs: str) -> tuple[Candidate, ...]:
+    return tuple(map(Candidate.parse, specs))
 
 
 class Counter(nn.Module):

@@ -8,10 +8,11 @@ from torch import nn
 
 import tsopt
 from tests.runtime.helpers import Counter
-from tsopt.runtime.backend import BACKENDS, get_backend, split_spec
+from tsopt.runtime.backend import get_backend
+from tsopt.runtime.backend_table import BACKENDS
 from tsopt.runtime.executable import Executable
-from tsopt.runtime.race import ON_GPU
 
+CUDA = torch.cuda.is_available()
 REAL = ("eager", "torchscript", "onnxruntime")
 
 
@@ -53,7 +54,9 @@ def test_a_missing_library_is_named(monkeypatch):
         get_backend("onnxruntime")
 
 
-@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ON_GPU or torch.cuda.is_available()])
+@pytest.mark.parametrize(
+    "name", [name for name, info in BACKENDS.items() if info.races != "gpu" or torch.cuda.is_available()]
+)
 def test_every_backend_of_the_table_is_usable_here(name):
     assert get_backend(name).name == name
     assert get_backend(name).missing() is None
@@ -324,19 +327,6 @@ def test_a_random_model_stays_random_and_compiling_it_draws_nothing(name):
     found = compiled(lambda x: x + torch.rand(100), torch.zeros(100), name)
     assert torch.equal(torch.get_rng_state(), rng)
     assert not torch.equal(found(torch.zeros(100)), found(torch.zeros(100)))
-
-
-@pytest.mark.parametrize(
-    ("spec", "name", "options"),
-    [
-        ("eager", "eager", {}),
-        ("onnxruntime?threads=1", "onnxruntime", {"threads": 1}),
-        ("onnxruntime?threads=2&fused=false&opset=none", "onnxruntime", {"threads": 2, "fused": False, "opset": None}),
-        ("a.b:C?mode=fast&depth=-1", "a.b:C", {"mode": "fast", "depth": -1}),
-    ],
-)
-def test_options_may_be_part_of_the_name(spec, name, options):
-    assert split_spec(spec) == (name, options)
 
 
 def test_the_options_of_a_name_are_those_of_the_backend():

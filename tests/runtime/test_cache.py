@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsopt
-from tests.runtime.helpers import ENTRY, KEY
+from tests.runtime.helpers import ENTRY, KEY, candidates
 from tsopt.runtime import cache, cache_files
 
-BACKENDS = ("eager", "onnxruntime")
+RACING = candidates("eager", "onnxruntime")
 
 
 def program(scale: float = 1.0, size: int = 3):
@@ -45,11 +45,11 @@ def changed(change):
 
 def test_what_is_kept_is_found_as_it_was():
     kept()
-    assert cache.find(KEY, BACKENDS, 10.0) == ENTRY
+    assert cache.find(KEY, RACING, 10.0) == ENTRY
 
 
 def test_nothing_is_found_where_nothing_is():
-    assert cache.find(KEY, BACKENDS, 10.0) is None
+    assert cache.find(KEY, RACING, 10.0) is None
     assert not cache.directory().exists()
 
 
@@ -62,59 +62,59 @@ def test_only_the_user_can_look_into_it():
 
 def test_a_shorter_race_does_not_do_for_a_longer_one():
     kept()
-    assert cache.find(KEY, BACKENDS, 10.5) is None
-    assert cache.find(KEY, BACKENDS, 1.0) == ENTRY
+    assert cache.find(KEY, RACING, 10.5) is None
+    assert cache.find(KEY, RACING, 1.0) == ENTRY
 
 
 def test_a_winner_that_does_not_race_is_not_found():
     kept()
-    assert cache.find(KEY, ("eager", "torchscript"), 1.0) is None
+    assert cache.find(KEY, candidates("eager", "torchscript"), 1.0) is None
 
 
 @pytest.mark.parametrize("other", [program(scale=2.0), program(size=4)], ids=["literal", "shape"])
 def test_another_program_is_another_race(other):
-    same = cache.key_of(program(), program(), BACKENDS, None)
-    assert same == cache.key_of(program(), program(), BACKENDS, None)
-    assert same != cache.key_of(other, program(), BACKENDS, None)
-    assert same != cache.key_of(program(), other, BACKENDS, None)
+    same = cache.key_of(program(), program(), RACING, None)
+    assert same == cache.key_of(program(), program(), RACING, None)
+    assert same != cache.key_of(other, program(), RACING, None)
+    assert same != cache.key_of(program(), other, RACING, None)
 
 
 def test_other_racers_threads_and_machines_are_another_race(monkeypatch):
     keys = [
-        cache.key_of(program(), program(), BACKENDS, None),
-        cache.key_of(program(), program(), ("eager",), None),
-        cache.key_of(program(), program(), BACKENDS, 1),
+        cache.key_of(program(), program(), RACING, None),
+        cache.key_of(program(), program(), candidates("eager"), None),
+        cache.key_of(program(), program(), RACING, 1),
     ]
     there = cache.environment()
     monkeypatch.setattr(cache, "environment", lambda: replace(there, cpu="another"))
-    keys.append(cache.key_of(program(), program(), BACKENDS, None))
+    keys.append(cache.key_of(program(), program(), RACING, None))
     monkeypatch.setattr(cache, "__version__", "99")
-    keys.append(cache.key_of(program(), program(), BACKENDS, None))
+    keys.append(cache.key_of(program(), program(), RACING, None))
     assert len(set(keys)) == len(keys)
 
 
 def test_weights_of_other_values_are_the_same_race():
     models = [torch.nn.Linear(3, 3).eval() for _ in range(2)]
     one, other = (tsopt.capture(model, torch.ones(1, 3)) for model in models)
-    assert cache.key_of(one, one, BACKENDS, None) == cache.key_of(other, other, BACKENDS, None)
+    assert cache.key_of(one, one, RACING, None) == cache.key_of(other, other, RACING, None)
 
 
 def test_a_race_with_foreign_code_has_no_name():
-    assert cache.key_of(program(), program(), ("eager", "package.module:Class"), None) is None
+    assert cache.key_of(program(), program(), candidates("eager", "package.module:Class"), None) is None
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\x00", b"[]", b"null", b"[" * 100_000, b"{}", b"0" * (2 << 20)])
 def test_an_entry_that_is_none_is_removed(raw):
     place = kept()
     place.write_bytes(raw)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert not place.exists()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.update(format=2),
+        lambda d: d.update(format=1),
         lambda d: d.update(key="cd" * 32),
         lambda d: d.update(rows=[]),
         lambda d: d.update(rows=3),
@@ -156,8 +156,9 @@ def test_an_entry_that_is_none_is_removed(raw):
         lambda d: d["rows"][1]["cold"].update(slow_calls=1.5),
         lambda d: d["rows"].append(d["rows"][1]),
         lambda d: d["rows"].pop(0),
-        lambda d: d.update(winner="eager", backend="eager"),
-        lambda d: d.update(winner="TorchScript", backend="torchscript"),
+        lambda d: d.update(winner="model"),
+        lambda d: d.update(winner="torchscript"),
+        lambda d: d["rows"][1].update(key=7),
         lambda d: d["rows"][1].update(timing=None),
         lambda d: d["rows"][1].update(accuracy={"ok": True}),
         lambda d: d["rows"][1].update(cold=5),
@@ -166,7 +167,7 @@ def test_an_entry_that_is_none_is_removed(raw):
 )
 def test_a_damaged_entry_is_removed(change):
     place = changed(change)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert not place.exists()
 
 
@@ -195,7 +196,7 @@ def test_whatever_stands_in_an_entry_it_is_read_or_refused_and_can_be_shown(path
     *outer, last = path
     functools.reduce(lambda item, key: item[key], outer, data)[last] = value
     cache_files.write(KEY, json.dumps(data).encode())
-    found = cache.find(KEY, BACKENDS, 1.0)
+    found = cache.find(KEY, RACING, 1.0)
     if found is not None:
         assert found.date.startswith(("19", "20"))
         assert all(row.cells() and row.record() for row in found.rows)
@@ -205,15 +206,15 @@ def test_whatever_stands_in_an_entry_it_is_read_or_refused_and_can_be_shown(path
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)
 def test_bytes_of_any_kind_are_no_entry(raw):
     cache_files.write(KEY, raw)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
 
 
 def test_an_entry_from_the_future_is_removed():
     kept()
-    assert cache.find(KEY, BACKENDS, 1.0, now=ENTRY.when - cache.AHEAD - 1) is None
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0, now=ENTRY.when - cache.AHEAD - 1) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     kept()
-    assert cache.find(KEY, BACKENDS, 1.0, now=ENTRY.when - cache.AHEAD + 1) == ENTRY
+    assert cache.find(KEY, RACING, 1.0, now=ENTRY.when - cache.AHEAD + 1) == ENTRY
 
 
 def test_an_entry_is_not_read_through_a_link(tmp_path):
@@ -221,7 +222,7 @@ def test_an_entry_is_not_read_through_a_link(tmp_path):
     target = tmp_path / "elsewhere.json"
     place.rename(target)
     place.symlink_to(target)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert target.exists()
 
 
@@ -253,10 +254,10 @@ def test_what_is_in_the_place_of_an_entry_is_neither_read_nor_waited_for(make):
     place = kept()
     place.unlink()
     make(place)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert os.path.lexists(place) == (make is folder)
     cache.keep(KEY, ENTRY)
-    assert cache.find(KEY, BACKENDS, 1.0) == (None if make is folder else ENTRY)
+    assert cache.find(KEY, RACING, 1.0) == (None if make is folder else ENTRY)
     place.parent.joinpath("other.json").write_text("{}")
     assert cache.clear() == (1 if make is folder else 2)
     assert [path.name for path in place.parent.iterdir()] == ([place.name] if make is folder else [])
@@ -271,7 +272,7 @@ def test_a_device_in_the_place_of_an_entry_is_not_opened(monkeypatch):
     except PermissionError:
         pytest.skip("no devices may be made here")
     monkeypatch.setattr(os, "open", None)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
@@ -279,7 +280,7 @@ def test_a_directory_that_others_may_write_into_is_not_used(mode):
     place = kept()
     place.parent.chmod(mode)
     assert "others may write" in cache.objection()
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     place.unlink()
     cache.keep(KEY, ENTRY)
     assert not place.exists()
@@ -289,7 +290,7 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch):
     kept()
     monkeypatch.setattr(os, "geteuid", lambda: 123456)
     assert "another user" in cache.objection()
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
 
 
 def test_a_link_in_place_of_the_directory_is_not_used(tmp_path):
@@ -303,7 +304,7 @@ def test_a_link_in_place_of_the_directory_is_not_used(tmp_path):
 def test_a_file_in_place_of_the_directory_is_no_error():
     cache.directory().write_text("mine")
     cache.keep(KEY, ENTRY)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert cache.directory().read_text() == "mine"
 
 
@@ -321,10 +322,10 @@ def test_a_full_disk_leaves_no_half_entry(monkeypatch):
 
 def test_the_directory_may_go_at_any_time():
     shutil.rmtree(kept().parent)
-    assert cache.find(KEY, BACKENDS, 1.0) is None
+    assert cache.find(KEY, RACING, 1.0) is None
     assert cache.entries() == []
     kept()
-    assert cache.find(KEY, BACKENDS, 1.0) == ENTRY
+    assert cache.find(KEY, RACING, 1.0) == ENTRY
 
 
 def test_the_oldest_entries_go(monkeypatch):

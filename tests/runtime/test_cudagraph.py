@@ -19,12 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 import tsopt
 from tests.runtime.helpers import Counter
-from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
 from tsopt.runtime import cudagraph, inductor
 from tsopt.runtime.cudagraph import CudaGraphBackend
 from tsopt.runtime.inductor import InductorBackend
-from tsopt.runtime.race import ALL_ON_GPU, ON_GPU, backends_for
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -202,16 +200,6 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
     assert CudaGraphBackend().missing() == "a GPU, and a torch that is built for it"
     with pytest.raises(tsopt.BackendError, match="cannot be used here"):
         tsopt.compile(tsopt.capture(lambda x: x + 1, torch.ones(3)), "cudagraph")
-
-
-def test_it_races_for_models_on_a_gpu_alone(monkeypatch):
-    example = Example((torch.ones(1),))
-    assert not set(ALL_ON_GPU) & {*backends_for(example, None), *backends_for(example, "all")}
-    monkeypatch.setattr("tsopt.runtime.race.is_on_gpu", lambda example: True)
-    assert set(ON_GPU) <= set(backends_for(example, None))
-    assert set(ALL_ON_GPU) <= set(backends_for(example, "all"))
-    assert not {"inductor?cuda_graph=true"} & set(backends_for(example, None))
-    assert backends_for(example, ("eager",)) == ("eager",)
 
 
 @pytest.mark.usefixtures("imitation")

@@ -19,7 +19,6 @@ from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.backend import get_backend
 from tsopt.runtime.compare import compare
 from tsopt.runtime.precision import in_precision
-from tsopt.runtime.race import STANDARD_BACKENDS, backends_for, title_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
@@ -230,16 +229,6 @@ def test_large_inputs_have_a_wider_limit_but_may_not_overflow():
 
 
 # ---- who races --------------------------------------------------------------------------------------------
-
-
-def test_lower_precisions_race_when_they_are_asked_for():
-    example = tsopt.example(X)
-    assert not any("precision" in name for name in backends_for(example, None))
-    found = backends_for(example, STANDARD_BACKENDS, "bf16")
-    assert found == (*STANDARD_BACKENDS, "eager?precision=bf16", "onednn?precision=bf16")
-    assert set(backends_for(example, ("eager",), "auto")) == {"eager", "eager?precision=bf16", "eager?precision=fp16"}
-    assert "cudagraph?precision=tf32" in backends_for(example, ("cudagraph",), "auto")
-    assert title_of(found[-1]) == "torch + oneDNN, precision bf16"
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import tsopt
-from tests.runtime.helpers import Counter
+from tests.runtime.helpers import Counter, candidates
 from tsopt.compiler.example import Example
 from tsopt.runtime import race as race_module
-from tsopt.runtime.backend import BACKENDS, Unsupported
+from tsopt.runtime.backend import Unsupported
+from tsopt.runtime.backend_table import BACKENDS, BackendInfo
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.endings import NoCandidate
 from tsopt.runtime.executable import Executable
 from tsopt.runtime.isolation import Lost
 from tsopt.runtime.race import benchmark, race
+from tsopt.runtime.report import MODEL
 from tsopt.runtime.timing import Timing
 
 
@@ -57,7 +60,7 @@ class FaultyBackend:
 
 @pytest.fixture(autouse=True)
 def _faulty(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "faulty", f"{__name__}:FaultyBackend")
+    monkeypatch.setitem(BACKENDS, "faulty", BackendInfo("faulty", f"{__name__}:FaultyBackend", "faulty"))
     for name in ("compile", "run"):
         monkeypatch.setattr(Behaviour, name, None)
     monkeypatch.setattr(Behaviour, "refuses", False)
@@ -66,7 +69,15 @@ def _faulty(monkeypatch):
 @pytest.fixture
 def run_race(mlp, mlp_input, mlp_program):
     def go(backends=("faulty", "eager"), **options):
-        return race(mlp, mlp_program, mlp_program, Example((mlp_input,)), backends=backends, seconds=1e-3, **options)
+        return race(
+            mlp,
+            mlp_program,
+            mlp_program,
+            Example((mlp_input,)),
+            candidates=candidates(*backends),
+            seconds=1e-3,
+            **options,
+        )
 
     return go
 
@@ -226,17 +237,8 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     names = ("eager", "TorchScript", "ONNX Runtime")
     paces(monkeypatch, dict(zip(names, (2.0, torchscript, onnxruntime), strict=True)), jitter)
     found = run_race(("torchscript", "onnxruntime"))
-    assert found.winner == winner
+    assert found.row.name == winner
     assert ("same within noise" in found.why) == (winner == "ONNX Runtime" and torchscript < onnxruntime)
-
-
-def test_extras_race_where_they_are_installed(monkeypatch):
-    there = race_module.importlib.util.find_spec
-    monkeypatch.setattr(race_module.importlib.util, "find_spec", lambda name: name == "openvino" or there(name))
-    example = Example((torch.ones(1),))
-    assert race_module.backends_for(example, None)[-1] == "openvino"
-    monkeypatch.setattr(race_module.importlib.util, "find_spec", lambda name: None)
-    assert race_module.backends_for(example, None) == race_module.STANDARD_BACKENDS
 
 
 def test_an_engine_that_is_missing_is_a_row_with_what_to_install(run_race, monkeypatch):
@@ -250,7 +252,7 @@ def test_an_engine_that_is_missing_is_a_row_with_what_to_install(run_race, monke
 def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()
-    assert (found.winner, found.executable) == ("eager", None)
+    assert (found.winner, found.executable) == (MODEL, None)
     assert found.why == "no candidate is faster beyond noise"
     assert row(found).verdict == "slower"
 
@@ -258,7 +260,7 @@ def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
 def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
     monkeypatch.setattr(Behaviour, "compile", raising(RuntimeError()))
     found = run_race(backends=("faulty",))
-    assert (found.winner, found.why) == ("eager", "no candidate could be used")
+    assert (found.winner, found.why) == (MODEL, "no candidate could be used")
 
 
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
@@ -285,7 +287,7 @@ def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
 
     monkeypatch.setattr(race_module, "measure", measured)
     monkeypatch.setattr(Behaviour, "run", lambda n, i, right: right if n <= 6 else [right[0] + 1])
-    assert run_race().winner == "eager + passes"
+    assert run_race().winner == "eager"
 
 
 STOPS = {
@@ -304,7 +306,7 @@ def test_a_race_that_this_machine_has_stopped_is_a_warning(run_race, monkeypatch
     with pytest.warns(NoCandidate, match="no candidate could be tried: faulty") if alone else nullcontext():
         found = run_race(backends)
     late = " in the time that there was" if name == "timed out" else ""
-    assert found.winner == "eager"
+    assert found.winner == MODEL
     assert found.why.startswith(f"no candidate could be {'tried' if alone else 'used'}{late}")
 
 
@@ -349,7 +351,7 @@ UNCLEAR = (0.003,) * 4 + (0.5,) * 4 + (3.0,) * 4  # a clock that stands still no
 def test_a_candidate_whose_speed_is_undecided_does_not_win(run_race, monkeypatch):
     timings(monkeypatch, eager=STEADY, faulty=UNCLEAR)
     found = run_race(("faulty",))
-    assert (found.winner, row(found).verdict) == ("eager", "undecided")
+    assert (found.winner, row(found).verdict) == (MODEL, "undecided")
     assert found.why == "no candidate is faster beyond noise; undecided: faulty"
     assert row(found).reason.startswith("the times scatter too much: 1.33 to 1333")
 
@@ -357,13 +359,13 @@ def test_a_candidate_whose_speed_is_undecided_does_not_win(run_race, monkeypatch
 def test_two_candidates_that_are_undecided_leave_eager(run_race, monkeypatch):
     timings(monkeypatch, eager=STEADY, faulty=UNCLEAR, null=UNCLEAR, TorchScript=UNCLEAR)
     found = run_race(("faulty", "torchscript"))
-    assert found.winner == "eager"
+    assert found.winner == MODEL
     assert found.why.endswith("undecided: faulty, TorchScript")
 
 
 def test_a_candidate_that_is_faster_wins_although_a_faster_one_is_undecided(run_race, monkeypatch):
     timings(monkeypatch, eager=STEADY, faulty=UNCLEAR, TorchScript=(2.0,) * 12)
-    assert run_race(("faulty", "torchscript")).winner == "TorchScript"
+    assert run_race(("faulty", "torchscript")).winner == "torchscript"
 
 
 def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, monkeypatch):
@@ -394,7 +396,7 @@ def test_the_final_check_uses_inputs_that_the_race_did_not(run_race, monkeypatch
 def test_the_null_backend_never_wins_however_fast(run_race):
     found = run_race(backends=("null",))
     assert row(found, "null").status != "ok"
-    assert found.winner == "eager"
+    assert found.winner == MODEL
 
 
 def test_a_backend_that_changes_threads_and_rng_does_not_leave_them_changed(run_race, monkeypatch):
@@ -420,7 +422,7 @@ def test_a_backend_that_changes_threads_and_rng_does_not_leave_them_changed(run_
 def test_the_models_state_is_as_it_was_after_a_race():
     model, example = Counter(), torch.zeros(2)
     captured = tsopt.capture(model, example)
-    race(model, captured, captured, Example((example,)), backends=("eager", "torchscript"), seconds=1e-3)
+    race(model, captured, captured, Example((example,)), candidates=candidates("eager", "torchscript"), seconds=1e-3)
     assert model.count.tolist() == [0, 0]
 
 
@@ -478,11 +480,11 @@ def test_one_thread_needs_no_try_where_there_is_but_one(run_race, torch_threads)
     assert [item.name for item in found.rows] == ["eager", "ONNX Runtime"]
 
 
-def test_the_backend_of_the_winner_is_told_as_it_was_asked_for(run_race, monkeypatch):
+def test_the_winner_is_told_as_it_was_asked_for(run_race, monkeypatch):
     fast_timings(monkeypatch)
-    assert run_race().backend == "faulty"
+    assert run_race().candidate == Candidate("faulty")
     fast_timings(monkeypatch, wins="eager")
-    assert run_race().backend == "eager"
+    assert run_race().candidate is None
 
 
 def test_it_is_timed_on_inputs_that_the_model_takes():

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.runtime.helpers import ENTRY
+from tests.runtime.helpers import ENTRY, candidates
 from tsopt.runtime import cache, recall
 from tsopt.runtime import race as race_module
 from tsopt.runtime.eager import EagerBackend
 from tsopt.runtime.endings import LOST
 from tsopt.runtime.executable import Executable
 from tsopt.runtime.race import EAGER, Race
-from tsopt.runtime.report import Row
+from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.timing import Speedup, Timing
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -46,11 +46,11 @@ def _paced(monkeypatch):
 
 @pytest.fixture
 def races(monkeypatch):
-    """The backends of every race that is run."""
+    """The candidates of every race that is run."""
     seen = []
 
     def counted(*args, **options):
-        seen.append(options["backends"])
+        seen.append(options["candidates"])
         return real(*args, **options)
 
     real = recall.race
@@ -65,7 +65,7 @@ def optimize(model=None, **options):
 
 def entry() -> cache.Entry:
     (path,) = cache.entries()
-    return cache.find(path.stem, ("eager", "torchscript"), 0.0, math.inf)
+    return cache.find(path.stem, candidates("eager", "torchscript"), 0.0, math.inf)
 
 
 def test_the_second_time_only_the_winner_is_raced(races):
@@ -73,7 +73,7 @@ def test_the_second_time_only_the_winner_is_raced(races):
     assert first.report.winner != EAGER
     assert first.report.cached == ""
     again = optimize()
-    assert races[0] == ("eager", "torchscript")
+    assert races[0] == candidates("eager", "torchscript")
     assert [len(backends) for backends in races] == [2, 1]
     assert again.report.winner == first.report.winner
     assert [row.timing for row in again.report.rows] == [row.timing for row in first.report.rows]
@@ -122,7 +122,7 @@ def with_eager_as_winner(**changes) -> None:
     base = Timing((1.0,) * 7)
     slower = {"speedup": Speedup(0.5, 0.45, 0.55), "timing": Timing((2.0,) * 7)}
     rows = [replace(row, timing=base) if row.name == EAGER else replace(row, **slower) for row in entry().rows]
-    said = replace(entry(), rows=tuple(rows), winner=EAGER, backend="eager", why="nothing is faster")
+    said = replace(entry(), rows=tuple(rows), winner=MODEL, why="nothing is faster")
     cache.keep(path.stem, replace(said, **changes))
 
 
@@ -163,7 +163,7 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
         asked.append(options["seconds"])
         found = real(*args, **options)
         lost = replace(found.rows[-1], speedup=Speedup(0.8, 0.7, 0.9))
-        return replace(found, rows=(*found.rows[:-1], lost), winner=EAGER, executable=None)
+        return replace(found, rows=(*found.rows[:-1], lost), winner=MODEL, executable=None)
 
     monkeypatch.setattr(recall, "race", still)
     clock.now += recall.UNCHECKED
@@ -183,7 +183,7 @@ def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
     def busy(*args, **options):
         found = real(*args, **options)
         unclear = replace(found.rows[-1], speedup=Speedup(3.0, 0.1, 90.0))
-        return replace(found, rows=(*found.rows[:-1], unclear), winner=EAGER, executable=None)
+        return replace(found, rows=(*found.rows[:-1], unclear), winner=MODEL, executable=None)
 
     monkeypatch.setattr(recall, "race", busy)
     assert [optimize().report.winner for _ in range(2)] == [EAGER, EAGER]
@@ -192,7 +192,7 @@ def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
 
 def test_eager_that_won_against_nobody_is_raced_anew_when_it_is_time(races, clock):
     optimize()
-    wrong = (row if row.name == EAGER else Row(row.name, "wrong", "it is") for row in entry().rows)
+    wrong = (row if row.name == EAGER else Row(row.name, "wrong", "it is", key=row.key) for row in entry().rows)
     with_eager_as_winner(
         rows=tuple(replace(row, timing=Timing((1.0,) * 7), speedup=None) if row.name == EAGER else row for row in wrong)
     )
@@ -213,10 +213,11 @@ def test_an_old_race_is_run_again(races, clock, winner):
     assert [len(backends) for backends in races] == [2, 2]
 
 
+STRANGER = Row("OpenVINO", "wrong", "it is", key="openvino")
 POISON = {
-    "eager wins over what is faster": lambda e: replace(e, winner=EAGER, backend="eager"),
-    "a row of somebody who does not race": lambda e: replace(e, rows=(*e.rows, Row("OpenVINO", "wrong", "it is"))),
-    "a row is missing": lambda e: replace(e, rows=tuple(row for row in e.rows if row.name in (EAGER, e.winner))),
+    "eager wins over what is faster": lambda e: replace(e, winner=MODEL),
+    "a row of somebody who does not race": lambda e: replace(e, rows=(*e.rows, STRANGER)),
+    "a row is missing": lambda e: replace(e, rows=tuple(row for row in e.rows if row.key in (MODEL, e.winner))),
     "from the future": lambda e: replace(e, when=4e9),
     "eager is not the first": lambda e: replace(e, rows=e.rows[::-1]),
 }
@@ -232,10 +233,10 @@ def test_an_entry_that_does_not_fit_is_not_believed_once(races, name):
 
 
 def test_one_thread_may_be_missing_from_the_rows():
-    rows = (Row(EAGER), Row("ONNX Runtime"))
+    rows = (Row(EAGER), Row("ONNX Runtime", key="onnxruntime"))
     kept = replace(ENTRY, rows=rows)
-    assert recall._is_race_of(kept, ("onnxruntime", "onnxruntime?threads=1"))
-    assert not recall._is_race_of(kept, ("onnxruntime", "torchscript"))
+    assert recall._is_race_of(kept, candidates("onnxruntime", "onnxruntime?threads=1"))
+    assert not recall._is_race_of(kept, candidates("onnxruntime", "torchscript"))
 
 
 def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
@@ -243,14 +244,14 @@ def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
     (path,) = cache.entries()
     plain = make()
     program = tsopt.capture(plain, X)
-    key = cache.key_of(program, tsopt.transform(program), ("null",), None)
+    key = cache.key_of(program, tsopt.transform(program), candidates("null"), None)
     first = entry().rows[0]
-    null = Row("null", timing=Timing((1.0,) * 7), speedup=Speedup(2.0, 1.9, 2.1))
-    cache.keep(key, replace(entry(), rows=(first, null), winner="null", backend="null"))
+    null = Row("null", key="null", timing=Timing((1.0,) * 7), speedup=Speedup(2.0, 1.9, 2.1))
+    cache.keep(key, replace(entry(), rows=(first, null), winner="null"))
     path.unlink()
     races.clear()
     found = optimize(plain, backends=("null",))
-    assert races == [("null",), ("null",)]
+    assert races == [candidates("null")] * 2
     assert found.report.cached == ""
 
 
@@ -272,30 +273,35 @@ def test_a_winner_that_is_wrong_now_is_raced_anew(races, monkeypatch):
     torch.testing.assert_close(found(X), make()(X).detach())
 
 
-def test_an_entry_whose_winner_has_another_title_is_not_believed(races):
+def test_an_entry_with_a_row_of_another_title_is_not_believed(races):
     optimize()
     (path,) = cache.entries()
-    cache.keep(path.stem, replace(entry(), winner=TITLE, backend="torchscript"))
+    rows = [replace(row, name="Miracle") if row.name == TITLE else row for row in entry().rows]
+    cache.keep(path.stem, replace(entry(), rows=tuple(rows)))
     assert optimize().report.cached == ""
 
 
 @pytest.mark.parametrize("status", LOST)
 def test_a_race_in_which_somebody_was_out_of_luck_is_not_kept(status, monkeypatch):
-    rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", speedup=Speedup(1.0, 1.0, 1.0)), Row("y", status))
-    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, EAGER, "", None))
+    rows = (
+        Row(EAGER, timing=Timing((1.0,))),
+        Row("x", key="x", speedup=Speedup(1.0, 1.0, 1.0)),
+        Row("y", status, key="y"),
+    )
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
     optimize()
     assert cache.entries() == []
 
 
 def test_a_race_on_a_busy_machine_is_not_kept(monkeypatch):
-    rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", speedup=Speedup(2.0, 0.7, 5.0)))
-    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, EAGER, "", None))
+    rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", key="x", speedup=Speedup(2.0, 0.7, 5.0)))
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
     optimize()
     assert cache.entries() == []
 
 
 def test_a_race_that_has_decided_nothing_about_somebody_is_not_kept(monkeypatch):
-    good, unclear = Row("x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", speedup=Speedup(1.5, 0.4, 8.0))
+    good, unclear = Row("x", key="x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", key="y", speedup=Speedup(1.5, 0.4, 8.0))
     rows = (Row(EAGER, timing=Timing((1.0,))), good, unclear)
     monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, "x", "", None))
     optimize()

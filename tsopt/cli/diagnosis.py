@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from tsopt.cli.process import lacking
-from tsopt.runtime.backend import BACKENDS
+from tsopt.runtime.backend_table import BACKENDS, BackendInfo
 from tsopt.runtime.environment import environment, is_installed
 
 NEEDED = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors")
@@ -16,7 +16,7 @@ def diagnose(out: Any) -> None:
     """This machine, then a row for each backend: usable, or the one command that mends it."""
     found = environment()
     absent = [name for name in NEEDED if not is_installed(name)]
-    rows = [(name, *_usable(place)) for name, place in BACKENDS.items()]
+    rows = [(name, *_usable(info)) for name, info in BACKENDS.items()]
     out.json(
         {
             "environment": found.to_json(),
@@ -40,8 +40,8 @@ def diagnose(out: Any) -> None:
     out.table(("backend", "usable", "to mend it"), rows)
 
 
-def _usable(place: str) -> tuple[str, str]:
-    module, _, name = place.partition(":")
+def _usable(info: BackendInfo) -> tuple[str, str]:
+    module, _, name = info.place.partition(":")
     try:
         hint = getattr(importlib.import_module(module), name)().missing()
     except (ImportError, OSError) as error:  # an engine that is installed and broken has words of its own

@@ -15,9 +15,9 @@ from tsopt.compiler.control import all_calls
 from tsopt.compiler.ops import is_number, name_of
 from tsopt.compiler.program import Program, origin_of
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import get_backend, split_spec
-
-THROUGH_ONNX = ("onnxruntime", "openvino")
+from tsopt.runtime.backend import get_backend
+from tsopt.runtime.backend_table import info_of
+from tsopt.runtime.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,13 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
         loaded = load_model_file(subject.model, subject.input or [], subject.seed)
         from tsopt.api import transform
         from tsopt.compiler.capture import capture
+        from tsopt.compiler.devices import is_on_gpu
         from tsopt.compiler.example import as_examples
-        from tsopt.runtime.race import backends_for
+        from tsopt.runtime.candidate import candidates_for
 
         options = race_options(subject, timing)
         first, *_ = as_examples(loaded.example_input)
-        racing = backends_for(first, options.get("backends"), options["precision"])
+        racing = candidates_for(options.get("backends"), options["precision"], on_gpu=is_on_gpu(first))
         tell("capture")
         captured = capture(loaded.model, loaded.example_input, **capture_options(subject))
         tell("passes")
@@ -70,12 +71,12 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
     show(out, found)
 
 
-def preview(captured: Program, optimized: Program, backends: Iterable[str]) -> Preview:
+def preview(captured: Program, optimized: Program, racing: Iterable[Candidate]) -> Preview:
     """Looks at a program before and after the passes; every file that would be raced through ONNX is made once."""
     calls = [node for node in all_calls(optimized) if not is_number(node)]
     counts = Counter(map(name_of, calls))
     places = {name_of(node): origin_of(node) for node in reversed(calls)}
-    names = dict.fromkeys(split_spec(name)[0] for name in backends)
+    names = dict.fromkeys(candidate.backend for candidate in racing)
     return Preview(
         captured.name,
         captured.frontend or "by torch.export",
@@ -91,7 +92,7 @@ def _taker(name: str, program: Program) -> Taker:
         refused = get_backend(name).unsupported(program)
         if refused:
             return Taker(name, False, f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}")
-        if name in THROUGH_ONNX:
+        if info_of(name).through_onnx:
             from tsopt.runtime.onnx_export import to_onnx
 
             to_onnx(program)

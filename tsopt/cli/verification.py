@@ -11,10 +11,11 @@ from typing import Any
 from tsopt.cli.process import lacking
 from tsopt.compiler.signature import Signature, mismatch
 from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
-from tsopt.runtime.artifact import CHECK, vetted
+from tsopt.runtime.artifact import vetted
 from tsopt.runtime.environment import is_installed
 from tsopt.runtime.executable import Executable
 from tsopt.runtime.members import Bundle, reading
+from tsopt.runtime.opening import CHECK
 
 AGAIN = "export the model again on this machine"
 

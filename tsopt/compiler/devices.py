@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from tsopt.compiler.example import Example
+from tsopt.compiler.structure import flatten
 from tsopt.errors import UsageError
+
+
+def is_on_gpu(example: Example) -> bool:
+    """Whether any tensor of a call is on a GPU."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return any(leaf.is_cuda for leaf in leaves)
 
 
 def put(tensor: torch.Tensor, device: str) -> torch.Tensor:

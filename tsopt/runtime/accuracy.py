@@ -16,13 +16,14 @@ from torch import fx
 from tsopt.compiler.effects import Effect, outcome_of
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.origin import user_frame
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.structure import Structure, flatten
 from tsopt.compiler.values import Values, laid_out
 from tsopt.errors import AccuracyError, BackendError
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.compare import TOLERANCES, Comparison, bit_equal, compare
-from tsopt.runtime.executable import FULL
 from tsopt.runtime.inputs import EXTREME, SPECIAL, ZEROS, InputSet, input_sets
 from tsopt.runtime.limits import at_most
 from tsopt.runtime.reference64 import Reference64, decided_within_rounding
@@ -184,7 +185,7 @@ class Oracle:
     def _frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
         return _Seeded(protected(model, written=state), self.seed, kind)
 
-    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
         """The verdict on a candidate.
 
         Args:
@@ -396,7 +397,7 @@ def verify(
     *,
     program: Program | None = None,
     exact: bool = False,
-    precision: str = FULL,
+    precision: str = FP32,
     seed: int = 1,
 ) -> Verdict:
     """Compares a candidate with the model on inputs like the example.
@@ -427,6 +428,6 @@ def verify(
     return verdict
 
 
-def is_exact(program: Program, backend: str) -> bool:
+def is_exact(program: Program, candidate: Candidate) -> bool:
     """Whether bits are promised: torch's own kernels under EXACT rewrites alone."""
-    return backend == "eager" and program.numerics == Numerics.EXACT
+    return candidate.info.same_kernels and candidate.precision == FP32 and program.numerics == Numerics.EXACT

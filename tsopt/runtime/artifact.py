@@ -7,24 +7,22 @@ a process of its own first.
 
 from __future__ import annotations
 
-import importlib
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
-from tsopt.compiler.signature import Input, Output, Signature, mismatch
+from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, TsoptError
 from tsopt.runtime import known
-from tsopt.runtime.backend import CODE, PRECISIONS, compile, race_options
-from tsopt.runtime.environment import is_installed
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.backend_table import BACKENDS, BackendInfo, info_of
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
 from tsopt.runtime.onnx_file import check_onnx
+from tsopt.runtime.opening import CHECK, STATE, check_trust, open_bundle, require
 from tsopt.runtime.probe import try_out
 from tsopt.runtime.staging import staged
 
@@ -32,20 +30,8 @@ if TYPE_CHECKING:
     from tsopt.compiler.example import Example
     from tsopt.runtime.report import Report
 
-log = logging.getLogger("tsopt")
-CHECK, REPORT = "check.safetensors", "report.json"  # the example's inputs and eager's answers; what the race found
-STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
+REPORT = "report.json"  # what the race found
 MOST_THREADS = 1024
-
-PROGRAMS = ("eager", "onednn", "cudagraph")  # backends whose files are a Program
-ONNX = ("onnxruntime", "openvino")  # and those whose file is an ONNX model
-
-# backend -> the libraries that its files need, each with a name that it has where it is whole.
-NEEDS: dict[str, dict[str, str]] = {
-    "onnxruntime": {"numpy": "ndarray", "onnxruntime": "InferenceSession"},
-    "openvino": {"numpy": "ndarray", "openvino": "Core"},
-    **{name: {"torch": "Tensor"} for name in (*PROGRAMS, *CODE)},
-}
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
@@ -66,6 +52,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     target = Path(path)
     if executable.save is None:
         raise ArtifactError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
+    _name_to_store(executable)  # before anything is written
     check_target(target)
     with staged(target) as staging:
         executable.save(staging)
@@ -76,6 +63,25 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
         digest = _write_manifest(staging, executable, report)
     known.remember(digest)
     return target
+
+
+def _name_to_store(executable: Executable) -> str:
+    """What a bundle names its backend by: a name in the table, or where a backend of the user's own is imported from.
+
+    Raises:
+        ArtifactError: another process could not import it.
+    """
+    info, place = BACKENDS.get(executable.backend), executable.place
+    if info is not None and place in ("", info.place):
+        return info.name
+    module, _, name = place.partition(":")
+    if module in ("", "__main__") or "." in name:
+        raise ArtifactError(
+            f"the backend {executable.backend} cannot be named in a bundle",
+            why=f"no other process can import {place or 'it'}",
+            fix="move its class to the top level of a module that can be imported",
+        )
+    return place
 
 
 def check_target(target: Path) -> None:
@@ -103,9 +109,10 @@ def _is_bundle(directory: Path) -> bool:
 
 def _check_program(staging: Path, executable: Executable) -> None:
     """What `load` would refuse is not written. Raises ArtifactError."""
-    if executable.backend not in PROGRAMS:
+    from tsopt.compiler.serialize import GRAPH, read_program
+
+    if not (staging / GRAPH).exists():
         return
-    from tsopt.compiler.serialize import read_program
 
     try:
         read_program(staging, executable.state)
@@ -124,50 +131,6 @@ def _write_state(path: Path, executable: Executable) -> None:
     if names:
         tensors = zip(names, executable.state, strict=True)
         save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}, path)
-
-
-def _read_state(directory: Path, signature: Signature) -> list[Any]:
-    """State in signature order: torch tensors, or numpy arrays where torch is not installed."""
-    wanted = {item.name: item for item in signature.state_inputs}
-    return fitting(stored_tensors(directory / STATE), wanted, directory / STATE, on=False) if wanted else []
-
-
-def stored_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises ArtifactError."""
-    if not is_installed("torch"):
-        from safetensors.numpy import load_file
-    else:
-        from safetensors.torch import load_file  # type: ignore[assignment]
-    try:
-        return dict(load_file(path))
-    except Exception as error:  # the file decides what goes wrong; all of it means the same
-        raise ArtifactError(
-            f"{path.name} cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"[:300]
-        ) from error
-
-
-def fitting(
-    tensors: Mapping[str, Any], wanted: Mapping[str, Input | Output], path: Path, *, on: bool = True
-) -> list[Any]:
-    """The tensors of these names, each of the type that the signature gives it, in order.
-
-    Args:
-        on: put them on the device of the signature, too.
-
-    Raises:
-        ArtifactError: one is missing, or of another type.
-    """
-    found = []
-    for name, item in wanted.items():
-        value = tensors.get(name)
-        if value is None:
-            raise ArtifactError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
-        type_ = replace(item.type, device="cpu")
-        reason = mismatch(type_, value, item.axes)
-        if reason:
-            raise ArtifactError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
-        found.append(value.to(item.type.device) if on and item.type.device != "cpu" else value)
-    return found
 
 
 def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
@@ -197,9 +160,9 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> st
         "format": FORMAT,
         "tsopt": __version__,
         "model": report.model,
-        "backend": executable.backend,
+        "backend": _name_to_store(executable),
         "options": executable.options,
-        "code": executable.code,
+        "code": executable.code or info_of(_name_to_store(executable)).is_own,
         "numerics": report.numerics,
         "precision": executable.precision,
         "environment": report.environment.to_json(),
@@ -238,22 +201,23 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
     """Checks a bundle before any engine sees it here; what opens it."""
     directory, manifest = bundle.directory, bundle.manifest
     with _told(directory):
-        backend, options = _backend(directory, manifest, trust), _options(directory, manifest)
+        info, options = _backend(directory, manifest), _options(directory, manifest)
+        check_trust(info, directory, trust)
         signature = Signature.from_json(manifest["signature"])
-        precision = manifest.get("precision", FULL)
+        precision = manifest.get("precision", FP32)
         if precision not in PRECISIONS:
             raise damaged(directory, f"the precision is {str(precision)[:40]!r}")
-        require(backend)
+        require(info.name)
         new = not known.is_known(bundle.digest)
-        if new and backend in ONNX:
+        if new and info.through_onnx:
             check_onnx(directory, bundle.sizes)
         if probe or (new and probe is None):
-            try_out(directory, backend, options, signature, bundle.sizes, trust)
+            try_out(directory, info.name, options, signature, bundle.sizes, trust)
             known.remember(bundle.digest)
 
     def opened() -> Executable:
         with _told(directory):
-            executable = open_bundle(directory, backend, options, signature, trust)
+            executable = open_bundle(directory, info.name, options, signature, trust)
             executable.precision = precision
             return executable
 
@@ -278,22 +242,16 @@ def _told(directory: Path) -> Iterator[None]:
         raise damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
 
 
-def _backend(directory: Path, manifest: Mapping[str, Any], trust: bool) -> str:
+def _backend(directory: Path, manifest: Mapping[str, Any]) -> BackendInfo:
     backend = str(manifest["backend"])
-    if backend not in NEEDS:
+    info = info_of(backend) if ":" in backend else BACKENDS.get(backend)
+    if info is None or not info.needs:
         raise ArtifactError(
             f"the bundle needs the backend {backend[:40]!r}",
             where=str(directory),
             fix="load it with a version that has it",
         )
-    if backend in CODE and not trust:
-        raise ArtifactError(
-            f"the bundle holds {CODE[backend]}, which is code",
-            where=str(directory),
-            why="loading it runs what its author wrote",
-            fix="if you know where it comes from: tsopt.load(path, trust=True)",
-        )
-    return backend
+    return info
 
 
 def _options(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,73 +263,3 @@ def _options(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
         if not allowed(value):
             raise damaged(directory, f"the option {name[:40]!r} is {str(value)[:40]!r}")
     return options
-
-
-def require(backend: str) -> None:
-    """Imports what the files of a backend need.
-
-    Raises:
-        BackendError: it is not installed, or it is and cannot be used.
-    """
-    for library, part in NEEDS[backend].items():
-        try:
-            getattr(importlib.import_module(library), part)
-        except Exception as error:  # a broken installation raises whatever it breaks on
-            if isinstance(error, ModuleNotFoundError) and error.name == library:
-                raise BackendError(
-                    f"the bundle needs {library}, which is not installed", fix=f"pip install {library}"
-                ) from error
-            raise BackendError(
-                f"the bundle needs {library}, which is installed but cannot be used",
-                why=f"{type(error).__name__}: {str(error)[:200]}",
-                fix=f"pip install --force-reinstall {library}",
-            ) from error
-
-
-def open_bundle(
-    directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool
-) -> Executable:
-    """The executable of a bundle's files, without a look at the manifest."""
-    threads = options.get("threads")
-    if backend == "onnxruntime":
-        return _open_onnx(directory, options, signature)
-    if backend == "openvino":
-        return _open_openvino(directory, options, signature)
-    if backend in CODE and trust:
-        return _open_code(directory, backend, {**options, "threads": threads}, signature)
-    return _open_program(directory, backend, threads, signature)
-
-
-def _open_program(directory: Path, backend: str, threads: int | None, signature: Signature) -> Executable:
-    from tsopt.compiler.serialize import read_program
-    from tsopt.compiler.stored_ops import fill_uninitialized
-
-    program = read_program(directory, _read_state(directory, signature))
-    fill_uninitialized(program)
-    if backend != "eager":
-        try:
-            return compile(program, backend, share_weights=True, **race_options(backend, threads))
-        except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
-            log.info("%s: %s", directory, error.what)
-    return compile(program, "eager", share_weights=True, threads=threads)
-
-
-def _open_onnx(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
-    from tsopt.runtime.ort import FILE, load_session
-
-    runner = load_session(directory / FILE, signature, options)
-    state = _read_state(directory, signature)
-    return Executable("onnxruntime", signature, runner, state=state, options=options)
-
-
-def _open_openvino(directory: Path, options: dict[str, Any], signature: Signature) -> Executable:
-    from tsopt.runtime.openvino import load_runner
-
-    runner = load_runner(directory, signature, options)
-    return Executable("openvino", signature, runner, state=_read_state(directory, signature), options=options)
-
-
-def _open_code(directory: Path, backend: str, options: dict[str, Any], signature: Signature) -> Executable:
-    module = importlib.import_module(f"tsopt.runtime.{backend}")
-    runner = module.load_runner(directory, signature, options)
-    return Executable(backend, signature, runner, state=_read_state(directory, signature), code=True)

@@ -20,6 +20,7 @@ from torch import nn
 
 from tsopt.compiler.effects import outcome_of
 from tsopt.compiler.example import Example
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes import at
@@ -27,7 +28,7 @@ from tsopt.compiler.structure import flatten, unflatten
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.accuracy import LIMITS, Oracle
 from tsopt.runtime.compare import compare
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.held_out import sizes_in
 
 log = logging.getLogger("tsopt")
@@ -155,7 +156,7 @@ def difference(
     *,
     state: Sequence[torch.Tensor] = (),
     reference: Program | None = None,
-    precision: str = FULL,
+    precision: str = FP32,
     runs_python: bool = False,
 ) -> str | None:
     """What a candidate makes of a call otherwise than the model; "" for nothing, None where nothing is decided.

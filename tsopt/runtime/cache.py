@@ -21,15 +21,16 @@ from tsopt.runtime import cache_files
 from tsopt.runtime.accuracy import ORDER, Verdict
 from tsopt.runtime.cache_directory import directory, objection
 from tsopt.runtime.cache_files import LARGEST, clear, entries, forget
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.endings import MISSING, REFUSED
 from tsopt.runtime.environment import environment
-from tsopt.runtime.report import Row
+from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 __all__ = ["Entry", "clear", "directory", "entries", "find", "forget", "keep", "key_of", "objection"]
 
 log = logging.getLogger("tsopt")
-FORMAT = 1
+FORMAT = 2
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
@@ -41,8 +42,7 @@ class Entry:
     """What a race found.
 
     Attributes:
-        backend: the winner's, as it was asked for; `eager` with the winner's name `eager` when nothing was faster.
-        winner: name of the winner's row.
+        winner: key of the winner's row.
         seconds: how long the race was to time.
         when: it was, in seconds since 1970.
         recalls: how often it was taken over since somebody was timed against eager again.
@@ -52,7 +52,6 @@ class Entry:
     rows: tuple[Row, ...]
     winner: str
     why: str
-    backend: str
     seconds: float
     when: float
     recalls: int = 0
@@ -63,30 +62,36 @@ class Entry:
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.when))
 
 
-def key_of(captured: Program, optimized: Program, backends: Iterable[str], threads: int | None) -> str | None:
+def key_of(
+    captured: Program, optimized: Program, candidates: Iterable[Candidate], threads: int | None, *more: str
+) -> str | None:
     """The name of the entry for a race: what decides its outcome, but for the values of the weights.
 
-    None for a race with backends from elsewhere: their code may be another tomorrow.
+    None for a race with a backend of the user's own: its code may be another tomorrow.
+
+    Args:
+        more: what else was asked for.
     """
-    racing = tuple(backends)
-    if any(":" in backend for backend in racing):
+    racing = tuple(candidates)
+    if any(candidate.info.is_own for candidate in racing):
         return None
     what = {
         "format": FORMAT,
         "tsopt": __version__,
         "programs": [captured.fingerprint(), optimized.fingerprint()],
         "environment": environment().to_json(),
-        "backends": racing,
+        "candidates": [candidate.key for candidate in racing],
+        "asked": more,
         "threads": threads,
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def find(key: str, backends: Sequence[str], seconds: float, now: float | None = None) -> Entry | None:
+def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float | None = None) -> Entry | None:
     """The entry of a race that timed for as long, or None. One that is damaged is removed.
 
     Args:
-        backends: who may win.
+        candidates: who may win.
         now: seconds since 1970; the system's clock when it is None.
     """
     try:
@@ -98,7 +103,7 @@ def find(key: str, backends: Sequence[str], seconds: float, now: float | None = 
         log.info("a damaged entry of the cache is removed: %s (%s)", key, error)
         forget(key)
         return None
-    if entry.backend not in (*backends, "eager") or entry.seconds < seconds:
+    if entry.winner not in (MODEL, *(candidate.key for candidate in candidates)) or entry.seconds < seconds:
         return None
     return entry
 
@@ -135,16 +140,16 @@ def _entry(data: Any, key: str, now: float) -> Entry:
 
 def _check_winner(entry: Entry) -> None:
     """Raises ValueError where the winner is not the one that the rows make win."""
-    names = [row.name for row in entry.rows]
-    if len(set(names)) != len(names) or entry.winner not in names:
+    keys = [row.key for row in entry.rows]
+    if len(set(keys)) != len(keys) or entry.winner not in keys:
         raise ValueError("not the rows of a race")
     first, *others = entry.rows
     if first.status != "ok" or first.timing is None or first.speedup is not None:
         raise ValueError("not the row of a baseline")
     if any(row.status == "ok" and (row.timing is None or row.speedup is None) for row in others):
         raise ValueError("somebody was right and was not timed")
-    faster = [row.name for row in others if row.verdict == "faster"]
-    if entry.winner not in (faster or names[:1]):
+    faster = [row.key for row in others if row.verdict == "faster"]
+    if entry.winner not in (faster or keys[:1]):
         raise ValueError("not who won")
 
 

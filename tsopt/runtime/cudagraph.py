@@ -17,12 +17,13 @@ import torch
 from torch import cuda
 
 from tsopt.compiler import ops
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program, origin_of
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import HALVES, Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.inputs import blank
 from tsopt.runtime.precision import in_precision
 
@@ -41,11 +42,11 @@ class CudaGraphBackend:
         `tf32`, `bf16`, `fp16`.
     """
 
-    precision: str = FULL
+    precision: str = FP32
     name: str = "cudagraph"
 
     def __post_init__(self) -> None:
-        check_precision(self.name, self.precision, (FULL, "tf32", *HALVES))
+        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         return missing_gpu()

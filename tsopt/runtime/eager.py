@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.signature import Signature
 from tsopt.runtime.backend import Unsupported, check_precision
-from tsopt.runtime.executable import FULL, Executable, Runner
+from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.precision import in_precision
 
 
@@ -26,7 +27,7 @@ class EagerBackend:
     """
 
     threads: int | None = None
-    precision: str = FULL
+    precision: str = FP32
     name: str = "eager"
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.memory import overlap
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.types import TensorType
 from tsopt.compiler.view import INPUT, OUTPUT
@@ -19,7 +20,6 @@ from tsopt.runtime.guard import Leaves, leaves_of, other_mode, quick_call
 if TYPE_CHECKING:
     from tsopt.compiler.program import Program
 
-FULL = "fp32"  # every value in the dtype that the model gives it
 
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -41,6 +41,7 @@ class Executable:
         notes: what a caller should know of how the backend differs from eager.
         precision: what products are computed in, one of PRECISIONS.
         reference: the captured program, which audits ask what is only rounding.
+        place: `package.module:Class` of the backend, for bundles of a backend of the user's own.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Executable:
         options: Mapping[str, Any] | None = None,
         code: bool = False,
         notes: Sequence[str] = (),
-        precision: str = FULL,
+        precision: str = FP32,
         reference: Program | None = None,
+        place: str = "",
     ) -> None:
-        self.backend = backend
+        self.backend, self.place = backend, place
         self.precision = precision
         self.signature = signature
         self.save = save
@@ -106,6 +108,7 @@ class Executable:
             notes=self.notes,
             precision=self.precision,
             reference=self.reference,
+            place=self.place,
         )
 
     def after(self, check: Callable[[], None] | None) -> Executable:

@@ -15,6 +15,7 @@ import torch
 from tsopt.compiler.dims import resized
 from tsopt.compiler.example import Example
 from tsopt.compiler.generalize import NotGeneral
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.signature import Dim, Signature, dim_of
 from tsopt.compiler.sizes import at, traced_sizes, type_at
@@ -22,7 +23,7 @@ from tsopt.compiler.structure import flatten
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.accuracy import Oracle, Verdict
 from tsopt.runtime.backend import compile
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
@@ -54,7 +55,7 @@ class Judge:
         """Calls that the model takes, to start and to time candidates with."""
         return [expected.call() for expected in self.oracle.expected[:TIMED]]
 
-    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FULL) -> Verdict:
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
         """Raises Exception: whatever the candidate raises."""
         verdict = self.oracle.judge(candidate, exact=exact, precision=precision)
         for item in self.elsewhere:

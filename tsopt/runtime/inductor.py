@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
 from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.cudagraph import Recorded, missing_gpu, unrecordable
 from tsopt.runtime.eager import torch_runner
-from tsopt.runtime.executable import FULL, Executable, Runner
+from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.inputs import blank, exported
 from tsopt.runtime.precision import in_precision
 
@@ -44,7 +45,7 @@ class InductorBackend:
     threads: int | None = None
     max_autotune: bool = False
     cuda_graph: bool = False
-    precision: str = FULL
+    precision: str = FP32
     name: str = "inductor"
 
     def __post_init__(self) -> None:
@@ -83,6 +84,10 @@ class InductorBackend:
         with _directory() as place:  # another one: the given one may be in memory
             shutil.move(directory / FILE, place)
             return _executable(place / FILE, program, self._kept)
+
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_runner(directory, signature, options)
 
 
 def _executable(package: Path, program: Program, options: Mapping[str, Any]) -> Executable:

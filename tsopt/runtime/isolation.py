@@ -29,6 +29,7 @@ from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.structure import flatten
 from tsopt.errors import BackendError, NoGain, TsoptError
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.compare import bit_equal
 from tsopt.runtime.endings import LOST, SYSTEM_ERROR
 from tsopt.runtime.processes import available_memory, descendants, environment_of_child, kill
@@ -71,7 +72,7 @@ class Workshop:
     """
 
     def __init__(self) -> None:
-        self.candidates: list[Isolated] = []
+        self._contenders: list[Isolated] = []
         self._examples: dict[int, tuple[Example, Message]] = {}
         self._directories: list[Path] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -151,8 +152,8 @@ class Workshop:
             raise BackendError("the program cannot be tried in another process", why=answer["error"])
         return answer
 
-    def candidate(self, backend: str, **options: Any) -> Isolated:
-        """A child for a backend; not yet compiled.
+    def contender(self, candidate: Candidate, **options: Any) -> Isolated:
+        """A child for a candidate; not yet compiled.
 
         Raises:
             Lost: the helper is gone, or the system gives no process.
@@ -176,8 +177,8 @@ class Workshop:
                 theirs.close()
                 os.close(writer)
             unless_made.pop_all()
-        made = Isolated(self, backend, options, mine, reader, pid)
-        self.candidates.append(made)
+        made = Isolated(self, candidate, options, mine, reader, pid)
+        self._contenders.append(made)
         return made
 
     def ended(self, pid: int, seconds: float) -> int | None:
@@ -204,8 +205,8 @@ class Workshop:
 
     def close(self) -> None:
         """Ends all that was started, and removes all files. Once more does nothing."""
-        for candidate in self.candidates:
-            candidate.end()
+        for contender in self._contenders:
+            contender.end()
         if self._process is not None:
             for pid in descendants(self._process.pid):  # also those that have left their process group
                 kill(pid)
@@ -229,13 +230,13 @@ class Isolated:
     def __init__(
         self,
         workshop: Workshop,
-        backend: str,
+        candidate: Candidate,
         options: Mapping[str, Any],
         connection: socket.socket,
         out: int,
         pid: int,
     ) -> None:
-        self.workshop, self.backend, self.options = workshop, backend, dict(options)
+        self.workshop, self.candidate, self.options = workshop, candidate, dict(options)
         self.notes: tuple[str, ...] = ()
         self._connection, self._pid = connection, pid
         self._printed: deque[bytes] = deque(maxlen=4)
@@ -256,7 +257,7 @@ class Isolated:
         return printable(b"".join(self._printed)[-TAIL:].decode(errors="replace")).strip()
 
     def compile(self) -> None:
-        answer = self._ask({"do": "compile", "backend": self.backend, "options": self.options})
+        answer = self._ask({"do": "compile", "candidate": self.candidate.key, "options": self.options})
         self.notes = tuple(answer["notes"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,7 +270,7 @@ class Isolated:
         values = self._read(answer["file"], answer["tensors"])
         outputs, after = values[: answer["outputs"]], values[answer["outputs"] :]
         if len(after) != len(given):
-            raise BackendError(f"{self.backend} broke the protocol")
+            raise BackendError(f"{self.candidate.backend} broke the protocol")
         if not answer["kept"]:
             raise BackendError("an output of the first call was overwritten by a later one")
         with torch.no_grad():
@@ -303,7 +304,7 @@ class Isolated:
         try:
             return read_tensors(self.workshop.directory / Path(file).name, tensors)
         except (Gone, OSError) as error:
-            raise BackendError(f"{self.backend} broke the protocol", why=str(error)) from error
+            raise BackendError(f"{self.candidate.backend} broke the protocol", why=str(error)) from error
 
     def _ask(self, message: Message) -> Message:
         if self.lost is not None:

@@ -17,12 +17,13 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.ops import aten
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program, tensor_type
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import NoGain
 from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.precision import in_precision
 
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
@@ -71,7 +72,7 @@ class OneDnnBackend:
     """
 
     threads: int | None = None
-    precision: str = FULL
+    precision: str = FP32
     name: str = "onednn"
 
     def __post_init__(self) -> None:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.signature import Signature
 from tsopt.errors import ArtifactError, BackendError, UsageError
 from tsopt.runtime.backend import Unsupported, check_precision, to_install
-from tsopt.runtime.executable import FULL, Executable, Runner
+from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.guarded import from_options, guarded, to_options
 from tsopt.runtime.ort import FILE, refusals, tensor_maker
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tsopt.runtime.narrow import Examined
 
 HINTS = ("latency", "throughput")
-PRECISION_HINTS = {FULL: "f32", "bf16": "bf16", "fp16": "f16"}
+PRECISION_HINTS = {FP32: "f32", "bf16": "bf16", "fp16": "f16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class OpenVinoBackend:
 
     threads: int | None = None
     hint: str = "latency"
-    precision: str = FULL
+    precision: str = FP32
     check_indices: bool = False
     name: str = "openvino"
 
     def __post_init__(self) -> None:
-        check_precision(self.name, self.precision, tuple(PRECISION_HINTS))
+        check_precision(self.name, self.precision)
         if self.hint not in HINTS:
             raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
 
@@ -89,8 +90,12 @@ class OpenVinoBackend:
             precision=self.precision,
         )
 
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_runner(directory, signature, options)
 
-def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) -> Runner:
+
+def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """Compiles a stored model for this machine.
 
     Raises:
@@ -100,7 +105,7 @@ def load_runner(directory: Path, signature: Signature, options: dict[str, Any]) 
     import openvino
 
     config: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FULL)],
+        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FP32)],
         "PERFORMANCE_HINT": str(options["hint"]).upper(),
     }
     if options.get("threads"):

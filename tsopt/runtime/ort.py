@@ -110,6 +110,10 @@ class OnnxRuntimeBackend:
             notes=examined.notes,
         )
 
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_session(directory / FILE, signature, options)
+
 
 def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
     """What a runtime of ONNX models on these kinds of devices cannot take as it is."""

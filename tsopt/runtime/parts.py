@@ -35,6 +35,7 @@ from tsopt.runtime.watch import Weights
 log = logging.getLogger("tsopt")
 PARTS = "in parts"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which dynamo does not read
+KEYS = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}  # row -> backend
 # Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
 # capture for each would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
@@ -61,7 +62,7 @@ class InParts:
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner == EAGER else audits
         self._flags = [module.training for module in modules_of(model)]
-        self.backend = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}[report.winner]
+        self.backend = KEYS[report.winner]
         self._run = model if report.winner == EAGER else run
         # The Python between parts reads the model's weights as they are, and parts notice new ones; a script keeps its.
         self._weights = Weights(model) if self.backend == "torchscript" and self._audits.share else None
@@ -162,9 +163,9 @@ def optimize_in_parts(
         except Exception as error:  # dynamo's own, or the model's under it
             said = (str(error).splitlines() or [""])[0][:200]
             raise CaptureError("dynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
-        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold)]
+        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold, key=KEYS[title])]
         if not verdict.ok:
-            rows[1] = Row(title, "wrong", verdict.reason, accuracy=verdict, cold=cold)
+            rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
         else:
             with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
                 timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=device_wait(example_input))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt import errors
 from tsopt.errors import ArtifactError, TsoptError
+from tsopt.runtime.backend_table import info_of
 from tsopt.runtime.processes import (
     SET_DEATH_SIGNAL,
     available_memory,
@@ -37,7 +38,6 @@ CPU_SECONDS, BYTES_A_SECOND = 3.0, 4 << 20  # of processor time for any bundle, 
 OWN = str(Path(__file__).parents[2])  # where this package is, however it was found
 START_SECONDS, PATIENCE = 120.0, 10.0  # for imports on a cold disk; times the processor time, on a busy machine
 MEMORY, TIMES = 4 << 30, 8  # bytes for any bundle; for one that is larger, so many times its size
-WITHOUT_TORCH = ("onnxruntime", "openvino")
 THREADS = 2  # it is not about speed, and each thread takes address space
 READY = b"ready\n"
 LONGEST = 1 << 16  # bytes of an answer
@@ -70,7 +70,7 @@ def try_out(
         "options": {**options, "threads": min(options.get("threads") or THREADS, THREADS)},
         "signature": signature.flat().to_json(),
         "trust": trust,
-        "torch": not on_cpu or backend not in WITHOUT_TORCH,
+        "torch": not on_cpu or not info_of(backend).through_onnx,
         "cpu": cpu,
         "memory": _memory(size) if on_cpu else None,  # a GPU's driver reserves far more addresses than memory
     }
@@ -173,7 +173,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     if not request["torch"]:
         sys.modules["torch"] = None  # type: ignore[assignment]  # seconds that numpy's arrays do not take
-    from tsopt.runtime.artifact import require
+    from tsopt.runtime.opening import require
 
     require(request["backend"])
     os.write(answer_to, READY)
@@ -202,7 +202,7 @@ def _limit(request: Mapping[str, Any]) -> None:
 
 def _call(request: Mapping[str, Any]) -> None:
     from tsopt.compiler.signature import Signature
-    from tsopt.runtime.artifact import CHECK, fitting, open_bundle, stored_tensors
+    from tsopt.runtime.opening import CHECK, fitting, open_bundle, stored_tensors
 
     directory, signature = Path(request["directory"]), Signature.from_json(request["signature"])
     executable = open_bundle(directory, request["backend"], request["options"], signature, request["trust"])

@@ -2,62 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.owned import owned
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
-from tsopt.compiler.structure import flatten
-from tsopt.errors import BackendError, NoGain, TsoptError, UsageError
+from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime import endings
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import (
-    BACKENDS,
-    CODE,
-    PRECISIONS,
-    Reopens,
-    can_compute_in,
-    compile,
-    get_backend,
-    precision_of,
-    race_options,
-    split_spec,
-)
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.backend import Reopens, compile, get_backend, place_of, race_options
+from tsopt.runtime.candidate import Candidate
+from tsopt.runtime.executable import Executable
 from tsopt.runtime.held_out import HeldOut, Judge
 from tsopt.runtime.isolation import CANDIDATE_SECONDS, Isolated, Lost, Workshop, can_isolate
-from tsopt.runtime.report import Benchmark, Row
+from tsopt.runtime.report import MODEL, Benchmark, Row
 from tsopt.runtime.streak import unsteady
 from tsopt.runtime.timing import UNDECIDED, Timing, cold_start, measure, seconds_of, speedup
 
-EAGER = "eager"
-AUTO = "auto"  # every precision
-PASSES = "eager + passes"
-TITLES = {
-    "eager": PASSES,
-    "onednn": "torch + oneDNN",
-    "torchscript": "TorchScript",
-    "onnxruntime": "ONNX Runtime",
-    "inductor": "Inductor",
-    "openvino": "OpenVINO",
-    "cudagraph": "CUDA graph",
-    "null": "null",
-}
-STANDARD_BACKENDS = ("eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1")
-EXTRA_BACKENDS = ("openvino",)  # they race where they are installed
-ON_GPU = ("cudagraph",)  # for models on a GPU
-ALL_ON_GPU = (*ON_GPU, "inductor?cuda_graph=true")
-ALL_BACKENDS = tuple(dict.fromkeys((*STANDARD_BACKENDS, *(n for n in BACKENDS if n not in ("null", *ON_GPU)))))
+EAGER = "eager"  # the name of the row of the model itself
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
@@ -69,7 +41,8 @@ Progress = Callable[[str], None]
 class Race:
     """The outcome: a row for everybody, and the winner's executable (None: eager).
 
-    backend: the winner's, as it was asked for.
+    winner: the key of its row.
+    candidate: the winner; None: eager.
     together: why candidates ran in the caller's process, where each was meant to have one of its own.
     cached: when the rows were measured, where that was not now, and what was checked since.
     """
@@ -78,13 +51,18 @@ class Race:
     winner: str
     why: str
     executable: Executable | None
-    backend: str = "eager"
+    candidate: Candidate | None = None
     together: str = ""
     cached: str = ""
 
+    @property
+    def row(self) -> Row:
+        """The winner's."""
+        return next(row for row in self.rows if row.key == self.winner)
 
-class Candidate(Protocol):
-    """Somebody who may win: in this process, or in one of its own."""
+
+class Contender(Protocol):
+    """A candidate that has been compiled: in this process, or in one of its own."""
 
     notes: tuple[str, ...]
 
@@ -97,7 +75,7 @@ def race(
     optimized: Program,
     example: Example,
     *,
-    backends: Sequence[str] = STANDARD_BACKENDS,
+    candidates: Sequence[Candidate],
     threads: int | None = None,
     seconds: float = 10.0,
     seed: int = 0,
@@ -140,13 +118,13 @@ def race(
         if not share_weights and (together or workshop is None):
             optimized = owned(optimized)  # once for all candidates; those in other processes have read their own
         make = _maker(optimized, threads, None if together else workshop, check_indices)
-        rows, candidates = _prepare(optimized, judge, backends, make, clock, workshop, tell)
-        rows = _timed(model, captured, judge, rows, candidates, (min(seconds, clock.left), clock.left), tell)
-        specs = {title_of(backend): backend for backend in backends}
+        rows, contenders = _prepare(optimized, judge, candidates, make, clock, workshop, tell)
+        rows = _timed(model, captured, judge, rows, contenders, (min(seconds, clock.left), clock.left), tell)
+        known = {candidate.key: candidate for candidate in candidates}
         found = _choose(
             lambda: Judge(ask(seed=seed + 1), elsewhere),
             partial(unsteady, model=model, example=example, seed=seed, seconds=STREAK * seconds),
-            *(optimized, rows, candidates, specs, threads, share_weights, tell, check_indices),
+            *(optimized, rows, contenders, known, threads, share_weights, tell, check_indices),
         )
     finally:
         torch.set_num_threads(before)
@@ -181,16 +159,16 @@ def _open(workshop: Workshop | None, program: Program) -> str:
 
 def _maker(
     program: Program, threads: int | None, workshop: Workshop | None, check_indices: bool
-) -> Callable[[str], Candidate]:
-    def apart(backend: str) -> Candidate:
+) -> Callable[[Candidate], Contender]:
+    def apart(candidate: Candidate) -> Contender:
         assert workshop is not None
-        candidate = workshop.candidate(backend, **race_options(backend, threads, check_indices))
-        candidate.compile()
-        return candidate
+        made = workshop.contender(candidate, **race_options(candidate, threads, check_indices))
+        made.compile()
+        return made
 
-    def here(backend: str) -> Candidate:
-        options = race_options(backend, threads, check_indices)
-        return compile(program, backend, share_weights=True, **options)
+    def here(candidate: Candidate) -> Contender:
+        options = race_options(candidate, threads, check_indices)
+        return compile(program, candidate, share_weights=True, **options)
 
     return here if workshop is None else apart
 
@@ -198,118 +176,100 @@ def _maker(
 def _prepare(
     program: Program,
     judge: Judge,
-    backends: Sequence[str],
-    make: Callable[[str], Candidate],
+    candidates: Sequence[Candidate],
+    make: Callable[[Candidate], Contender],
     clock: _Clock,
     workshop: Workshop | None,
     tell: Progress,
-) -> tuple[list[Row], dict[str, Candidate]]:
+) -> tuple[list[Row], dict[str, Contender]]:
+    """A row for each candidate, and those that are right, by key."""
     rows: list[Row] = [Row(EAGER)]
-    candidates: dict[str, Candidate] = {}
-    for number, backend in enumerate(backends):
-        title = title_of(backend)
-        if _is_needless(backend, backends, candidates, program, judge):
-            continue
-        if not clock.left:
-            rows.append(Row(title, "timed out", "nothing was left of the budget"))
+    contenders: dict[str, Contender] = {}
+    for number, candidate in enumerate(candidates):
+        if _is_needless(candidate, candidates, contenders, program, judge):
             continue
         if workshop is not None:
-            workshop.seconds = min(CANDIDATE_SECONDS, clock.left / (len(backends) - number))
-        tell(f"compile {title}")
-        start = time.perf_counter()
-        try:
-            found = get_backend(backend)
-        except BackendError as error:
-            rows.append(Row(title, "missing", error.why or error.what))
-            continue
-        try:
-            refused = found.unsupported(program)
-            if refused:
-                reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
-                rows.append(Row(title, "unsupported", reason))
-                continue
-            candidate = make(backend)
-            took = time.perf_counter() - start
-            tell(f"check {title}")
-            inputs = judge.inputs
-            # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
-            with protected(None, written=program.state.values()), torch.no_grad():
-                cold = cold_start(candidate, inputs, device_wait(inputs[0]))
-            verdict = judge.judge(candidate, exact=is_exact(program, backend), precision=precision_of(backend))
-            if not verdict.ok and is_exact(program, backend):
-                verdict = judge.judge(candidate)
-                candidate.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
-            candidate.notes += verdict.notes
-        except NoGain as error:
-            rows.append(Row(title, "no gain", error.what))
-            continue
-        except TsoptError as error:
-            rows.append(Row(title, error.kind if isinstance(error, Lost) else endings.ending_of(error), _reason(error)))
-            continue
-        except Exception as error:  # a candidate may raise anything; it costs the candidate alone
-            rows.append(Row(title, endings.ending_of(error), f"{type(error).__name__}: {str(error)[:200]}"))
-            continue
-        if not verdict.ok:
-            rows.append(Row(title, "wrong", verdict.reason, accuracy=verdict, compile_seconds=took, cold=cold))
-            continue
-        candidates[title] = candidate
-        rows.append(Row(title, accuracy=verdict, compile_seconds=took, cold=cold, notes=candidate.notes))
-    return rows, candidates
+            workshop.seconds = min(CANDIDATE_SECONDS, clock.left / (len(candidates) - number))
+        row, contender = _prepared(program, judge, candidate, make, clock, tell)
+        rows.append(row)
+        if contender is not None:
+            contenders[candidate.key] = contender
+    return rows, contenders
 
 
-def backends_for(
-    example: Example, wanted: Sequence[str] | Literal["all"] | None, precision: str = FULL
-) -> tuple[str, ...]:
-    """Who races.
-
-    Args:
-        wanted: names; `all` for every engine; None for what compiles in seconds, and the extras that are installed.
-        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
-
-    Raises:
-        UsageError: an unknown precision, or one that no selected backend supports.
-    """
-    on_gpu = is_on_gpu(example)
-    if wanted is None:
-        extras = (name for name in EXTRA_BACKENDS if importlib.util.find_spec(name) is not None)
-        racing: tuple[str, ...] = (*STANDARD_BACKENDS, *(ON_GPU if on_gpu else ()), *extras)
-    else:
-        racing = (*ALL_BACKENDS, *(ALL_ON_GPU if on_gpu else ())) if wanted == "all" else tuple(wanted)
-    return (*racing, *_in_precision(racing, precision))
-
-
-def _in_precision(racing: Sequence[str], precision: str) -> tuple[str, ...]:
-    """The backends that have lower precisions, once more in each that is asked for."""
-    if precision not in (*PRECISIONS, AUTO):
-        raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
-    asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FULL else ()
-    found = [(name, item) for item in asked for name in racing if "?" not in name and can_compute_in(name, item)]
-    if asked and not found:
-        able = sorted({name for name in BACKENDS for item in asked if can_compute_in(name, item)})
-        raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
-    return tuple(f"{name}?precision={item}" for name, item in found)
-
-
-def title_of(backend: str) -> str:
-    """The name of a backend in tables, with its options: `ONNX Runtime, threads 1`."""
-    name, options = split_spec(backend)
-    return ", ".join([TITLES.get(name, name), *(f"{key} {value}" for key, value in options.items())])
+def _prepared(
+    program: Program,
+    judge: Judge,
+    candidate: Candidate,
+    make: Callable[[Candidate], Contender],
+    clock: _Clock,
+    tell: Progress,
+) -> tuple[Row, Contender | None]:
+    """The row of one candidate, and what was made of it, where that is right."""
+    title = candidate.title
+    row = Row(title, key=candidate.key)
+    if not clock.left:
+        return replace(row, status="timed out", reason="nothing was left of the budget"), None
+    tell(f"compile {title}")
+    start = time.perf_counter()
+    try:
+        backend = get_backend(candidate)
+    except BackendError as error:
+        return replace(row, status="missing", reason=error.why or error.what), None
+    try:
+        refused = backend.unsupported(program)
+        if refused:
+            reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
+            return replace(row, status="unsupported", reason=reason), None
+        made = make(candidate)
+        took = time.perf_counter() - start
+        tell(f"check {title}")
+        inputs, exact = judge.inputs, is_exact(program, candidate)
+        # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
+        with protected(None, written=program.state.values()), torch.no_grad():
+            cold = cold_start(made, inputs, device_wait(inputs[0]))
+        verdict = judge.judge(made, exact=exact, precision=candidate.precision)
+        if not verdict.ok and exact:
+            verdict = judge.judge(made)
+            made.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
+        made.notes += verdict.notes
+    except NoGain as error:
+        return replace(row, status="no gain", reason=error.what), None
+    except TsoptError as error:
+        ending = error.kind if isinstance(error, Lost) else endings.ending_of(error)
+        return replace(row, status=ending, reason=_reason(error)), None
+    except Exception as error:  # a candidate may raise anything; it costs the candidate alone
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        return replace(row, status=endings.ending_of(error), reason=reason), None
+    row = replace(row, accuracy=verdict, compile_seconds=took, cold=cold)
+    if not verdict.ok:
+        return replace(row, status="wrong", reason=verdict.reason), None
+    return replace(row, notes=made.notes), made
 
 
 def _is_needless(
-    backend: str, backends: Sequence[str], candidates: Mapping[str, Candidate], program: Program, judge: Judge
+    candidate: Candidate,
+    candidates: Sequence[Candidate],
+    contenders: Mapping[str, Contender],
+    program: Program,
+    judge: Judge,
 ) -> bool:
     """Whether one thread needs no try: there is but one, a GPU computes, or the same backend keeps several busy."""
-    name, options = split_spec(backend)
-    if options != {"threads": 1} or name not in backends:
+    plain = Candidate(candidate.backend)
+    if not is_on_one_thread(candidate) or plain not in candidates:
         return False
-    if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1 or title_of(name) not in candidates:
+    if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1 or plain.key not in contenders:
         return True
     try:
         with protected(None, written=program.state.values()), _mode_of(program):
-            return seconds_of(candidates[title_of(name)], judge.inputs) > SMALL
+            return seconds_of(contenders[plain.key], judge.inputs) > SMALL
     except Exception:  # whatever it raises now, it raises again when it is timed, and is a row then
         return True
+
+
+def is_on_one_thread(candidate: Candidate) -> bool:
+    """Whether that is all that is asked of a candidate: such a one is not always tried."""
+    return candidate.options == (("threads", 1),)
 
 
 def _reason(error: TsoptError) -> str:
@@ -329,13 +289,15 @@ def _timed(
     captured: Program,
     judge: Judge,
     rows: list[Row],
-    candidates: Mapping[str, Candidate],
+    contenders: Mapping[str, Contender],
     limits: tuple[float, float],
     tell: Progress,
 ) -> list[Row]:
     """Args: limits: how long to time, and how long at most, where that decides nothing."""
     inputs, (seconds, longest) = judge.inputs, limits
-    calls: dict[str, Callable[..., Any]] = {EAGER: model, **candidates}
+    names = {row.key: row.name for row in rows}
+    calls: dict[str, Callable[..., Any]] = {EAGER: model}
+    calls |= {names[key]: contender for key, contender in contenders.items()}
     with protected(model, written=captured.state.values()), _mode_of(captured):
         timings = measure(
             *(calls, inputs),
@@ -346,18 +308,13 @@ def _timed(
         )
     base = timings[EAGER]
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]
-    lost = {name: candidate.lost for name, candidate in candidates.items() if isinstance(candidate, Isolated)}
-    return [row if (end := lost.get(row.name)) is None else replace(row, status=end.kind) for row in timed]
+    lost = {key: contender.lost for key, contender in contenders.items() if isinstance(contender, Isolated)}
+    return [row if (end := lost.get(row.key)) is None else replace(row, status=end.kind) for row in timed]
 
 
 def device_wait(example: Example) -> Callable[[], None]:
     """What waits for the device that an example is on: kernels on a GPU run behind the call's back."""
     return torch.cuda.synchronize if is_on_gpu(example) else lambda: None
-
-
-def is_on_gpu(example: Example) -> bool:
-    leaves, _ = flatten((example.args, example.kwargs))
-    return any(leaf.is_cuda for leaf in leaves)
 
 
 def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
@@ -366,7 +323,7 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
         return row
     if timing.error:
         return replace(row, status=timing.ending, reason=f"while it was timed: {timing.error}")
-    if row.name == EAGER:
+    if row.key == MODEL:
         return replace(row, timing=timing)
     gain = speedup(timing, base)
     return replace(row, timing=timing, speedup=gain, reason=gain.why_undecided)
@@ -377,8 +334,8 @@ def _choose(
     streak: Callable[[Executable], str],
     optimized: Program,
     rows: list[Row],
+    contenders: Mapping[str, Contender],
     candidates: Mapping[str, Candidate],
-    backends: Mapping[str, str],
     threads: int | None,
     share_weights: bool,
     tell: Progress,
@@ -386,18 +343,18 @@ def _choose(
 ) -> Race:
     judge: Judge | None = None
     faster = sorted((row for row in rows if row.verdict == "faster"), key=_median)
-    order = _simpler_first(faster, backends)
+    order = _simpler_first(faster, candidates)
     for row in order:
         tell(f"verify {row.name}")
         # Fresh inputs: what the race measured must not be all that is right.
         judge = judge or fresh()
         try:
-            candidate, precision = candidates[row.name], precision_of(backends[row.name])
+            contender, candidate = contenders[row.key], candidates[row.key]
             # The one that was timed first: state that the timing has corrupted shows there.
-            verdict = judge.judge(candidate, precision=precision)
-            executable = _here(candidate, optimized, threads, share_weights, check_indices)
-            if executable is not candidate and verdict.ok:
-                verdict = judge.judge(executable, precision=precision)
+            verdict = judge.judge(contender, precision=candidate.precision)
+            executable = _here(contender, optimized, threads, share_weights, check_indices)
+            if executable is not contender and verdict.ok:
+                verdict = judge.judge(executable, precision=candidate.precision)
             executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
             status, failure = "wrong", streak(executable) if verdict.ok else verdict.reason
         except Exception as error:  # whatever it raises, it is out
@@ -410,9 +367,9 @@ def _choose(
             why = f"{row.speedup} as fast as eager"
             if order[0] is not faster[0] and row is order[0]:
                 why += f"; {faster[0].name} is the same within noise, and its file would be code"
-            return Race(tuple(rows), row.name, why, executable, backends[row.name])
+            return Race(tuple(rows), row.key, why, executable, candidate)
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
-    return Race(tuple(rows), EAGER, _why_eager(rows), None)
+    return Race(tuple(rows), MODEL, _why_eager(rows), None)
 
 
 def _why_eager(rows: Sequence[Row]) -> str:
@@ -421,20 +378,20 @@ def _why_eager(rows: Sequence[Row]) -> str:
     reason = endings.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
-    if not any(row.name != EAGER and row.status == "ok" for row in rows):
+    if not any(row.key != MODEL and row.status == "ok" for row in rows):
         return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
     return "no candidate is faster beyond noise" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
 
 
-def _simpler_first(ranked: Sequence[Row], backends: Mapping[str, str]) -> list[Row]:
+def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -> list[Row]:
     """Where noise cannot tell a candidate whose file is code from one whose file is data, data comes first."""
     found = list(ranked)
-    if not found or split_spec(backends[found[0].name])[0] not in CODE:
+    if not found or not candidates[found[0].key].info.code:
         return found
     best = found[0]
     for row in found[1:]:
-        is_data = split_spec(backends[row.name])[0] not in CODE
+        is_data = not candidates[row.key].info.code
         if is_data and _median(row) <= EQUAL * _median(best) and not _is_slower(row, best):
             return [row, *(other for other in found if other is not row)]
     return found
@@ -447,17 +404,19 @@ def _is_slower(row: Row, best: Row) -> bool:
 
 
 def _here(
-    candidate: Candidate, program: Program, threads: int | None, share_weights: bool, check_indices: bool
+    contender: Contender, program: Program, threads: int | None, share_weights: bool, check_indices: bool
 ) -> Executable:
-    """The candidate in this process."""
-    if isinstance(candidate, Executable):
-        return candidate
-    isolated = cast(Isolated, candidate)
-    options = race_options(isolated.backend, threads, check_indices)
-    backend = get_backend(isolated.backend, **options)
+    """The contender in this process."""
+    if isinstance(contender, Executable):
+        return contender
+    isolated = cast(Isolated, contender)
+    options = race_options(isolated.candidate, threads, check_indices)
+    backend = get_backend(isolated.candidate, **options)
     if isinstance(backend, Reopens):
-        return backend.reopen(program, isolated.saved())
-    return compile(program, isolated.backend, share_weights=share_weights, **options)
+        made = backend.reopen(program, isolated.saved())
+        made.place = place_of(backend)
+        return made
+    return compile(program, isolated.candidate, share_weights=share_weights, **options)
 
 
 def _median(row: Row) -> float:
@@ -486,4 +445,5 @@ def benchmark(
         timings = measure(
             {EAGER: model, **candidates}, inputs, seconds=seconds, wait=device_wait(example), progress=progress
         )
-    return Benchmark(tuple(with_timing(Row(name), timings[name], timings[EAGER]) for name in timings))
+    rows = [Row(name, key=MODEL if name == EAGER else name) for name in timings]
+    return Benchmark(tuple(with_timing(row, timings[row.name], timings[EAGER]) for row in rows))

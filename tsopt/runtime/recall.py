@@ -11,11 +11,12 @@ from tsopt.compiler.example import Example
 from tsopt.compiler.program import Program
 from tsopt.errors import TsoptError
 from tsopt.runtime import cache
-from tsopt.runtime.backend import split_spec
+from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.endings import LOST
 from tsopt.runtime.held_out import HeldOut
 from tsopt.runtime.isolation import Workshop
-from tsopt.runtime.race import EAGER, Progress, Race, race, title_of
+from tsopt.runtime.race import EAGER, Progress, Race, is_on_one_thread, race
+from tsopt.runtime.report import MODEL
 from tsopt.runtime.timing import UNDECIDED
 
 AGAIN = 1.0  # seconds: the winner against eager, before it is believed
@@ -32,7 +33,7 @@ def race_or_recall(
     optimized: Program,
     example: Example,
     *,
-    backends: Sequence[str],
+    candidates: Sequence[Candidate],
     threads: int | None,
     seconds: float,
     seed: int,
@@ -52,21 +53,21 @@ def race_or_recall(
     asked: dict[str, Any] = {"threads": threads, "seed": seed, "budget": budget, "progress": progress}
     stricter = {"check_indices": check_indices, "strict_specials": strict_specials}
     asked |= {"elsewhere": elsewhere, "share_weights": share_weights, **stricter}
-    key = cache.key_of(captured, optimized, (*backends, *(name for name, on in stricter.items() if on)), threads)
-    entry = None if key is None else cache.find(key, backends, seconds, time.time())
+    key = cache.key_of(captured, optimized, candidates, threads, *(name for name, on in stricter.items() if on))
+    entry = None if key is None else cache.find(key, candidates, seconds, time.time())
     if key is not None and entry is not None:
 
-        def again(backend: str, **more: Any) -> Race:
-            short: dict[str, Any] = {"backends": (backend,), "seconds": min(AGAIN, entry.seconds), "warn": False}
+        def again(candidate: Candidate, **more: Any) -> Race:
+            short: dict[str, Any] = {"candidates": (candidate,), "seconds": min(AGAIN, entry.seconds), "warn": False}
             return race(model, captured, optimized, example, **short, **asked, **more)
 
-        found = _recalled(key, entry, backends, again, options.get("workshop"))
+        found = _recalled(key, entry, candidates, again, options.get("workshop"))
         if found is not None:
             return found
         cache.forget(key)
-    found = race(model, captured, optimized, example, backends=backends, seconds=seconds, **asked, **options)
+    found = race(model, captured, optimized, example, candidates=candidates, seconds=seconds, **asked, **options)
     if key is not None and _is_settled(found):
-        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, found.backend, seconds, time.time()))
+        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, seconds, time.time()))
     return found
 
 
@@ -79,44 +80,52 @@ def _is_settled(found: Race) -> bool:
 
 
 def _recalled(
-    key: str, entry: cache.Entry, backends: Sequence[str], again: Callable[..., Race], workshop: Workshop | None
+    key: str,
+    entry: cache.Entry,
+    candidates: Sequence[Candidate],
+    again: Callable[..., Race],
+    workshop: Workshop | None,
 ) -> Race | None:
     """The outcome that an entry tells of; None when its winner does not win any more, or nothing says that it does.
 
     Args:
-        again: races one backend against eager for a moment.
-        workshop: for a backend that has not won: it may do what it likes there.
+        again: races one candidate against eager for a moment.
+        workshop: for a candidate that has not won: it may do what it likes there.
     """
-    if not _is_race_of(entry, backends) or time.time() - entry.when > OLDEST:
+    if not _is_race_of(entry, candidates) or time.time() - entry.when > OLDEST:
         return None
     try:
-        if entry.winner == EAGER:
-            return _eager_again(key, entry, backends, lambda backend: again(backend, workshop=workshop))
-        return _winner_again(entry, again)
+        if entry.winner == MODEL:
+            return _eager_again(key, entry, candidates, lambda candidate: again(candidate, workshop=workshop))
+        winner = next(candidate for candidate in candidates if candidate.key == entry.winner)
+        return _winner_again(entry, again(winner))
     except TsoptError:  # what is wrong with the model is for the whole race to say
         return None
 
 
-def _is_race_of(entry: cache.Entry, backends: Sequence[str]) -> bool:
-    """Whether an entry has the rows of a race of these backends; one with one thread is not always tried."""
-    titles = {title_of(backend): split_spec(backend)[1] for backend in backends}
-    first, *others = (row.name for row in entry.rows)
-    absent = set(titles) - set(others)
-    return first == EAGER and set(others) <= set(titles) and all(titles[name] == {"threads": 1} for name in absent)
+def _is_race_of(entry: cache.Entry, candidates: Sequence[Candidate]) -> bool:
+    """Whether an entry has the rows of a race of these candidates; one on one thread is not always tried."""
+    known = {candidate.key: candidate for candidate in candidates}
+    first, *others = entry.rows
+    absent = set(known) - {row.key for row in others}
+    named = all(row.key in known and row.name == known[row.key].title for row in others)
+    return (first.key, first.name) == (MODEL, EAGER) and named and all(is_on_one_thread(known[key]) for key in absent)
 
 
-def _eager_again(key: str, entry: cache.Entry, backends: Sequence[str], again: Callable[[str], Race]) -> Race | None:
+def _eager_again(
+    key: str, entry: cache.Entry, candidates: Sequence[Candidate], again: Callable[[Candidate], Race]
+) -> Race | None:
     """Eager as the winner; now and then only after the best of the others has lost once more."""
     now, said = time.time(), f"raced {entry.date}"
-    found = Race(entry.rows, EAGER, entry.why, None, cached=said)
+    found = Race(entry.rows, MODEL, entry.why, None, cached=said)
     if entry.recalls + 1 < RECALLS and now - max(entry.checked, entry.when) < UNCHECKED:
         cache.keep(key, replace(entry, recalls=entry.recalls + 1))
         return found
-    right = [row for row in entry.rows if row.name != EAGER and row.status == "ok" and row.timing is not None]
+    right = [row for row in entry.rows if row.key != MODEL and row.status == "ok" and row.timing is not None]
     if not right:
         return None
     best = min(right, key=lambda row: row.timing.p50 if row.timing is not None else 0.0)
-    row = again(next(backend for backend in backends if title_of(backend) == best.name)).rows[-1]
+    row = again(next(candidate for candidate in candidates if candidate.key == best.key)).rows[-1]
     if row.verdict == UNDECIDED:  # the machine is busy: the next time then
         return found
     if row.verdict not in ("same", "slower"):
@@ -125,14 +134,15 @@ def _eager_again(key: str, entry: cache.Entry, backends: Sequence[str], again: C
     return replace(found, cached=f"{said}; {best.name} timed against eager again now: {row.speedup}")
 
 
-def _winner_again(entry: cache.Entry, again: Callable[..., Race]) -> Race | None:
-    """The winner of the entry, when it is right and wins again."""
-    if title_of(entry.backend) != entry.winner:
-        return None
-    now = again(entry.backend)
+def _winner_again(entry: cache.Entry, now: Race) -> Race | None:
+    """The winner of the entry, when it is right and wins again.
+
+    Args:
+        now: that it has just won or lost.
+    """
     if now.executable is None:
         return None
-    checked = next(row for row in now.rows if row.name == now.winner)
-    rows = tuple(replace(row, accuracy=checked.accuracy) if row.name == now.winner else row for row in entry.rows)
-    said = f"raced {entry.date}; {now.winner} verified and timed again now: {checked.speedup}"
+    checked = now.row
+    rows = tuple(replace(row, accuracy=checked.accuracy) if row.key == now.winner else row for row in entry.rows)
+    said = f"raced {entry.date}; {checked.name} verified and timed again now: {checked.speedup}"
     return replace(now, rows=rows, why=entry.why, cached=said)

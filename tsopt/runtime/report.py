@@ -18,6 +18,7 @@ from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
 
+MODEL = "model"  # the key of the model itself, as eager runs it
 ITSELF = "calls run the model itself, with the weights that it has then"
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
@@ -29,6 +30,7 @@ class Row:
     status: ok, wrong, failed, missing, unsupported, no gain, or for this machine's reasons crashed, exited, timed out,
     out of memory, system error. reason says why it is not ok, or what is undecided about it.
     cold: its first calls; eager has none, for it was called before.
+    key: what it is known by, `Candidate.key`; the model itself has MODEL.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Row:
     compile_seconds: float = 0.0
     cold: ColdStart | None = None
     notes: tuple[str, ...] = ()
+    key: str = MODEL
 
     @property
     def verdict(self) -> str:
@@ -52,6 +55,7 @@ class Row:
         time, gain, accuracy = self.timing, self.speedup, self.accuracy
         return {
             "candidate": self.name,
+            "key": self.key,
             "verdict": self.verdict,
             "p50_ms": None if time is None else time.p50,
             "p90_ms": None if time is None else time.p90,

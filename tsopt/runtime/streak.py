@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.structure import flatten, unflatten
 from tsopt.runtime.audit import EAGER_RAISES, difference
-from tsopt.runtime.executable import FULL, Executable
+from tsopt.runtime.executable import Executable
 
 CALLS = 300  # of which what is wrong once in a hundred calls survives 5 in a hundred times
-GROSS = {FULL: "tf32"}  # the tolerance, where the candidate computes in full precision: 1 % of the output
+GROSS = {FP32: "tf32"}  # the tolerance, where the candidate computes in full precision: 1 % of the output
 
 
 def unsteady(

@@ -76,6 +76,10 @@ class TorchScriptBackend:
             notes=[LOSES_NAN] if {node.target for node in program.calls()} >= LAYER_AND_RELU else [],
         )
 
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_runner(directory, signature, options)
+
 
 def _raising_as_torch(run: Runner, program: Program) -> Runner:
     """TorchScript makes a RuntimeError of whatever a kernel raises, around a traceback of ours."""

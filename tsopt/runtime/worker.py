@@ -36,6 +36,7 @@ from tsopt.runtime.timing import rest, seconds_of_calls
 from tsopt.runtime.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported before the first fork, so that no child pays for it again.
+# NOTE: not OpenVINO, whose threads do not survive a fork.
 PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx", "tsopt.compiler.apart")
 
 
@@ -154,7 +155,7 @@ class _Candidate:
             send(self.connection, answer)
 
     def compile(self, message: Message) -> Message:
-        self.executable = compile(self.program, message["backend"], share_weights=True, **message["options"])
+        self.executable = compile(self.program, message["candidate"], share_weights=True, **message["options"])
         return {"notes": list(self.executable.notes)}
 
     def save(self, message: Message) -> Message:

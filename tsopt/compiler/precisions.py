@@ -1,0 +1,7 @@
+"""The precisions that products of float32 matrices may be computed in, by name."""
+
+from __future__ import annotations
+
+FP32 = "fp32"  # every value in the dtype that the model gives it
+HALVES = ("bf16", "fp16")
+PRECISIONS = (FP32, "tf32", *HALVES)

@@ -1,0 +1,133 @@
+"""The table of backends: all that is known of one outside of its own file. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from tsopt.compiler.precisions import HALVES
+from tsopt.errors import BackendError, UsageError
+
+Options = tuple[tuple[str, Any], ...]
+TORCH = {"torch": "Tensor"}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One backend.
+
+    Attributes:
+        name: in options and bundles; a backend of the user's own goes by its place.
+        place: `package.module:Class`, imported when it is first used.
+        title: its name in tables.
+        races: without being asked for: `always`; where its library is `installed`; for models on a `gpu`. `all`: only
+            with `backends="all"`; `never`: only by name.
+        also: options with which it races a second time, wherever it races.
+        also_on_gpu: the same for models on a GPU, with `backends="all"`.
+        same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
+        precisions: that it has beside `fp32`.
+        through_onnx: it takes the exported ONNX model; its files are one, and are read without torch.
+        code: what its files hold, where reading them executes it; empty where they are data.
+        needs: libraries that reading its files takes, each with a name that it has where it is whole; none where
+            nothing of it is stored.
+    """
+
+    name: str
+    place: str
+    title: str
+    races: Literal["always", "installed", "gpu", "all", "never"] = "never"
+    also: tuple[Options, ...] = ()
+    also_on_gpu: tuple[Options, ...] = ()
+    same_kernels: bool = False
+    precisions: tuple[str, ...] = ()
+    through_onnx: bool = False
+    code: str = ""
+    needs: Mapping[str, str] = field(default_factory=lambda: TORCH)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of the user's."""
+        return self.name not in BACKENDS
+
+    @property
+    def is_installed(self) -> bool:
+        return all(importlib.util.find_spec(library) is not None for library in self.needs)
+
+    def load(self) -> Any:
+        """Its class. Raises BackendError where that cannot be imported."""
+        module, _, name = self.place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise BackendError(f"the backend {self.name} cannot be imported", why=str(error)) from error
+
+    def options(self) -> list[str]:
+        """The names of its options. Imports its file."""
+        return [item.name for item in fields(self.load()) if item.init and item.name != "name"]
+
+
+PLAIN = BackendInfo(
+    "eager", "tsopt.runtime.eager:EagerBackend", "eager + passes", "always", same_kernels=True, precisions=HALVES
+)
+
+# Literal, so that nothing registers itself and nothing is imported before it is used. They race in this order.
+BACKENDS: dict[str, BackendInfo] = {
+    info.name: info
+    for info in (
+        PLAIN,
+        BackendInfo("onednn", "tsopt.runtime.onednn:OneDnnBackend", "torch + oneDNN", "always", precisions=HALVES),
+        BackendInfo(
+            "torchscript", "tsopt.runtime.torchscript:TorchScriptBackend", "TorchScript", "always", code="TorchScript"
+        ),
+        BackendInfo(
+            "onnxruntime",
+            "tsopt.runtime.ort:OnnxRuntimeBackend",
+            "ONNX Runtime",
+            "always",
+            also=((("threads", 1),),),
+            through_onnx=True,
+            needs={"numpy": "ndarray", "onnxruntime": "InferenceSession"},
+        ),
+        BackendInfo(
+            "openvino",
+            "tsopt.runtime.openvino:OpenVinoBackend",
+            "OpenVINO",
+            "installed",
+            precisions=HALVES,
+            through_onnx=True,
+            needs={"numpy": "ndarray", "openvino": "Core"},
+        ),
+        BackendInfo(
+            "inductor",
+            "tsopt.runtime.inductor:InductorBackend",
+            "Inductor",
+            "all",
+            also_on_gpu=((("cuda_graph", True),),),
+            precisions=HALVES,
+            code="machine code",
+        ),
+        BackendInfo(
+            "cudagraph", "tsopt.runtime.cudagraph:CudaGraphBackend", "CUDA graph", "gpu", precisions=("tf32", *HALVES)
+        ),
+        BackendInfo("null", "tsopt.runtime.null:NullBackend", "null", needs={}),
+    )
+}
+
+
+def info_of(name: str) -> BackendInfo:
+    """What is known of a backend: one of the table, or `package.module:Class` for one of the user's own.
+
+    Raises:
+        UsageError: no backend of that name.
+    """
+    if ":" in name:
+        return BackendInfo(name, name, name, code=f"the backend {name}")
+    info = BACKENDS.get(name)
+    if info is None:
+        raise UsageError(
+            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
+        )
+    return info

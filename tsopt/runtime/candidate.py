@@ -1,0 +1,121 @@
+"""A candidate, as a value: a backend with its options; and which candidates a race has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.errors import UsageError
+from tsopt.runtime.backend_table import BACKENDS, BackendInfo, Options, info_of
+
+AUTO = "auto"  # every precision
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may win a race.
+
+    Attributes:
+        backend: its name in the table, or `package.module:Class`.
+        options: that it is given; the others are as the backend and the race have them.
+    """
+
+    backend: str
+    options: Options = ()
+
+    @classmethod
+    def parse(cls, spec: str) -> Candidate:
+        """The candidate that a text names: `onnxruntime?threads=1&opset=21`.
+
+        Raises:
+            UsageError: an option without a value.
+        """
+        name, _, rest = spec.partition("?")
+        options: dict[str, Any] = {}
+        for part in filter(None, rest.split("&")):
+            key, equals, value = part.partition("=")
+            if not equals or not value:
+                raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
+            options[key] = int(value) if value.lstrip("-").isdigit() else CONSTANTS.get(value.lower(), value)
+        return cls(name, tuple(options.items()))
+
+    @property
+    def info(self) -> BackendInfo:
+        """What is known of its backend. Raises UsageError where there is none of that name."""
+        return info_of(self.backend)
+
+    @property
+    def key(self) -> str:
+        """The text that `parse` makes this candidate of; what rows, caches and other processes know it by."""
+        options = "&".join(f"{name}={_text(value)}" for name, value in self.options)
+        return f"{self.backend}?{options}" if options else self.backend
+
+    @property
+    def title(self) -> str:
+        """Its name in tables: `ONNX Runtime, threads 1`."""
+        return ", ".join([self.info.title, *(f"{name} {_text(value)}" for name, value in self.options)])
+
+    @property
+    def precision(self) -> str:
+        """What it computes products of float32 matrices in."""
+        return str(dict(self.options).get("precision", FP32))
+
+    def with_options(self, *options: tuple[str, Any]) -> Candidate:
+        return replace(self, options=(*self.options, *options))
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def candidates_for(
+    wanted: Sequence[str] | Literal["all"] | None, precision: str = FP32, *, on_gpu: bool = False
+) -> tuple[Candidate, ...]:
+    """Who races.
+
+    Args:
+        wanted: texts that `Candidate.parse` reads; `all` for every engine; None for what compiles in seconds and is
+            installed.
+        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
+        on_gpu: whether the model is on a GPU.
+
+    Raises:
+        UsageError: an unknown precision or backend, or a precision that no selected backend supports.
+    """
+    if wanted is None or wanted == "all":
+        racing = tuple(_from_table(on_gpu, everybody=wanted == "all"))
+    else:
+        racing = tuple(map(Candidate.parse, wanted))
+    return (*racing, *_in_precision(racing, precision))
+
+
+def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
+    for info in BACKENDS.values():
+        usual = {"always": True, "installed": info.is_installed, "gpu": on_gpu, "all": False, "never": False}
+        if not (usual[info.races] or (everybody and info.races in ("installed", "all"))):
+            continue
+        yield Candidate(info.name)
+        yield from (Candidate(info.name, options) for options in info.also)
+        if everybody and on_gpu:
+            yield from (Candidate(info.name, options) for options in info.also_on_gpu)
+
+
+def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidate, ...]:
+    """The backends that have lower precisions, once more in each that is asked for."""
+    if precision not in (*PRECISIONS, AUTO):
+        raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
+    asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FP32 else ()
+    plain = [candidate for candidate in racing if not candidate.options]
+    found = [
+        candidate.with_options(("precision", item))
+        for item in asked
+        for candidate in plain
+        if item in candidate.info.precisions
+    ]
+    if asked and not found:
+        able = sorted(info.name for info in BACKENDS.values() if set(asked) & set(info.precisions))
+        raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
+    return tuple(found)
