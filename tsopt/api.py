@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -358,8 +358,8 @@ class _Request:
             transform_with_records, passes=self.passes, level=self.level, progress=self.tell, keep_going=True
         )
         reasons = []
-        by_gain = [item.name for item in _flat(self.passes) if getattr(item, "by_gain", False)]
-        for left_out in (self.without, (*self.without, *by_gain)) if sized.elsewhere else (self.without,):
+        by_size = [item.name for item in _flat(self.passes) if item.size_dependent]
+        for left_out in (self.without, (*self.without, *by_size)) if sized.elsewhere else (self.without,):
             try:
                 optimized, records = change(sized.program, without=left_out)
                 return optimized, records, sized.checked_with(optimized)
@@ -508,15 +508,12 @@ def _naming_passes(progress: Callable[[str], None] | None) -> Callable[[str], No
 
 def names_of(passes: Iterable[Pass | Repeat]) -> list[str]:
     """Names of all passes and rules of a pipeline."""
-    names: list[str] = []
-    for item in _flat(passes):
-        names += [item.name, *(rule.name for rule in getattr(item, "rules", ()))]
-    return names
+    return [part.name for item in _flat(passes) for part in (item, *item.rules)]
 
 
 def rules_of(passes: Iterable[Pass | Repeat]) -> dict[str, tuple[str, Rule]]:
     """The rules of a pipeline by name, each with the name of its pass."""
-    return {rule.name: (item.name, rule) for item in _flat(passes) for rule in getattr(item, "rules", ())}
+    return {rule.name: (item.name, cast(Rule, rule)) for item in _flat(passes) for rule in item.rules}
 
 
 def _flat(passes: Iterable[Pass | Repeat]) -> list[Pass]:

@@ -12,7 +12,7 @@ from torch import nn
 from tests.passes.helpers import Edit, aten, capture, find
 from tsopt.api import debug_passes, transform
 from tsopt.compiler.infer import infer
-from tsopt.compiler.pipeline import Changes, Done
+from tsopt.compiler.pipeline import Changes, Done, Pass
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import RulePass, rule
 from tsopt.passes import NORMALIZE, CommonSubexpressions, DeadCode
@@ -288,7 +288,7 @@ def test_a_wrong_pass_is_named():
 
 
 @dataclass(frozen=True)
-class SinToCos:
+class SinToCos(Pass):
     """Right for all but one value: it takes fuel for each, so that the wrong one can be told."""
 
     wrong: int

@@ -10,7 +10,7 @@ from torch import fx
 
 from tests.compiler.mistakes import drop_a_node, drop_an_output, swap_operands, tiny
 from tests.passes.helpers import Edit, aten, capture, find, ops_of, run, specials
-from tsopt.compiler.pipeline import Changes, Limits, Repeat, weight_bytes
+from tsopt.compiler.pipeline import Changes, Limits, Pass, Repeat, weight_bytes
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.rewrite import RulePass, rule
 from tsopt.errors import InvalidProgram, PassError, RuleError
@@ -205,7 +205,7 @@ def test_a_rule_without_an_equation_is_refused():
 
 
 @dataclass(frozen=True)
-class Renames:
+class Renames(Pass):
     """A pass that does nothing but give nodes other names."""
 
     name: str = "renames"

@@ -192,7 +192,7 @@ def check_declines(
 
 
 @dataclass(frozen=True)
-class Edit:
+class Edit(Pass):
     """A pass made of a function: for mistakes that the pipeline must catch."""
 
     edit: Callable[[Program], Any]

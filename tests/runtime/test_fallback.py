@@ -12,6 +12,7 @@ from torch import nn
 
 import tsopt
 from tsopt import api
+from tsopt.compiler.pipeline import Pass
 from tsopt.runtime import parts
 
 OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}
@@ -179,7 +180,7 @@ def test_what_the_callers_progress_raises_is_the_callers():
 
 
 def test_a_pass_that_fails_is_left_out_and_the_report_says_so():
-    class Faulty:
+    class Faulty(Pass):
         name = "faulty"
 
         def run(self, program, limits):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import fx
 
@@ -67,13 +68,32 @@ class Limits:
         return True
 
 
-class Pass(Protocol):
-    """Edits the program that it is given, a private copy of the user's. What it does depends only on the program."""
+class Named(Protocol):
+    """A rule, as the pipeline knows it."""
 
     @property
     def name(self) -> str: ...
 
-    def run(self, program: Program, limits: Limits) -> Changes: ...
+
+class Pass(ABC):
+    """Edits the program that it is given, a private copy of the user's. What it does depends only on the program.
+
+    Attributes:
+        name: in records, and for `--without`.
+        numerics: the class of its mildest rewrite: it is not run where not even that is allowed.
+        size_dependent: whether what it does depends on what pays, and so on the sizes of values.
+        rules: that it applies, each of which can be left out by its name.
+    """
+
+    __slots__ = ()
+    name: str
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    size_dependent: ClassVar[bool] = False
+    rules: Sequence[Named] = ()
+
+    @abstractmethod
+    def run(self, program: Program, limits: Limits) -> Changes:
+        """Edits the program; what was done, and what nearly was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +272,9 @@ class _Run:
 def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
     records = state.records
     if not isinstance(item, Repeat):
-        if item.name in state.limits.without or state.at_rest.get(id(item)) == state.measured.fingerprint:
+        if item.name in state.limits.without or item.numerics > state.limits.numerics:
+            return program
+        if state.at_rest.get(id(item)) == state.measured.fingerprint:
             return program
         state.progress(item.name)
         program, record = _run_pass(program, item, state)

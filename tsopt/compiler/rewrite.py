@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from tsopt.compiler import ops
 from tsopt.compiler.infer import infer, infer_weight
 from tsopt.compiler.match import Match, Pattern, match, pattern
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.program import Numerics, Program, format_type, origin_of, tensor_type, type_of
 from tsopt.compiler.relayout import retyped_behind
 from tsopt.compiler.types import TensorType
@@ -168,7 +168,7 @@ def erase_unused(
 
 
 @dataclass(frozen=True)
-class RulePass:
+class RulePass(Pass):
     """Applies rules to every value, in graph order, and again to whatever changed, until none fits."""
 
     name: str

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler import ops
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.program import Program, format_value, origin_of
 from tsopt.compiler.rewrite import NEW_ALIAS, shares_new_memory
 
@@ -16,7 +16,7 @@ SMALL = 1  # elements: larger weights are the same only when they are the same m
 
 
 @dataclass(frozen=True, slots=True)
-class CommonSubexpressions:
+class CommonSubexpressions(Pass):
     """Merges calls with the same overload and the same arguments by type and bits; random and writing calls never.
 
     Equal scalars (the `eps` and `-inf` that tracing makes one of for each use) are merged as well.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsopt.compiler import ops
-from tsopt.compiler.pipeline import Changes, Done, Limits
+from tsopt.compiler.pipeline import Changes, Done, Limits, Pass
 from tsopt.compiler.program import Program, origin_of
 
 
 @dataclass(frozen=True, slots=True)
-class DeadCode:
+class DeadCode(Pass):
     """One sweep from the outputs up. A `torch._assert` on values stays: it can still fail."""
 
     name: str = "dce"

@@ -10,7 +10,7 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.infer import infer_weight
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.program import Program, origin_of, type_of
 from tsopt.compiler.rewrite import fresh_name, reaches_output
 from tsopt.compiler.types import TensorType
@@ -25,7 +25,7 @@ DIVIDES = ("div", "divide", "floor_divide", "remainder", "fmod", "true_divide", 
 
 
 @dataclass(frozen=True)
-class FoldConstants:
+class FoldConstants(Pass):
     """Evaluates pure calls on constants with torch on this machine, on clones, with eager's own dtype promotion.
 
     Only values that something input-dependent uses are stored. Not folded: random and uninitialized values,

@@ -14,14 +14,14 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.liveness import Lives
-from tsopt.compiler.pipeline import Changes, Done, Limits
+from tsopt.compiler.pipeline import Changes, Done, Limits, Pass
 from tsopt.compiler.program import Program
 
 ROUNDS = 10  # an order found from a better order may be better still; each round must gain, so few are needed
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryOrder:
+class MemoryOrder(Pass):
     """Reorders calls where that lowers the peak; random calls and calls with effects keep their order."""
 
     name: str = "order"

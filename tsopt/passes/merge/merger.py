@@ -19,7 +19,7 @@ from torch import fx
 from tsopt.compiler import ops
 from tsopt.compiler.match import pattern
 from tsopt.compiler.ops import aten
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits
+from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.program import Numerics, Program, origin_of, tensor_type
 from tsopt.compiler.rewrite import OTHER_LAYOUT, Impossible, Rule, reaches_output
 from tsopt.passes.merge import stacked
@@ -57,7 +57,7 @@ ISOMORPHIC, PARALLEL = (
 
 
 @dataclass(frozen=True)
-class MergeBranches:
+class MergeBranches(Pass):
     """Computes branches that differ only in weights and inputs as one, and linear layers of one input as one.
 
     Attributes:
@@ -68,10 +68,10 @@ class MergeBranches:
         parallel: multiply-adds up to which parallel linear layers are merged.
         memory: bytes of new weights in all. They are copies: the model keeps its own.
         call_bytes: bytes that are copied in the time of a call.
-        by_gain: what it does depends on what pays, and so on sizes.
     """
 
-    by_gain: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    size_dependent: ClassVar[bool] = True
     name: str = "merge"
     few: int = 8
     few_rows: int = 4
@@ -84,8 +84,6 @@ class MergeBranches:
     rules: tuple[Rule, ...] = field(default=(ISOMORPHIC, PARALLEL), repr=False)
 
     def run(self, program: Program, limits: Limits) -> Changes:
-        if limits.numerics < Numerics.ROUNDING:
-            return Changes()
         return _Merger(self, program, limits).run()
 
 
