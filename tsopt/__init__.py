@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 
 if TYPE_CHECKING:
-    from tsopt.api import optimize, transform
+    from tsopt.api import compile, optimize, transform
     from tsopt.compiler.capture import capture
     from tsopt.compiler.example import Example, example
     from tsopt.compiler.pipeline import Repeat
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tsopt.passes import STANDARD
     from tsopt.runtime.accuracy import verify
     from tsopt.runtime.artifact import load
-    from tsopt.runtime.backend import compile
     from tsopt.runtime.dispatch import Optimized
     from tsopt.runtime.executable import Executable
     from tsopt.runtime.fallback import InEager
@@ -84,7 +83,7 @@ _PLACES = {
     "verify": "tsopt.runtime.accuracy",
     "load": "tsopt.runtime.artifact",
     "Executable": "tsopt.runtime.executable",
-    "compile": "tsopt.runtime.backend",
+    "compile": "tsopt.api",
     "Optimized": "tsopt.runtime.dispatch",
     "InEager": "tsopt.runtime.fallback",
     "InParts": "tsopt.runtime.parts",

@@ -28,13 +28,15 @@ from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewrite import Rule
 from tsopt.compiler.sizes import at
-from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, NotReady, TsoptError, UsageError
+from tsopt.errors import AccuracyError, CaptureError, NoGain, NotOneGraph, NotReady, TsoptError, UsageError
 from tsopt.passes import STANDARD
+from tsopt.passes.precision import in_precision
 from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
 from tsopt.runtime.audit import SHARE, Audits, check_share, executable_difference
-from tsopt.runtime.backend import get_backend
+from tsopt.runtime.backend import Backend, get_backend
+from tsopt.runtime.backend import compile as compile_by
 from tsopt.runtime.backend_table import PLAIN
-from tsopt.runtime.candidate import Candidate, candidates_for
+from tsopt.runtime.candidate import AUTO, Candidate, candidates_for
 from tsopt.runtime.debug import Debugged
 from tsopt.runtime.debug import debug as run_debug
 from tsopt.runtime.dispatch import POLICIES, Optimized
@@ -53,7 +55,7 @@ from tsopt.runtime.watch import Weights
 log = logging.getLogger("tsopt")
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
-LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING}
+LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING, 3: Numerics.LOSSY}
 ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts again for each size"
 SHORT_RACE = 1.0  # seconds of timing for a form that turns up later
 
@@ -65,7 +67,7 @@ def optimize(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
-    precision: str = FP32,
+    precision: str | None = None,
     frontend: str = "auto",
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
@@ -95,13 +97,14 @@ def optimize(
         dynamic: sizes that differ from call to call: `{"x": {0: "batch"}}`, `{"x": {0: "batch[1..32]"}}`. What was made
             is run at the ends of the ranges and between them; the report says at which sizes. Calls of sizes beyond
             are calls of another form.
-        level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere.
+        level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere, 3 also lossy ones: as 2 with
+            `precision="auto"`.
         backends: who races; eager itself always does. None: the engines that are installed and compile in seconds.
             `all`: every engine, also Inductor, which takes minutes; one that is not installed is a row in the table,
             where one that was asked for by name is an error.
-        precision: what products of float32 matrices may be computed in: `bf16`, `fp16`, on a GPU `tf32`, or `auto` for
-            all of them. Candidates in that precision race beside those in `fp32`; their outputs are compared by how far
-            they are away as a whole, 3 % for `bf16` and 1 % for the others.
+        precision: what products of float32 matrices may be computed in beside `fp32`: `bf16`, `fp16`, on a GPU `tf32`,
+            or `auto` for all of them. Candidates in that precision race beside those in `fp32`; their outputs are
+            compared by how far they are away as a whole, 3 % for `bf16` and 1 % for the others.
         frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is not a single
             graph for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in
             graphs with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript,
@@ -145,7 +148,7 @@ def optimize(
     examples = as_examples(example_input)
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
     check_share(audit)
-    racing = candidates_for(backends, precision, on_gpu=is_on_gpu(examples[0]))
+    racing = who_races(examples[0], backends, precision, level)
     tell = Telling(progress or (lambda text: None))
     request = _Request(
         *(model, level, racing, tuple(passes), tuple(without), threads, seconds, seed, eval_mode, allow_nan),
@@ -166,6 +169,14 @@ def optimize(
         return request.in_parts(because, *examples)
     except Exception as error:
         return request.in_eager(examples[0], *filter(None, (because, error)))
+
+
+def who_races(
+    example: Example, backends: Sequence[str] | Literal["all"] | None, precision: str | None, level: int
+) -> tuple[Candidate, ...]:
+    """The candidates that `optimize` is asked for; see there. Raises UsageError."""
+    asked = precision or (AUTO if LEVELS.get(level) == Numerics.LOSSY else FP32)
+    return candidates_for(backends, asked, on_gpu=is_on_gpu(example))
 
 
 class Telling:
@@ -239,7 +250,7 @@ class _Request:
             outcome = run_race(
                 rehearsal.model,
                 captured,
-                optimized,
+                variants(optimized, self.candidates),
                 example,
                 candidates=self.candidates,
                 threads=self.threads,
@@ -377,7 +388,7 @@ class _Request:
         outcome = race(
             rehearsal.model,
             captured,
-            optimized,
+            variants(optimized, (candidate,)),
             example,
             candidates=(candidate,),
             threads=self.threads,
@@ -419,7 +430,7 @@ def transform(
     """Runs passes over a copy of a program, every invariant checked after each.
 
     Args:
-        level: 0 none, 1 EXACT, 2 EXACT and ROUNDING.
+        level: 0 none, 1 EXACT, 2 EXACT and ROUNDING, 3 LOSSY as well, where `passes` holds such.
         without: names of rules and passes to leave out.
         fuel: how many rewrites to make; bisect it to find the one that breaks a model.
         debug: an example input; every rewrite is compared on it, which takes many times as long.
@@ -534,6 +545,40 @@ def check_name(name: str, known: Sequence[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
         raise UsageError(f"no rule or pass is called {name!r}", fix=f"one of: {', '.join(near)}")
+
+
+def variants(program: Program, candidates: Iterable[Candidate]) -> dict[str, Program | NoGain]:
+    """The program, and what candidates run in its place; NoGain for what would not be faster."""
+    found: dict[str, Program | NoGain] = {FP32: program}
+    for name in {candidate.variant for candidate in candidates} - {FP32}:
+        try:
+            found[name] = in_precision(program, name)
+        except NoGain as error:
+            found[name] = error
+    return found
+
+
+def compile(
+    program: Program, backend: str | Backend = "onnxruntime", *, share_weights: bool = False, **options: Any
+) -> Executable:
+    """Compiles a program with one backend.
+
+    Args:
+        backend: a name (`eager`, `torchscript`, `onnxruntime?threads=1`, `eager?precision=bf16`, ...), or
+            `package.module:Class` for one of your own, or a Backend.
+        share_weights: let the engine read the program's weights where they are, which saves a copy. What writes to
+            them later, such as training the model that they belong to, then changes some of what it computes.
+        options: the backend's own, such as `threads=2`.
+
+    Raises:
+        BackendError: the backend cannot take the program; the message names the op and its place.
+        NoGain, a BackendError: the program has no product that a lower precision would make faster.
+    """
+    if not isinstance(backend, str):
+        return compile_by(program, backend, share_weights=share_weights, **options)
+    candidate = Candidate.parse(backend)
+    lowered = in_precision(program, candidate.variant)
+    return compile_by(lowered, candidate, share_weights=share_weights, **options)
 
 
 def _check_options(

@@ -88,7 +88,7 @@ class BackendError(TsoptError):
 
 
 class NoGain(BackendError):
-    """A backend would run this Program just as another one does already."""
+    """A backend would run this Program just as another one does already, or a lower precision would change nothing."""
 
 
 class SignatureError(TsoptError):

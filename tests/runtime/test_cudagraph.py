@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import tsopt
 from tests.runtime.helpers import Counter
 from tsopt.compiler.program import Program
+from tsopt.passes.precision import in_precision
 from tsopt.runtime import cudagraph, inductor
 from tsopt.runtime.cudagraph import CudaGraphBackend
 from tsopt.runtime.inductor import InductorBackend
@@ -117,7 +118,7 @@ def test_tensor_float_is_on_while_it_records_and_only_then(monkeypatch, precisio
 def test_half_precision_is_recorded():
     model = nn.Linear(3, 2).eval()
     x = torch.randn(2, 3)
-    made = CudaGraphBackend(precision="bf16").compile(tsopt.capture(model, x))
+    made = CudaGraphBackend().compile(in_precision(tsopt.capture(model, x), "bf16"))
     assert tsopt.verify(model, made, x, precision="bf16").test == "limit"
 
 

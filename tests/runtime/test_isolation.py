@@ -52,7 +52,7 @@ def shop(mlp_program):
     """One helper process for all tests: it must live through what its children do."""
     before = leftovers(os.getpid())
     with Workshop() as made:
-        made.open(mlp_program, threads=1, memory=4 << 30)
+        made.open({"fp32": mlp_program}, threads=1, memory=4 << 30)
         yield made
     assert leftovers(os.getpid()) == before
     assert running(descendants(os.getpid())) == []
@@ -66,7 +66,7 @@ def try_all(shop, mlp, mlp_input, mlp_program):
         found = race(
             mlp,
             mlp_program,
-            mlp_program,
+            {"fp32": mlp_program},
             Example((mlp_input,)),
             candidates=candidates(*backends),
             seconds=0.2,
@@ -112,7 +112,7 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
 def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
     other = tsopt.capture(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3))
     for program in (other, mlp_program):
-        Workshop.open(shop, program, threads=1, memory=4 << 30)
+        Workshop.open(shop, {"fp32": program}, threads=1, memory=4 << 30)
         candidate = shop.contender(Candidate("eager"))
         candidate.compile()
         (item,) = program.signature.user_inputs
@@ -132,12 +132,12 @@ def test_where_the_system_gives_no_process_candidates_are_lost_to_it(shop, mlp_p
         shop.contender(Candidate("eager"))
     assert caught.value.kind == "system error"
     with Workshop() as another, pytest.raises(tsopt.BackendError, match=r"no process can be started: .* open files"):
-        another.open(mlp_program, threads=1)
+        another.open({"fp32": mlp_program}, threads=1)
 
 
 def test_where_the_helper_is_gone_candidates_are_lost_with_it(mlp_program):
     with Workshop() as made:
-        made.open(mlp_program, threads=1)
+        made.open({"fp32": mlp_program}, threads=1)
         made._process.kill()
         with pytest.raises(isolation.Lost, match="does not answer") as caught:
             made.contender(Candidate("eager"))
@@ -236,7 +236,7 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
     example = tsopt.example(x, more=more)
     program = tsopt.capture(model, example)
     with Workshop() as shop:
-        shop.open(program, threads=1)
+        shop.open({"fp32": program}, threads=1)
         candidate = shop.contender(Candidate(backend), threads=1)
         candidate.compile()
         with torch.no_grad():

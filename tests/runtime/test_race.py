@@ -72,7 +72,7 @@ def run_race(mlp, mlp_input, mlp_program):
         return race(
             mlp,
             mlp_program,
-            mlp_program,
+            {"fp32": mlp_program},
             Example((mlp_input,)),
             candidates=candidates(*backends),
             seconds=1e-3,
@@ -422,7 +422,14 @@ def test_a_backend_that_changes_threads_and_rng_does_not_leave_them_changed(run_
 def test_the_models_state_is_as_it_was_after_a_race():
     model, example = Counter(), torch.zeros(2)
     captured = tsopt.capture(model, example)
-    race(model, captured, captured, Example((example,)), candidates=candidates("eager", "torchscript"), seconds=1e-3)
+    race(
+        model,
+        captured,
+        {"fp32": captured},
+        Example((example,)),
+        candidates=candidates("eager", "torchscript"),
+        seconds=1e-3,
+    )
     assert model.count.tolist() == [0, 0]
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from tsopt.cli.model_file import split_spec
 from tsopt.errors import ArtifactError, UsageError
 from tsopt.runtime.artifact import check_target
+from tsopt.runtime.backend_table import BACKENDS
 from tsopt.runtime.members import MANIFEST
 from tsopt.runtime.staging import staged
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
-BACKEND = {"onnx": "onnxruntime", "torchscript": "torchscript"}
+BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports}  # by format
 
 
 def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:

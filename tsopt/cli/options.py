@@ -61,7 +61,12 @@ Frontend = Annotated[
         "--frontend", metavar="NAME", help="Who reads the model: auto, export, strict, fx, torchscript, parts."
     ),
 ]
-Level = Annotated[int, typer.Option("-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones.")]
+Level = Annotated[
+    int,
+    typer.Option(
+        "-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones, 3 also lower precisions."
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, max=MOST_THREADS, help="Intra-op threads; torch's own number by default."),
@@ -73,7 +78,7 @@ Backends = Annotated[
     ),
 ]
 Precision = Annotated[
-    str,
+    str | None,
     typer.Option("--precision", metavar="P", help="fp32; bf16, fp16, tf32 or auto let lower precisions race as well."),
 ]
 Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
@@ -112,7 +117,7 @@ class Timing:
     """Who is raced, and for how long."""
 
     backends: Backends = None
-    precision: Precision = "fp32"
+    precision: Precision = None
     seconds: Seconds = 10.0
     budget: Budget = None
     isolate: Isolate = True

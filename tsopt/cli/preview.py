@@ -53,15 +53,13 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
     """The command: captures, transforms, asks the backends, and shows it."""
     with out.progress(Path(subject.model).name) as tell:
         loaded = load_model_file(subject.model, subject.input or [], subject.seed)
-        from tsopt.api import transform
+        from tsopt.api import transform, who_races
         from tsopt.compiler.capture import capture
-        from tsopt.compiler.devices import is_on_gpu
         from tsopt.compiler.example import as_examples
-        from tsopt.runtime.candidate import candidates_for
 
         options = race_options(subject, timing)
         first, *_ = as_examples(loaded.example_input)
-        racing = candidates_for(options.get("backends"), options["precision"], on_gpu=is_on_gpu(first))
+        racing = who_races(first, options.get("backends"), options["precision"], subject.level)
         tell("capture")
         captured = capture(loaded.model, loaded.example_input, **capture_options(subject))
         tell("passes")

@@ -124,13 +124,18 @@ def compile(
 
     Raises:
         BackendError: the backend cannot take the program; the message names the op and its place.
+        UsageError: the candidate is for another variant of the program.
     """
     from tsopt.compiler.apart import apart
     from tsopt.compiler.lasting import with_lasting
     from tsopt.compiler.owned import owned
+    from tsopt.compiler.program import Numerics
     from tsopt.compiler.protect import protected
 
-    made = get_backend(backend, **options) if isinstance(backend, (str, Candidate)) else backend
+    candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
+    if isinstance(candidate, Candidate) and candidate.variant != FP32 and program.numerics < Numerics.LOSSY:
+        raise UsageError(f"the program is not in {candidate.variant}", fix="tsopt.compile(program, ...) lowers it")
+    made = get_backend(candidate, **options) if isinstance(candidate, Candidate) else candidate
     refused = made.unsupported(program)
     if refused:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
@@ -142,10 +147,12 @@ def compile(
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
         found = made.compile(with_lasting(program.copy() if share_weights else owned(program.copy())))
-    found.place = place_of(made)
-    return found
+    return named(found, made, candidate)
 
 
-def place_of(backend: Backend) -> str:
-    """`package.module:Class` of a backend."""
-    return f"{type(backend).__module__}:{type(backend).__qualname__}"
+def named(executable: Executable, made: Backend, candidate: Candidate | Backend) -> Executable:
+    """An executable that says which backend has made it, and in which precision."""
+    executable.place = f"{type(made).__module__}:{type(made).__qualname__}"
+    if isinstance(candidate, Candidate):
+        executable.precision = candidate.precision
+    return executable

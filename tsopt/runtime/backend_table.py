@@ -28,8 +28,10 @@ class BackendInfo:
         also: options with which it races a second time, wherever it races.
         also_on_gpu: the same for models on a GPU, with `backends="all"`.
         same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
-        precisions: that it has beside `fp32`.
+        lowered: the variants of a program that it runs beside that in `fp32`, made by a pass.
+        precisions: that it computes in by itself, as its option `precision`.
         through_onnx: it takes the exported ONNX model; its files are one, and are read without torch.
+        exports: the format of `tsopt export` that its file is.
         code: what its files hold, where reading them executes it; empty where they are data.
         needs: libraries that reading its files takes, each with a name that it has where it is whole; none where
             nothing of it is stored.
@@ -42,8 +44,10 @@ class BackendInfo:
     also: tuple[Options, ...] = ()
     also_on_gpu: tuple[Options, ...] = ()
     same_kernels: bool = False
+    lowered: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
     through_onnx: bool = False
+    exports: str = ""
     code: str = ""
     needs: Mapping[str, str] = field(default_factory=lambda: TORCH)
 
@@ -70,7 +74,7 @@ class BackendInfo:
 
 
 PLAIN = BackendInfo(
-    "eager", "tsopt.runtime.eager:EagerBackend", "eager + passes", "always", same_kernels=True, precisions=HALVES
+    "eager", "tsopt.runtime.eager:EagerBackend", "eager + passes", "always", same_kernels=True, lowered=HALVES
 )
 
 # Literal, so that nothing registers itself and nothing is imported before it is used. They race in this order.
@@ -78,9 +82,14 @@ BACKENDS: dict[str, BackendInfo] = {
     info.name: info
     for info in (
         PLAIN,
-        BackendInfo("onednn", "tsopt.runtime.onednn:OneDnnBackend", "torch + oneDNN", "always", precisions=HALVES),
+        BackendInfo("onednn", "tsopt.runtime.onednn:OneDnnBackend", "torch + oneDNN", "always", lowered=HALVES),
         BackendInfo(
-            "torchscript", "tsopt.runtime.torchscript:TorchScriptBackend", "TorchScript", "always", code="TorchScript"
+            "torchscript",
+            "tsopt.runtime.torchscript:TorchScriptBackend",
+            "TorchScript",
+            "always",
+            exports="torchscript",
+            code="TorchScript",
         ),
         BackendInfo(
             "onnxruntime",
@@ -89,6 +98,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "always",
             also=((("threads", 1),),),
             through_onnx=True,
+            exports="onnx",
             needs={"numpy": "ndarray", "onnxruntime": "InferenceSession"},
         ),
         BackendInfo(
@@ -106,11 +116,16 @@ BACKENDS: dict[str, BackendInfo] = {
             "Inductor",
             "all",
             also_on_gpu=((("cuda_graph", True),),),
-            precisions=HALVES,
+            lowered=HALVES,
             code="machine code",
         ),
         BackendInfo(
-            "cudagraph", "tsopt.runtime.cudagraph:CudaGraphBackend", "CUDA graph", "gpu", precisions=("tf32", *HALVES)
+            "cudagraph",
+            "tsopt.runtime.cudagraph:CudaGraphBackend",
+            "CUDA graph",
+            "gpu",
+            lowered=HALVES,
+            precisions=("tf32",),
         ),
         BackendInfo("null", "tsopt.runtime.null:NullBackend", "null", needs={}),
     )
@@ -124,7 +139,7 @@ def info_of(name: str) -> BackendInfo:
         UsageError: no backend of that name.
     """
     if ":" in name:
-        return BackendInfo(name, name, name, code=f"the backend {name}")
+        return BackendInfo(name, name, name, lowered=HALVES, code=f"the backend {name}")
     info = BACKENDS.get(name)
     if info is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A candidate, as a value: a backend with its options; and which candidates a race has."""
+"""A candidate, as a value: a variant of the program, a backend, its options; and which candidates a race has."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ class Candidate:
     Attributes:
         backend: its name in the table, or `package.module:Class`.
         options: that it is given; the others are as the backend and the race have them.
+        variant: of the program: `fp32`, or the precision that a pass has lowered it to.
     """
 
     backend: str
     options: Options = ()
+    variant: str = FP32
 
     @classmethod
     def parse(cls, spec: str) -> Candidate:
         """The candidate that a text names: `onnxruntime?threads=1&opset=21`.
 
+        `precision=bf16` is an option for a backend that computes so by itself, and otherwise the variant.
+
         Raises:
-            UsageError: an option without a value.
+            UsageError: an option without a value, no backend of that name, or none in that precision.
         """
         name, _, rest = spec.partition("?")
         options: dict[str, Any] = {}
@@ -40,6 +44,13 @@ class Candidate:
             if not equals or not value:
                 raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
             options[key] = int(value) if value.lstrip("-").isdigit() else CONSTANTS.get(value.lower(), value)
+        info, precision = info_of(name), options.get("precision", FP32)
+        if (info.lowered or info.precisions) and precision not in (FP32, *info.lowered, *info.precisions):
+            known = dict.fromkeys((FP32, *info.precisions, *info.lowered))
+            raise UsageError(f"{name} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+        if precision in info.lowered or (precision == FP32 and not info.precisions):
+            options.pop("precision", None)
+            return cls(name, tuple(options.items()), precision)
         return cls(name, tuple(options.items()))
 
     @property
@@ -50,21 +61,30 @@ class Candidate:
     @property
     def key(self) -> str:
         """The text that `parse` makes this candidate of; what rows, caches and other processes know it by."""
-        options = "&".join(f"{name}={_text(value)}" for name, value in self.options)
+        options = "&".join(f"{name}={_text(value)}" for name, value in self._asked)
         return f"{self.backend}?{options}" if options else self.backend
 
     @property
     def title(self) -> str:
         """Its name in tables: `ONNX Runtime, threads 1`."""
-        return ", ".join([self.info.title, *(f"{name} {_text(value)}" for name, value in self.options)])
+        return ", ".join([self.info.title, *(f"{name} {_text(value)}" for name, value in self._asked)])
+
+    @property
+    def _asked(self) -> Options:
+        return self.options if self.variant == FP32 else (*self.options, ("precision", self.variant))
 
     @property
     def precision(self) -> str:
         """What it computes products of float32 matrices in."""
-        return str(dict(self.options).get("precision", FP32))
+        return str(dict(self.options).get("precision", self.variant))
 
-    def with_options(self, *options: tuple[str, Any]) -> Candidate:
-        return replace(self, options=(*self.options, *options))
+    def in_precision(self, precision: str) -> Candidate | None:
+        """The same in another precision; None where its backend has it not."""
+        if precision in self.info.lowered:
+            return replace(self, variant=precision)
+        if precision in self.info.precisions:
+            return replace(self, options=(*self.options, ("precision", precision)))
+        return None
 
 
 def _text(value: Any) -> str:
@@ -108,14 +128,9 @@ def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidat
     if precision not in (*PRECISIONS, AUTO):
         raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
     asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FP32 else ()
-    plain = [candidate for candidate in racing if not candidate.options]
-    found = [
-        candidate.with_options(("precision", item))
-        for item in asked
-        for candidate in plain
-        if item in candidate.info.precisions
-    ]
+    plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
+    found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if asked and not found:
-        able = sorted(info.name for info in BACKENDS.values() if set(asked) & set(info.precisions))
+        able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
         raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
     return tuple(found)

@@ -25,7 +25,6 @@ from tsopt.runtime.backend import Unsupported, check_precision
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.executable import Executable
 from tsopt.runtime.inputs import blank
-from tsopt.runtime.precision import in_precision
 
 WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
 
@@ -38,7 +37,7 @@ def missing_gpu() -> str | None:
 class CudaGraphBackend:
     """torch's own kernels for the GPU, recorded.
 
-    precision: of products: `fp32` as the model has them, and as torch is set for TensorFloat-32 when it is compiled;
+    precision: of products: `fp32` as the program has them, and as torch is set for TensorFloat-32 when it is compiled;
         `tf32`, `bf16`, `fp16`.
     """
 
@@ -55,7 +54,6 @@ class CudaGraphBackend:
         return unrecordable(program)
 
     def compile(self, program: Program) -> Executable:
-        program = in_precision(program, self.precision)
         try:
             with _tensor_float() if self.precision == "tf32" else nullcontext():
                 recorded = Recorded(program.module().forward, blank(program.signature))

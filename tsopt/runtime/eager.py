@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.signature import Signature
-from tsopt.runtime.backend import Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported
 from tsopt.runtime.executable import Executable, Runner
-from tsopt.runtime.precision import in_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +21,10 @@ class EagerBackend:
     """torch's own kernels.
 
     threads: intra-op threads during a call; None leaves torch's own setting.
-    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
     """
 
     threads: int | None = None
-    precision: str = FP32
     name: str = "eager"
-
-    def __post_init__(self) -> None:
-        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         return None
@@ -40,7 +33,6 @@ class EagerBackend:
         return []
 
     def compile(self, program: Program) -> Executable:
-        program = in_precision(program, self.precision)
         forward = program.module().forward
 
         def save(directory: Path) -> None:
@@ -53,7 +45,6 @@ class EagerBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
-            precision=self.precision,
         )
 
 

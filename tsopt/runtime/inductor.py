@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tsopt.compiler.precisions import FP32
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import ArtifactError, BackendError
-from tsopt.runtime.backend import Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported
 from tsopt.runtime.cudagraph import Recorded, missing_gpu, unrecordable
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.executable import Executable, Runner
 from tsopt.runtime.inputs import blank, exported
-from tsopt.runtime.precision import in_precision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,17 +37,12 @@ class InductorBackend:
     threads: intra-op threads, which are compiled in; None takes torch's number at compile time.
     max_autotune: let the compiler time several kernels for each product; takes minutes.
     cuda_graph: on a GPU, record the kernels as one CUDA graph, as torch.compile does under `reduce-overhead`.
-    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
     """
 
     threads: int | None = None
     max_autotune: bool = False
     cuda_graph: bool = False
-    precision: str = FP32
     name: str = "inductor"
-
-    def __post_init__(self) -> None:
-        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         compiler = os.environ.get("CXX") or "g++"
@@ -61,7 +54,6 @@ class InductorBackend:
         return unrecordable(program) if self.cuda_graph else []
 
     def compile(self, program: Program) -> Executable:
-        program = in_precision(program, self.precision)
         options = {"freezing": True, "fallback_random": True, "max_autotune": self.max_autotune}
         try:
             with _directory() as place, quiet(stdout=True), torch.no_grad(), _one_process():

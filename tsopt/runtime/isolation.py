@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.serialize import write_program
 from tsopt.compiler.structure import flatten
@@ -104,11 +105,16 @@ class Workshop:
         return self
 
     def open(
-        self, program: Program, threads: int, seconds: float = CANDIDATE_SECONDS, memory: int | None = None
+        self,
+        programs: Mapping[str, Program],
+        threads: int,
+        seconds: float = CANDIDATE_SECONDS,
+        memory: int | None = None,
     ) -> None:
-        """Hands a program over, in place of an earlier one.
+        """Hands the variants of a program over, in place of those of an earlier one.
 
         Args:
+            programs: by name, with one signature and the same state.
             threads: intra-op threads of each candidate.
             seconds: limit for each answer of a candidate.
             memory: bytes that a candidate may take; what the machine has to spare when it is None.
@@ -118,12 +124,14 @@ class Workshop:
         """
         if self._refused:
             raise BackendError(self._refused)
-        self.program, self.threads, self.seconds, self.memory = program, threads, seconds, memory
+        self.program, self.threads, self.seconds, self.memory = programs[FP32], threads, seconds, memory
         try:
-            self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(program)))
+            self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(programs.values())))
             self._directories.append(self.directory)
-            write_program(replace(program, signature=program.signature.flat()), self.directory)
-            state = write_tensors(self.directory / "state", _state_of(program))
+            for name, program in programs.items():
+                (self.directory / name).mkdir()
+                write_program(replace(program, signature=program.signature.flat()), self.directory / name)
+            state = write_tensors(self.directory / "state", _state_of(self.program))
         except TsoptError:
             raise
         except Exception as error:  # a dtype that the file format has not; no room
@@ -132,7 +140,9 @@ class Workshop:
         if not self._is_ready:
             self._ask(None, START_SECONDS)
             self._is_ready = True
-        self._ask({"do": "program", "directory": str(self.directory), "state": state}, seconds)
+        self._ask(
+            {"do": "program", "directory": str(self.directory), "variants": list(programs), "state": state}, seconds
+        )
 
     def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:
         """What the helper answers. None: waits for what it says by itself."""
@@ -160,6 +170,7 @@ class Workshop:
         """
         memory = self.memory or available_memory()
         message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
+        message["variant"] = candidate.variant
         with contextlib.ExitStack() as unless_made:
             try:
                 mine, theirs = socket.socketpair()
@@ -359,9 +370,9 @@ def _state_of(program: Program) -> list[torch.Tensor]:
     return [program.state[item.name] for item in program.signature.state_inputs]
 
 
-def _roomiest(program: Program) -> str | None:
+def _roomiest(programs: Iterable[Program]) -> str | None:
     """Shared memory where it has room for the weights several times over; None for the usual place."""
-    needed = 3 * sum(weight.nbytes for weight in program.weights.values()) + (64 << 20)
+    needed = 3 * sum(weight.nbytes for program in programs for weight in program.weights.values()) + (64 << 20)
     if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
         return str(SHARED)
     return None

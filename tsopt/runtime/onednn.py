@@ -17,14 +17,12 @@ from torch import fx
 
 from tsopt.compiler import ops
 from tsopt.compiler.ops import aten
-from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program, tensor_type
 from tsopt.compiler.serialize import write_program
 from tsopt.errors import NoGain
-from tsopt.runtime.backend import Unsupported, check_precision
+from tsopt.runtime.backend import Unsupported
 from tsopt.runtime.eager import torch_runner
 from tsopt.runtime.executable import Executable
-from tsopt.runtime.precision import in_precision
 
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
 LOSES_NAN = "a NaN that reaches a ReLU inside a layer comes out as 0, where PyTorch hands it on"
@@ -68,15 +66,10 @@ class OneDnnBackend:
     """Packed and fused layers.
 
     threads: intra-op threads during a call; None leaves torch's own setting.
-    precision: of products: `fp32` as the model has them, `bf16`, `fp16`.
     """
 
     threads: int | None = None
-    precision: str = FP32
     name: str = "onednn"
-
-    def __post_init__(self) -> None:
-        check_precision(self.name, self.precision)
 
     def missing(self) -> str | None:
         if not torch.backends.mkldnn.is_available():
@@ -94,7 +87,6 @@ class OneDnnBackend:
 
     def compile(self, program: Program) -> Executable:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
-        program = in_precision(program, self.precision)
         lowered = lower(program)
         if not lowered.packed:
             raise NoGain("torch's own kernels are as fast for every layer", fix="nothing to do: eager runs them")
@@ -109,7 +101,6 @@ class OneDnnBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
-            precision=self.precision,
             notes=[f"{lowered.packed} of {lowered.layers} layers by oneDNN, the others by torch", *lowered.notes],
         )
 

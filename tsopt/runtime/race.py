@@ -15,12 +15,13 @@ import torch
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.example import Example, as_example
 from tsopt.compiler.owned import owned
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime import endings
 from tsopt.runtime.accuracy import Oracle, is_exact
-from tsopt.runtime.backend import Reopens, compile, get_backend, place_of, race_options
+from tsopt.runtime.backend import Reopens, compile, get_backend, named, race_options
 from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.executable import Executable
 from tsopt.runtime.held_out import HeldOut, Judge
@@ -35,6 +36,7 @@ STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fre
 SMALL = 5e-3  # seconds: a call that takes longer gains nothing from fewer threads
 
 Progress = Callable[[str], None]
+Variants = Mapping[str, Program | NoGain]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Contender(Protocol):
 def race(
     model: Callable[..., Any],
     captured: Program,
-    optimized: Program,
+    programs: Variants,
     example: Example,
     *,
     candidates: Sequence[Candidate],
@@ -94,6 +96,7 @@ def race(
     The winner is made once more in this process, and verified on inputs that the race did not use.
 
     Args:
+        programs: the optimized program, and its other variants by name; NoGain where one would not be faster.
         workshop: gives each candidate a process of its own; None: all of them run in this one.
         budget: seconds for all candidates together; eager takes part whatever it costs. A candidate with a process of
             its own gets an equal share of what is left, one in this process is not begun when nothing is.
@@ -114,17 +117,18 @@ def race(
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        together = _open(workshop, optimized)
+        together = _open(workshop, programs)
         if not share_weights and (together or workshop is None):
-            optimized = owned(optimized)  # once for all candidates; those in other processes have read their own
-        make = _maker(optimized, threads, None if together else workshop, check_indices)
-        rows, contenders = _prepare(optimized, judge, candidates, make, clock, workshop, tell)
+            # Once for all candidates; those in other processes have read their own.
+            programs = {name: owned(item) if isinstance(item, Program) else item for name, item in programs.items()}
+        make = _maker(programs, threads, None if together else workshop, check_indices)
+        rows, contenders = _prepare(programs, judge, candidates, make, clock, workshop, tell)
         rows = _timed(model, captured, judge, rows, contenders, (min(seconds, clock.left), clock.left), tell)
         known = {candidate.key: candidate for candidate in candidates}
         found = _choose(
             lambda: Judge(ask(seed=seed + 1), elsewhere),
             partial(unsteady, model=model, example=example, seed=seed, seconds=STREAK * seconds),
-            *(optimized, rows, contenders, known, threads, share_weights, tell, check_indices),
+            *(programs, rows, contenders, known, threads, share_weights, tell, check_indices),
         )
     finally:
         torch.set_num_threads(before)
@@ -145,20 +149,21 @@ class _Clock:
         return max(0.0, self._end - time.monotonic())
 
 
-def _open(workshop: Workshop | None, program: Program) -> str:
+def _open(workshop: Workshop | None, programs: Variants) -> str:
     """Why candidates cannot have processes of their own, although they were meant to."""
-    reason = "" if workshop is None else can_isolate(program)
+    made = {name: item for name, item in programs.items() if isinstance(item, Program)}
+    reason = "" if workshop is None else can_isolate(made[FP32])
     if workshop is None or reason:
         return reason
     try:
-        workshop.open(program, torch.get_num_threads())
+        workshop.open(made, torch.get_num_threads())
     except BackendError as error:  # a custom op, which another process does not know; no room for the weights
         return error.why or error.what
     return ""
 
 
 def _maker(
-    program: Program, threads: int | None, workshop: Workshop | None, check_indices: bool
+    programs: Variants, threads: int | None, workshop: Workshop | None, check_indices: bool
 ) -> Callable[[Candidate], Contender]:
     def apart(candidate: Candidate) -> Contender:
         assert workshop is not None
@@ -168,13 +173,21 @@ def _maker(
 
     def here(candidate: Candidate) -> Contender:
         options = race_options(candidate, threads, check_indices)
-        return compile(program, candidate, share_weights=True, **options)
+        return compile(_variant(programs, candidate), candidate, share_weights=True, **options)
 
     return here if workshop is None else apart
 
 
+def _variant(programs: Variants, candidate: Candidate) -> Program:
+    """The program that a candidate runs. Raises NoGain where there is none."""
+    found = programs[candidate.variant]
+    if isinstance(found, NoGain):
+        raise found
+    return found
+
+
 def _prepare(
-    program: Program,
+    programs: Variants,
     judge: Judge,
     candidates: Sequence[Candidate],
     make: Callable[[Candidate], Contender],
@@ -186,11 +199,11 @@ def _prepare(
     rows: list[Row] = [Row(EAGER)]
     contenders: dict[str, Contender] = {}
     for number, candidate in enumerate(candidates):
-        if _is_needless(candidate, candidates, contenders, program, judge):
+        if _is_needless(candidate, candidates, contenders, programs, judge):
             continue
         if workshop is not None:
             workshop.seconds = min(CANDIDATE_SECONDS, clock.left / (len(candidates) - number))
-        row, contender = _prepared(program, judge, candidate, make, clock, tell)
+        row, contender = _prepared(programs, judge, candidate, make, clock, tell)
         rows.append(row)
         if contender is not None:
             contenders[candidate.key] = contender
@@ -198,7 +211,7 @@ def _prepare(
 
 
 def _prepared(
-    program: Program,
+    programs: Variants,
     judge: Judge,
     candidate: Candidate,
     make: Callable[[Candidate], Contender],
@@ -217,6 +230,7 @@ def _prepared(
     except BackendError as error:
         return replace(row, status="missing", reason=error.why or error.what), None
     try:
+        program = _variant(programs, candidate)
         refused = backend.unsupported(program)
         if refused:
             reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
@@ -251,7 +265,7 @@ def _is_needless(
     candidate: Candidate,
     candidates: Sequence[Candidate],
     contenders: Mapping[str, Contender],
-    program: Program,
+    programs: Variants,
     judge: Judge,
 ) -> bool:
     """Whether one thread needs no try: there is but one, a GPU computes, or the same backend keeps several busy."""
@@ -260,6 +274,7 @@ def _is_needless(
         return False
     if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1 or plain.key not in contenders:
         return True
+    program = _variant(programs, plain)
     try:
         with protected(None, written=program.state.values()), _mode_of(program):
             return seconds_of(contenders[plain.key], judge.inputs) > SMALL
@@ -269,7 +284,7 @@ def _is_needless(
 
 def is_on_one_thread(candidate: Candidate) -> bool:
     """Whether that is all that is asked of a candidate: such a one is not always tried."""
-    return candidate.options == (("threads", 1),)
+    return candidate == Candidate(candidate.backend, (("threads", 1),))
 
 
 def _reason(error: TsoptError) -> str:
@@ -332,7 +347,7 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
 def _choose(
     fresh: Callable[[], Judge],
     streak: Callable[[Executable], str],
-    optimized: Program,
+    programs: Variants,
     rows: list[Row],
     contenders: Mapping[str, Contender],
     candidates: Mapping[str, Candidate],
@@ -352,7 +367,7 @@ def _choose(
             contender, candidate = contenders[row.key], candidates[row.key]
             # The one that was timed first: state that the timing has corrupted shows there.
             verdict = judge.judge(contender, precision=candidate.precision)
-            executable = _here(contender, optimized, threads, share_weights, check_indices)
+            executable = _here(contender, _variant(programs, candidate), threads, share_weights, check_indices)
             if executable is not contender and verdict.ok:
                 verdict = judge.judge(executable, precision=candidate.precision)
             executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
@@ -413,9 +428,7 @@ def _here(
     options = race_options(isolated.candidate, threads, check_indices)
     backend = get_backend(isolated.candidate, **options)
     if isinstance(backend, Reopens):
-        made = backend.reopen(program, isolated.saved())
-        made.place = place_of(backend)
-        return made
+        return named(backend.reopen(program, isolated.saved()), backend, isolated.candidate)
     return compile(program, isolated.candidate, share_weights=share_weights, **options)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from tsopt.compiler.example import Example
+from tsopt.compiler.precisions import FP32
 from tsopt.compiler.program import Program
 from tsopt.errors import TsoptError
 from tsopt.runtime import cache
@@ -15,7 +16,7 @@ from tsopt.runtime.candidate import Candidate
 from tsopt.runtime.endings import LOST
 from tsopt.runtime.held_out import HeldOut
 from tsopt.runtime.isolation import Workshop
-from tsopt.runtime.race import EAGER, Progress, Race, is_on_one_thread, race
+from tsopt.runtime.race import EAGER, Progress, Race, Variants, is_on_one_thread, race
 from tsopt.runtime.report import MODEL
 from tsopt.runtime.timing import UNDECIDED
 
@@ -30,7 +31,7 @@ RECALLS, UNCHECKED = 10, 7 * DAY
 def race_or_recall(
     model: Callable[..., Any],
     captured: Program,
-    optimized: Program,
+    programs: Variants,
     example: Example,
     *,
     candidates: Sequence[Candidate],
@@ -53,19 +54,21 @@ def race_or_recall(
     asked: dict[str, Any] = {"threads": threads, "seed": seed, "budget": budget, "progress": progress}
     stricter = {"check_indices": check_indices, "strict_specials": strict_specials}
     asked |= {"elsewhere": elsewhere, "share_weights": share_weights, **stricter}
-    key = cache.key_of(captured, optimized, candidates, threads, *(name for name, on in stricter.items() if on))
+    key = cache.key_of(
+        captured, cast(Program, programs[FP32]), candidates, threads, *(name for name, on in stricter.items() if on)
+    )
     entry = None if key is None else cache.find(key, candidates, seconds, time.time())
     if key is not None and entry is not None:
 
         def again(candidate: Candidate, **more: Any) -> Race:
             short: dict[str, Any] = {"candidates": (candidate,), "seconds": min(AGAIN, entry.seconds), "warn": False}
-            return race(model, captured, optimized, example, **short, **asked, **more)
+            return race(model, captured, programs, example, **short, **asked, **more)
 
         found = _recalled(key, entry, candidates, again, options.get("workshop"))
         if found is not None:
             return found
         cache.forget(key)
-    found = race(model, captured, optimized, example, candidates=candidates, seconds=seconds, **asked, **options)
+    found = race(model, captured, programs, example, candidates=candidates, seconds=seconds, **asked, **options)
     if key is not None and _is_settled(found):
         cache.keep(key, cache.Entry(found.rows, found.winner, found.why, seconds, time.time()))
     return found

@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,7 +51,7 @@ def main(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # what is here is shared with the children: their collector must not touch it
     send(connection, {"ready": True})
-    program: Program | None = None
+    programs: dict[str, Program] = {}
     directory: Path | None = None
     while True:
         try:
@@ -66,7 +66,8 @@ def main(connection: socket.socket) -> None:
             directory = Path(message["directory"])
             try:
                 state = read_tensors(directory / "state", message["state"])
-                program, answer = read_program(directory, state, own=True), {}
+                programs = {name: read_program(directory / name, state, own=True) for name in message["variants"]}
+                answer = {}
             except Exception as error:  # it goes on, and says what it could not read
                 answer = {"error": str(error)[:300]}
             send(connection, answer)
@@ -74,7 +75,7 @@ def main(connection: socket.socket) -> None:
             child = os.fork()
             if not child:
                 connection.close()
-                _become_candidate(files, message, program)
+                _become_candidate(files, message, programs)
             for file in files:
                 os.close(file)
             send(connection, {"pid": child})
@@ -94,7 +95,7 @@ def _reap(pid: int, seconds: float) -> int | None:
         time.sleep(0.01)
 
 
-def _become_candidate(files: list[int], message: Message, program: Program | None) -> NoReturn:
+def _become_candidate(files: list[int], message: Message, programs: Mapping[str, Program]) -> NoReturn:
     """The rest of a child's life."""
     code = 1
     try:
@@ -106,8 +107,7 @@ def _become_candidate(files: list[int], message: Message, program: Program | Non
         limit_memory(message.get("memory"))
         _make_files_in(message["directory"])
         torch.set_num_threads(message["threads"])
-        assert program is not None
-        _Candidate(socket.socket(fileno=files[0]), program, Path(message["directory"])).serve()
+        _Candidate(socket.socket(fileno=files[0]), programs[message["variant"]], Path(message["directory"])).serve()
         code = 0
     except Gone:
         code = 0  # nobody wants anything more

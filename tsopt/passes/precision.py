@@ -9,7 +9,8 @@ product, such as positions and their angles, stays in float32.
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -17,9 +18,10 @@ from torch import fx
 from tsopt.compiler import ops
 from tsopt.compiler.infer import infer, infer_weight
 from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Numerics, Program
+from tsopt.compiler.pipeline import Changes, Done, Limits, Pass, run
+from tsopt.compiler.precisions import FP32
+from tsopt.compiler.program import Numerics, Program, origin_of
 from tsopt.compiler.rewrite import fresh_name, new_call
-from tsopt.compiler.verify import verify_program
 from tsopt.errors import NoGain
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,31 +50,47 @@ FOLLOWING = frozenset(
 )
 
 
-def in_precision(program: Program, precision: str) -> Program:
-    """The program with its products in `bf16` or `fp16`; itself for `fp32`.
+@dataclass(frozen=True, slots=True)
+class LowerPrecision(Pass):
+    """Products of float32 values, and what lies between them, in `bf16` or `fp16`. LOSSY.
 
     Weights that are used in the low precision are stored in it.
+    """
+
+    precision: str
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.precision
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        lowering = _Lowering(program, DTYPES[self.precision], limits)
+        lowering.run()
+        done = tuple(Done("lower_product", place) for place in lowering.products)
+        return Changes(done, numerics=Numerics.LOSSY if done else Numerics.EXACT)
+
+
+def in_precision(program: Program, precision: str) -> Program:
+    """The program with its products in `bf16` or `fp16`; itself for `fp32`.
 
     Raises:
         NoGain: there is no product of float32 values.
     """
-    if precision not in DTYPES:
+    if precision == FP32:
         return program
-    made = _Lowering(program.copy(), DTYPES[precision])
-    made.run()
-    if not made.products:
+    made, _ = run(program, (LowerPrecision(precision),), Limits(Numerics.LOSSY))
+    if made is program:
         raise NoGain(f"no product of float32 matrices that {precision} would make faster")
-    made.program.numerics = Numerics.LOSSY
-    verify_program(made.program)
-    return made.program
+    return made
 
 
 class _Lowering:
     """One walk over a program, in its order."""
 
-    def __init__(self, program: Program, low: torch.dtype) -> None:
-        self.program, self.low = program, low
-        self.products = 0
+    def __init__(self, program: Program, low: torch.dtype, limits: Limits) -> None:
+        self.program, self.low, self.limits = program, low, limits
+        self.products: list[str] = []  # where they are in the user's model
         self._was = {node: _dtype(node) for node in program.graph.nodes}
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
@@ -93,10 +111,10 @@ class _Lowering:
         """Chooses the precision of a call by its op and by its operands, and types it again."""
         floats = {value for value in node.all_input_nodes if self._was[value] == torch.float32}
         name = ops.name_of(node).split(".")[1] if ops.is_overload(node.target) else ""
-        is_product = name in PRODUCTS and bool(floats)
+        is_product = name in PRODUCTS and bool(floats) and self.limits.take()
         goes_on = any(_dtype(value) == self.low for value in floats) and _follows(node, name)
         if (is_product or goes_on) and self._retyped(node, floats, self.low):
-            self.products += is_product
+            self.products += [origin_of(node)] * is_product
         elif floats or name == "":
             self._retyped(node, floats, torch.float32)
 

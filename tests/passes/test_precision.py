@@ -12,13 +12,14 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
+from tsopt.compiler.pipeline import Limits, run
 from tsopt.compiler.program import Numerics
 from tsopt.compiler.verify import verify_program
+from tsopt.passes.precision import LowerPrecision, in_precision
 from tsopt.runtime import onednn
 from tsopt.runtime.accuracy import Oracle
 from tsopt.runtime.backend import get_backend
 from tsopt.runtime.compare import compare
-from tsopt.runtime.precision import in_precision
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
@@ -76,6 +77,21 @@ def test_the_program_that_was_given_is_left():
     in_precision(program, "bf16")
     assert (program.text, set(program.weights)) == (text, names)
     assert in_precision(program, "fp32") is program
+
+
+def test_it_is_a_pass_that_is_run_where_lossy_ones_are_allowed_and_asked_for():
+    program = tsopt.capture(mlp(), X)
+    passes = (*tsopt.STANDARD, LowerPrecision("bf16"))
+    assert tsopt.transform(program, passes).numerics < Numerics.LOSSY
+    assert tsopt.transform(program, passes, level=3).numerics == Numerics.LOSSY
+    assert tsopt.transform(program, level=3).numerics < Numerics.LOSSY
+
+
+def test_each_product_takes_fuel_and_is_told_by_its_place():
+    program = tsopt.capture(mlp(), X)
+    made, (record,) = run(program, (LowerPrecision("bf16"),), Limits(Numerics.LOSSY, fuel=1))
+    assert [(done.rule, done.where[:1]) for done in record.done] == [("lower_product", "0")]
+    assert dtypes(made)["linear"] == ["bfloat16", "float32"]
 
 
 def test_what_loses_too_much_stays_in_float32():
@@ -180,7 +196,7 @@ def test_backends_compute_in_it(monkeypatch, backend):
 @pytest.mark.parametrize("name", ["eager", "onednn", "openvino", "inductor", "cudagraph"])
 def test_a_precision_that_a_backend_has_not(name):
     with pytest.raises(tsopt.UsageError, match=f"{name} has no precision 'int3'") as caught:
-        get_backend(name, precision="int3")
+        get_backend(f"{name}?precision=int3")
     assert "bf16" in caught.value.fix
 
 
@@ -270,6 +286,39 @@ def test_what_wins_in_a_lower_precision_says_so_and_is_stored(tmp_path):
     assert loaded.precision == "bf16"
     assert torch.equal(loaded(X), fast(X))
     assert {tensor.dtype for tensor in load_file(place / "weights.safetensors").values()} == {torch.bfloat16}
+
+
+def test_at_level_3_all_precisions_race_and_one_that_is_named_alone():
+    options = {"backends": ("eager",), "level": 3, "isolate": False, "cache": False, "seconds": 0.01}
+    found = tsopt.optimize(mlp(), X, **options).report
+    assert [row.key for row in found.rows] == ["model", "eager", "eager?precision=bf16", "eager?precision=fp16"]
+    found = tsopt.optimize(mlp(), X, precision="fp32", **options).report
+    assert [row.key for row in found.rows] == ["model", "eager"]
+
+
+def test_where_no_product_can_be_lowered_the_row_says_no_gain():
+    options = {"precision": "bf16", "isolate": False, "cache": False, "seconds": 0.01}
+    found = tsopt.optimize(Net(lambda self, x: x.sin() * 2), X, backends=("eager",), **options).report
+    row = found.row("eager + passes, precision bf16")
+    assert (row.status, row.reason) == ("no gain", "no product of float32 matrices that bf16 would make faster")
+
+
+@pytest.mark.usefixtures("low_wins")
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_program_for_many_sizes_is_lowered_and_right_at_all_of_them(isolate):
+    model, options = mlp(), {"backends": ("eager",), "isolate": isolate, "cache": False}
+    fast = tsopt.optimize(model, X, dynamic={"input": {0: "batch[1..9]"}}, precision="bf16", **options)
+    assert fast.report.row("eager + passes, precision bf16").verdict in ("faster", "slower", "same")
+    for size in (1, 9):
+        x = torch.randn(size, 8)
+        assert (fast(x) - model(x)).norm() < 0.03 * model(x).norm()
+
+
+def test_a_candidate_in_a_lower_precision_does_not_take_the_program_as_it_is():
+    from tsopt.runtime.backend import compile
+
+    with pytest.raises(tsopt.UsageError, match="the program is not in bf16"):
+        compile(tsopt.capture(mlp(), X), "eager?precision=bf16")
 
 
 @pytest.mark.usefixtures("low_wins")
