@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing that takes no care of being right: no test believes what a race in this process measures."""
-    from tsopt.runtime import timing
+    from tsopt.runtime.racing import timing
 
     monkeypatch.setattr(timing, "SETTLE", 0.0)
     monkeypatch.setattr(timing, "PAUSE", 1e-3)
@@ -29,7 +29,7 @@ def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def _untried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles are opened without a process of their own first, which saves seconds each; test_probe.py is about it."""
     if request.node.path.name != "test_probe.py":
-        from tsopt.runtime import artifact
+        from tsopt.runtime.bundles import artifact
 
         monkeypatch.setattr(artifact, "try_out", lambda *args: None)
 

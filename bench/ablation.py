@@ -17,14 +17,14 @@ import tsopt
 from bench.models import MODELS
 from bench.process import Rows, keep_memory, measure_each
 from bench.side_by_side import ratio
-from tsopt.compiler.liveness import peak_bytes
-from tsopt.compiler.pipeline import Pass, Repeat
-from tsopt.compiler.program import Program
+from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
+from tsopt.compiler.rewriting.pipeline import Pass, Repeat
 from tsopt.passes import STANDARD
-from tsopt.runtime.environment import Environment
-from tsopt.runtime.inputs import input_sets
-from tsopt.runtime.timing import measure
+from tsopt.runtime.checking.inputs import input_sets
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.timing import measure
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 25.0  # for what torch runs, and for ONNX Runtime

@@ -54,7 +54,7 @@ def main() -> None:
         for name in sorted(trees, reverse=bool(number % 2)):
             found[name].append(_in_process(trees[name]))
             print(name, found[name][-1], flush=True)
-    from tsopt.runtime.environment import environment
+    from tsopt.runtime.racing.environment import environment
 
     RESULTS.write_text(json.dumps({"environment": environment().to_json(), "rounds": found}, indent=1) + "\n")
     RESULTS.with_suffix(".md").write_text("\n".join(page(found)) + "\n")
@@ -147,7 +147,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def _stub(program: Any, answer: Any) -> Any:
     """An engine that takes no time."""
-    from tsopt.runtime.executable import Executable
+    from tsopt import Executable
 
     answers = (answer,)
     return Executable("stub", program.signature, lambda inputs: answers)

@@ -19,9 +19,9 @@ import tsopt
 from bench.architectures import ARCHITECTURES
 from bench.process import Rows, measure_each
 from bench.untouched import changed, state_of
-from tsopt.runtime.accuracy import Oracle
-from tsopt.runtime.dispatch import Optimized
-from tsopt.runtime.environment import Environment
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.racing.environment import Environment
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 0.2

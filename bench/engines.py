@@ -12,9 +12,9 @@ from typing import Any
 import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
-from tsopt.runtime.candidate import candidates_for
-from tsopt.runtime.environment import Environment
-from tsopt.runtime.race import EAGER
+from tsopt.runtime.backends.candidate import candidates_for
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.race import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 20.0

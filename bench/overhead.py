@@ -16,11 +16,11 @@ import torch
 
 import tsopt
 from bench.models import MODELS
-from tsopt.compiler.example import Example
-from tsopt.runtime.environment import environment
-from tsopt.runtime.onnx_export import to_onnx
-from tsopt.runtime.ort import open_session
-from tsopt.runtime.timing import measure
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.onnx.export import to_onnx
+from tsopt.runtime.onnx.ort import open_session
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.timing import measure
 
 SECONDS = 10
 

@@ -14,9 +14,9 @@ import torch
 import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
-from tsopt.compiler.structure import flatten
-from tsopt.runtime.environment import Environment
-from tsopt.runtime.race import EAGER
+from tsopt.compiler.calls.structure import flatten
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.race import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 15.0

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from tsopt.runtime.environment import Environment, environment
+from tsopt.runtime.racing.environment import Environment, environment
 
 Rows = dict[str, dict[str, Any]]
 

@@ -23,11 +23,11 @@ import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
 from tsopt.api import transform
-from tsopt.compiler.capture import capture
+from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.protect import protected
-from tsopt.runtime.environment import Environment
-from tsopt.runtime.inputs import input_sets
-from tsopt.runtime.timing import Timing, measure, speedup
+from tsopt.runtime.checking.inputs import input_sets
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.timing import Timing, measure, speedup
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 20.0

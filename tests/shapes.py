@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
-from tsopt.compiler.example import Example
+from tsopt.compiler.calls.example import Example
 
 SHAPES: dict[str, Shape] = {}
 

@@ -15,7 +15,7 @@ import transformers
 import tsopt
 from bench.architectures import ARCHITECTURES
 from bench.untouched import changed, state_of
-from tsopt.runtime.accuracy import Oracle
+from tsopt.runtime.checking.accuracy import Oracle
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 

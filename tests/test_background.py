@@ -22,7 +22,7 @@ from torch import nn
 import tsopt
 from tsopt import background
 from tsopt.hybrid import compiled_of
-from tsopt.runtime.watch import Watch
+from tsopt.runtime.calling.watch import Watch
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",), "background": True}
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -56,8 +56,8 @@ class Decides(Net):
 
 # Python imports this at startup, in the background process too: every candidate that is verified beats eager there.
 FASTER = """
-from tsopt.runtime import race
-from tsopt.runtime.timing import Speedup
+from tsopt.runtime.racing import race
+from tsopt.runtime.racing.timing import Speedup
 
 race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)
 """

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler.signature import Signature
+from tsopt.compiler.calls.signature import Signature
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = {"seconds": 0.02, "isolate": False, "cache": False}
@@ -120,7 +120,7 @@ def test_a_bundle_keeps_its_sizes(tmp_path, backend):
 
 
 def test_a_candidate_that_is_wrong_at_one_size_is_out(monkeypatch):
-    from tsopt.runtime import eager
+    from tsopt.runtime.backends import eager
 
     runner = eager.torch_runner
 
@@ -133,7 +133,7 @@ def test_a_candidate_that_is_wrong_at_one_size_is_out(monkeypatch):
         model, torch.randn(2, 3, 8, 8), dynamic={"input": {0: "n[1..9]"}}, backends=("eager",), **QUICK
     )
     assert plain.report.rows[1].status == "ok"
-    monkeypatch.setattr("tsopt.runtime.torchscript.torch_runner", broken)
+    monkeypatch.setattr("tsopt.runtime.backends.torchscript.torch_runner", broken)
     fast = tsopt.optimize(
         model, torch.randn(2, 3, 8, 8), dynamic={"input": {0: "n[1..9]"}}, backends=("torchscript",), **QUICK
     )

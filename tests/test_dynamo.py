@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tsopt import dynamo
-from tsopt.runtime import parts
+from tsopt.runtime.calling import parts
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler import ops
-from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.serialize import read_program, write_program
-from tsopt.compiler.structure import flatten, unflatten
-from tsopt.runtime.compare import compare
-from tsopt.runtime.reference64 import Reference64
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.serialize import read_program, write_program
+from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.reference64 import Reference64
 
 FAILURES = Path(__file__).with_name("opinfo_failures.txt")
 SLICES = 40

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime.candidate import candidates_for
+from tsopt.runtime.backends.candidate import candidates_for
 
 FAST = {"backends": ("eager",), "seconds": 0.01}
 

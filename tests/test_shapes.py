@@ -8,9 +8,9 @@ import torch
 import tsopt
 from bench.untouched import changed, state_of
 from tests.shapes import SHAPES
-from tsopt.compiler.dims import resized
-from tsopt.compiler.structure import flatten
-from tsopt.runtime.held_out import settled
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.sizes.dims import resized
+from tsopt.runtime.checking.held_out import settled
 
 ONE_GRAPH = [name for name, item in SHAPES.items() if item.one_graph]
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -15,11 +15,11 @@ from tsopt._version import __version__
 
 if TYPE_CHECKING:
     from tsopt.api import compile, optimize, transform
-    from tsopt.compiler.capture import capture
-    from tsopt.compiler.example import Example, example
-    from tsopt.compiler.pipeline import Repeat
-    from tsopt.compiler.program import Numerics, Program
-    from tsopt.compiler.rewrite import Rule, RulePass, rule
+    from tsopt.compiler.calls.example import Example, example
+    from tsopt.compiler.capture.capture import capture
+    from tsopt.compiler.graph.program import Numerics, Program
+    from tsopt.compiler.rewriting.pipeline import Repeat
+    from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
     from tsopt.errors import (
         AccuracyError,
         ArtifactError,
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     )
     from tsopt.hybrid import hybridize, wait
     from tsopt.passes import STANDARD
-    from tsopt.runtime.accuracy import verify
-    from tsopt.runtime.artifact import load
-    from tsopt.runtime.dispatch import Optimized
-    from tsopt.runtime.executable import Executable
-    from tsopt.runtime.fallback import InEager
-    from tsopt.runtime.parts import InParts
-    from tsopt.runtime.race import benchmark
+    from tsopt.runtime.bundles.artifact import load
+    from tsopt.runtime.calling.executable import Executable
+    from tsopt.runtime.calling.fallback import InEager
+    from tsopt.runtime.calling.optimized import Optimized
+    from tsopt.runtime.calling.parts import InParts
+    from tsopt.runtime.checking.accuracy import verify
+    from tsopt.runtime.racing.race import benchmark
     from tsopt.runtime.report import Report
     from tsopt.sweeps import Sweep, sweep
 
 # name -> the module it lives in, imported at first use: `import tsopt` must not wait for torch.
 _PLACES = {
-    "capture": "tsopt.compiler.capture",
-    "Example": "tsopt.compiler.example",
-    "example": "tsopt.compiler.example",
-    "Repeat": "tsopt.compiler.pipeline",
-    "Numerics": "tsopt.compiler.program",
-    "Program": "tsopt.compiler.program",
-    "Rule": "tsopt.compiler.rewrite",
-    "RulePass": "tsopt.compiler.rewrite",
-    "rule": "tsopt.compiler.rewrite",
+    "capture": "tsopt.compiler.capture.capture",
+    "Example": "tsopt.compiler.calls.example",
+    "example": "tsopt.compiler.calls.example",
+    "Repeat": "tsopt.compiler.rewriting.pipeline",
+    "Numerics": "tsopt.compiler.graph.program",
+    "Program": "tsopt.compiler.graph.program",
+    "Rule": "tsopt.compiler.rewriting.rewrite",
+    "RulePass": "tsopt.compiler.rewriting.rewrite",
+    "rule": "tsopt.compiler.rewriting.rewrite",
     "AccuracyError": "tsopt.errors",
     "ArtifactError": "tsopt.errors",
     "BackendError": "tsopt.errors",
@@ -80,14 +80,14 @@ _PLACES = {
     "optimize": "tsopt.api",
     "transform": "tsopt.api",
     "STANDARD": "tsopt.passes",
-    "verify": "tsopt.runtime.accuracy",
-    "load": "tsopt.runtime.artifact",
-    "Executable": "tsopt.runtime.executable",
+    "verify": "tsopt.runtime.checking.accuracy",
+    "load": "tsopt.runtime.bundles.artifact",
+    "Executable": "tsopt.runtime.calling.executable",
     "compile": "tsopt.api",
-    "Optimized": "tsopt.runtime.dispatch",
-    "InEager": "tsopt.runtime.fallback",
-    "InParts": "tsopt.runtime.parts",
-    "benchmark": "tsopt.runtime.race",
+    "Optimized": "tsopt.runtime.calling.optimized",
+    "InEager": "tsopt.runtime.calling.fallback",
+    "InParts": "tsopt.runtime.calling.parts",
+    "benchmark": "tsopt.runtime.racing.race",
     "Report": "tsopt.runtime.report",
     "Sweep": "tsopt.sweeps",
     "sweep": "tsopt.sweeps",

@@ -15,42 +15,42 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tsopt.compiler import frontends
-from tsopt.compiler.capture import capture_apart, name_of
+from tsopt.compiler.calls.example import Example, as_examples
+from tsopt.compiler.capture import frontends
+from tsopt.compiler.capture.capture import capture_apart, name_of
+from tsopt.compiler.capture.explain import failure_of_the_model
 from tsopt.compiler.devices import is_on_gpu
-from tsopt.compiler.example import Example, as_examples
-from tsopt.compiler.explain import failure_of_the_model
-from tsopt.compiler.generalize import NotGeneral, through
-from tsopt.compiler.liveness import peak_bytes
-from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precisions import FP32
-from tsopt.compiler.program import Numerics, Program
 from tsopt.compiler.protect import InEvalMode, training_flags
-from tsopt.compiler.rewrite import Rule
-from tsopt.compiler.sizes import at
+from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.rewrite import Rule
+from tsopt.compiler.sizes.generalize import NotGeneral, through
+from tsopt.compiler.sizes.specialize import at
 from tsopt.errors import AccuracyError, CaptureError, NoGain, NotOneGraph, NotReady, TsoptError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.precision import in_precision
-from tsopt.runtime.ambient import POLICIES as ON_GRADIENTS
-from tsopt.runtime.audit import SHARE, Audits, check_share, executable_difference
-from tsopt.runtime.backend import Backend, get_backend
-from tsopt.runtime.backend import compile as compile_by
-from tsopt.runtime.backend_table import PLAIN
-from tsopt.runtime.candidate import AUTO, Candidate, candidates_for
-from tsopt.runtime.debug import Debugged
-from tsopt.runtime.debug import debug as run_debug
-from tsopt.runtime.dispatch import POLICIES, Optimized
-from tsopt.runtime.environment import environment
-from tsopt.runtime.executable import Executable
-from tsopt.runtime.fallback import InEager, reason_of
-from tsopt.runtime.held_out import Sized, settled, sizes_in
-from tsopt.runtime.isolation import Workshop, is_on_cpu
-from tsopt.runtime.parts import PART, InParts, optimize_in_parts
-from tsopt.runtime.race import race
-from tsopt.runtime.recall import race_or_recall
-from tsopt.runtime.rehearsal import Rehearsal, rehearsal_of
+from tsopt.runtime.backends.backend import Backend, get_backend
+from tsopt.runtime.backends.backend import compile as compile_by
+from tsopt.runtime.backends.candidate import AUTO, Candidate, candidates_for
+from tsopt.runtime.backends.table import PLAIN
+from tsopt.runtime.calling.ambient import POLICIES as ON_GRADIENTS
+from tsopt.runtime.calling.audit import SHARE, Audits, check_share, executable_difference
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.fallback import InEager, reason_of
+from tsopt.runtime.calling.optimized import POLICIES, Optimized
+from tsopt.runtime.calling.parts import PART, InParts, optimize_in_parts
+from tsopt.runtime.calling.watch import Weights
+from tsopt.runtime.checking.debug import Debugged
+from tsopt.runtime.checking.debug import debug as run_debug
+from tsopt.runtime.checking.held_out import Sized, settled, sizes_in
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.isolation import Workshop, is_on_cpu
+from tsopt.runtime.racing.race import race
+from tsopt.runtime.racing.recall import race_or_recall
+from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
-from tsopt.runtime.watch import Weights
 
 log = logging.getLogger("tsopt")
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")

@@ -26,18 +26,18 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
-from tsopt.compiler.example import Example
-from tsopt.compiler.signature import Signature
-from tsopt.compiler.structure import Structure, with_own_leaves
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import Structure, with_own_leaves
 from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, SignatureError, TsoptError, UsageError
-from tsopt.runtime.accuracy import Oracle
-from tsopt.runtime.artifact import load, save
-from tsopt.runtime.dispatch import MAX_CAPTURES, Form, Forms, Optimized, form_of
-from tsopt.runtime.executable import Executable
-from tsopt.runtime.processes import descendants, environment_of_child, kill
-from tsopt.runtime.reads import reads_of
+from tsopt.runtime.bundles.artifact import load, save
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.optimized import MAX_CAPTURES, Form, Forms, Optimized, form_of
+from tsopt.runtime.calling.reads import reads_of
+from tsopt.runtime.calling.watch import Watch
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.racing.processes import descendants, environment_of_child, kill
 from tsopt.runtime.report import Report
-from tsopt.runtime.watch import Watch
 
 REQUEST, ANSWER, FORM, OUTPUT = "request", "answer", "form.tsopt", "output"
 TAIL = 300  # characters of what a process that has failed has printed

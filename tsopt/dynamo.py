@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import fx
 
 from tsopt.api import optimize
-from tsopt.compiler.example import Example
-from tsopt.runtime.dispatch import Optimized
-from tsopt.runtime.parts import PART, Graph
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.parts import PART, Graph
 
 
 def backend(

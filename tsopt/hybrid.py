@@ -16,18 +16,18 @@ from torch import nn
 
 from tsopt.api import optimize
 from tsopt.background import InBackground
-from tsopt.compiler.example import Example
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.protect import modules_of, protected
-from tsopt.compiler.structure import flatten
 from tsopt.errors import CaptureError, TsoptError, UsageError
-from tsopt.runtime.ambient import objection, untraced
-from tsopt.runtime.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
-from tsopt.runtime.dispatch import Optimized
-from tsopt.runtime.fallback import InEager
-from tsopt.runtime.guard import watcher
-from tsopt.runtime.inputs import InputSet
-from tsopt.runtime.parts import InParts
-from tsopt.runtime.watch import Watch, tensors_of
+from tsopt.runtime.calling.ambient import objection, untraced
+from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
+from tsopt.runtime.calling.fallback import InEager
+from tsopt.runtime.calling.guard import watcher
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.parts import InParts
+from tsopt.runtime.calling.watch import Watch, tensors_of
+from tsopt.runtime.checking.inputs import InputSet
 
 log = logging.getLogger("tsopt")
 # Where the caller does not say otherwise: somebody waits for the first call, and whether the weights are what they were

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
+from tsopt.compiler.calls.example import Example, as_example
+from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
-from tsopt.compiler.dims import resized as with_sizes
-from tsopt.compiler.example import Example, as_example
-from tsopt.compiler.structure import flatten, unflatten
+from tsopt.compiler.sizes.dims import resized as with_sizes
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.report import Report, Row, data_frame, markdown_table, milliseconds, text_table
 from tsopt.runtime.text import markdown_cell, printable

@@ -19,8 +19,8 @@ import torch
 
 import tsopt
 from bench.hazards import FAMILIES, Case
-from tsopt.runtime.environment import environment
-from tsopt.runtime.onnx_export import to_onnx
+from tsopt.runtime.onnx.export import to_onnx
+from tsopt.runtime.racing.environment import environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "hazards.json"
 KINDS = ("right", "refused", "noted", "wrong")

@@ -31,9 +31,9 @@ from torch import nn
 
 import tsopt
 from bench.hazards import RIGHT, Case, Outcome
-from tsopt.compiler.example import as_example
-from tsopt.runtime import artifact
-from tsopt.runtime.environment import environment
+from tsopt.compiler.calls.example import as_example
+from tsopt.runtime.bundles import artifact
+from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import Report, Row
 
 SECONDS = 40.0  # for the process of a case; imports and engines are part of it

@@ -23,9 +23,9 @@ from torch import nn
 
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
-from tsopt.runtime import cache
-from tsopt.runtime import race as race_module
-from tsopt.runtime.timing import Timing
+from tsopt.runtime.racing import cache
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.timing import Timing
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 PACES = {"eager": 4.0, "eager + passes": 1.0, "TorchScript": 2.0}

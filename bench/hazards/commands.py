@@ -134,9 +134,9 @@ def bundle(name: str) -> None:
     import torch
 
     from tsopt.cli.model_file import load_model_file
-    from tsopt.compiler.example import as_example
-    from tsopt.runtime import artifact
-    from tsopt.runtime.environment import environment as machine
+    from tsopt.compiler.calls.example import as_example
+    from tsopt.runtime.bundles import artifact
+    from tsopt.runtime.racing.environment import environment as machine
     from tsopt.runtime.report import Report, Row
 
     loaded = load_model_file("m.py", [], 0)

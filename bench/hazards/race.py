@@ -18,10 +18,10 @@ from torch import nn
 
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
-from tsopt.runtime import race as race_module
-from tsopt.runtime.isolation import Workshop
-from tsopt.runtime.processes import descendants, kill
-from tsopt.runtime.timing import Speedup, Timing, measure, speedup
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.isolation import Workshop
+from tsopt.runtime.racing.processes import descendants, kill
+from tsopt.runtime.racing.timing import Speedup, Timing, measure, speedup
 
 FAULTY = "tests.runtime.faulty:"
 STEADY = (4.0,) * 12
@@ -145,7 +145,7 @@ def helper_is_gone(_: str) -> Outcome:
 
 
 def no_memory(_: str) -> Outcome:
-    from tsopt.runtime.torchscript import TorchScriptBackend
+    from tsopt.runtime.backends.torchscript import TorchScriptBackend
 
     def fail(self: Any, program: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99999999999 bytes")

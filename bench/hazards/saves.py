@@ -107,9 +107,9 @@ def replaced_while_read(backend: str) -> Outcome:
 
 def _staged() -> Any:
     try:
-        from tsopt.runtime.staging import staged
+        from tsopt.runtime.bundles.staging import staged
     except ImportError:
-        from tsopt.runtime.artifact import staged  # type: ignore[attr-defined,no-redef]
+        from tsopt.runtime.bundles.artifact import staged  # type: ignore[attr-defined,no-redef]
     return staged
 
 

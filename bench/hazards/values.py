@@ -10,10 +10,10 @@ import torch
 
 import tsopt
 from bench.hazards import BACKENDS, RIGHT, Case, Outcome
-from tsopt.compiler.structure import flatten
-from tsopt.runtime.accuracy import Oracle
-from tsopt.runtime.compare import compare
-from tsopt.runtime.onnx_export import to_onnx
+from tsopt.compiler.calls.structure import flatten
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.onnx.export import to_onnx
 
 Model = Callable[..., Any]
 Call = tuple[torch.Tensor, ...]

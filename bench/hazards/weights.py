@@ -13,8 +13,9 @@ from torch import nn
 
 import tsopt
 from bench.hazards import RIGHT, Case, Outcome
-from tsopt.runtime import onednn, race
-from tsopt.runtime.timing import Speedup
+from tsopt.runtime.backends import onednn
+from tsopt.runtime.racing import race
+from tsopt.runtime.racing.timing import Speedup
 
 OPTIONS: dict[str, Any] = {"seconds": 0.05, "isolate": False, "cache": False}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.helpers import ENTRY, KEY
-from tsopt.runtime import cache
+from tsopt.runtime.racing import cache
 
 
 @pytest.fixture

@@ -213,7 +213,7 @@ def test_a_directory_of_the_user_beside_the_output_is_left_alone(tsopt, write, t
 
 
 def test_a_race_that_this_machine_has_stopped_exits_with_1_and_one_line(tsopt, write, tmp_path, monkeypatch):
-    from tsopt.runtime.torchscript import TorchScriptBackend
+    from tsopt.runtime.backends.torchscript import TorchScriptBackend
 
     def fail(self, program):
         raise MemoryError

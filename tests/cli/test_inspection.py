@@ -5,9 +5,9 @@ import functools
 import pytest
 
 from tsopt import api
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import RulePass, rule
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import RulePass, rule
 
 FOLDS = """
 import torch

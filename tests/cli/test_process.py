@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.conftest import MODEL, Ran
 from tsopt.cli import process
-from tsopt.runtime.processes import descendants
+from tsopt.runtime.racing.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,7 +268,7 @@ def test_what_the_system_refuses_is_an_error_of_the_systems(tsopt, write, monkey
         raise error
 
     write()
-    monkeypatch.setattr("tsopt.compiler.capture.capture", fail)
+    monkeypatch.setattr("tsopt.compiler.capture.capture.capture", fail)
     ran = tsopt("inspect", "m.py")
     assert ran.code == 2
     assert text in ran.err
@@ -286,7 +286,7 @@ def test_what_is_our_own_mistake_is_not_hidden(write, monkeypatch, tmp_path, err
 
     write()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tsopt.compiler.capture.capture", fail)
+    monkeypatch.setattr("tsopt.compiler.capture.capture.capture", fail)
     with pytest.raises(type(error)):
         main(["inspect", "m.py"])
 

@@ -9,7 +9,7 @@ import torch
 import tsopt as package
 from tests.runtime.helpers import sign
 from tsopt.cli import verification
-from tsopt.runtime import artifact
+from tsopt.runtime.bundles import artifact
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
     def fail(self, leaves):
         raise RuntimeError("illegal instruction")
 
-    monkeypatch.setattr("tsopt.runtime.executable.Executable.run_flat", fail)
+    monkeypatch.setattr("tsopt.runtime.calling.executable.Executable.run_flat", fail)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
     assert "fails on the inputs that it was written with" in ran.err
@@ -131,8 +131,8 @@ def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
 
 def test_code_needs_trust(tsopt, place, write):
     from tsopt.cli.model_file import load_model_file
-    from tsopt.compiler.example import as_example
-    from tsopt.runtime.environment import environment
+    from tsopt.compiler.calls.example import as_example
+    from tsopt.runtime.racing.environment import environment
     from tsopt.runtime.report import Report, Row
 
     loaded = load_model_file(str(place / "m.py"), [], 0)

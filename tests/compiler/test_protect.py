@@ -13,8 +13,8 @@ from torch import nn
 
 from bench.untouched import changed, state_of
 from tests.compiler.helpers import Net
-from tsopt.compiler.capture import capture
-from tsopt.compiler.example import example
+from tsopt.compiler.calls.example import example
+from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.protect import is_untouched, protected, training_flags
 from tsopt.errors import CaptureError
 

@@ -12,8 +12,8 @@ import z3
 from torch import fx
 
 from tests.passes.helpers import SPECIAL, aten
-from tsopt.compiler import ops
-from tsopt.compiler.program import Program
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
 
 NEAREST = z3.RNE()
 SORTS = {

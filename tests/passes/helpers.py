@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.capture import capture
-from tsopt.compiler.example import as_example
-from tsopt.compiler.ops import aten, is_call, name_of
-from tsopt.compiler.pipeline import Changes, Done, Limits, Pass, PassRecord, Repeat, run
-from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.rewrite import Rule, RulePass
-from tsopt.compiler.structure import flatten, unflatten
-from tsopt.compiler.verify import output_aliases, verify_program
+from tsopt.compiler.calls.example import as_example
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.capture.capture import capture
+from tsopt.compiler.graph.ops import aten, is_call, name_of
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.verify import output_aliases, verify_program
+from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.rewrite import Rule, RulePass
 
 SPECIAL = (
     float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-45, 1e-39, 1.17549435e-38,

@@ -14,12 +14,12 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tsopt.compiler import ops
-from tsopt.compiler.ops import aten, tensors_of
-from tsopt.compiler.program import Program
-from tsopt.compiler.signature import Input, Output, Signature
-from tsopt.compiler.structure import flatten
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.signature import Input, Output, Signature
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten, tensors_of
+from tsopt.compiler.graph.program import Program
 
 
 class Builder:

@@ -16,13 +16,13 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.passes.helpers import specials
-from tsopt.compiler import ops
-from tsopt.compiler.infer import infer, infer_weight
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Program, type_of
-from tsopt.compiler.signature import Input, Output, Signature
-from tsopt.compiler.structure import flatten
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.signature import Input, Output, Signature
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.infer import infer, infer_weight
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program, type_of
 
 LARGEST = 512  # elements of a value
 MOST_INPUTS = 4

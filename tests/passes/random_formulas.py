@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from tests.passes.random_calls import FILL, MOVES, Builder, make, rank
-from tsopt.compiler.ops import aten
+from tsopt.compiler.graph.ops import aten
 
 Value = fx.Node | None
 

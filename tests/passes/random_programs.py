@@ -31,10 +31,10 @@ from tests.passes.random_calls import (
     rank,
 )
 from tests.passes.random_formulas import FORMULAS
-from tsopt.compiler import ops
-from tsopt.compiler.match import Pattern
-from tsopt.compiler.ops import aten
-from tsopt.compiler.rewrite import Rule, RulePass
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.rewriting.match import Pattern
+from tsopt.compiler.rewriting.rewrite import Rule, RulePass
 from tsopt.passes import STANDARD
 
 # ---- single calls -----------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import SPECIAL, Limits, aten, capture, check, check_declines, check_fires, ops_of, specials
-from tsopt.compiler.pipeline import run
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.pipeline import run
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass
 from tsopt.passes import ALGEBRA, STANDARD, CommonSubexpressions, DeadCode, algebra
 from tsopt.passes.algebra import holds
 

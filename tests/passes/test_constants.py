@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import SPECIAL, Limits, capture, check, check_declines, check_fires, specials
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, RulePass
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, RulePass
 from tsopt.passes import ALGEBRA, NORMALIZE, STANDARD, DeadCode, FoldConstants, constants
 
 N = len(SPECIAL)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import SPECIAL, aten, capture, check, ops_of, run, specials
-from tsopt.compiler.pipeline import Limits
-from tsopt.compiler.rewrite import NEW_ALIAS
+from tsopt.compiler.rewriting.pipeline import Limits
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS
 from tsopt.passes import CommonSubexpressions
 
 CSE = CommonSubexpressions()

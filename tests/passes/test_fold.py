@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import aten, capture, check, ops_of, run, specials
-from tsopt.compiler.pipeline import Limits
-from tsopt.compiler.program import Numerics
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.pipeline import Limits
 from tsopt.passes import DeadCode, FoldConstants
 from tsopt.passes.fold import RAISES, TOO_LARGE, TRAPS
 
@@ -230,8 +230,8 @@ def test_a_wide_scalar_over_a_narrow_tensor_traps_in_the_narrow_type():
     """A 0-d int64 does not promote int32: -2**31 by -1 is computed in int32 and kills the process."""
     code = """
         import torch
-        from tsopt.compiler.capture import capture
-        from tsopt.compiler.pipeline import run
+        from tsopt.compiler.capture.capture import capture
+        from tsopt.compiler.rewriting.pipeline import run
         from tsopt.passes import FoldConstants
 
         class Net(torch.nn.Module):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import aten, capture, check, check_declines, check_fires, find, ops_of, run
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import USED_ELSEWHERE
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import FUSE, fuse
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.passes.helpers import SPECIAL, aten, check, check_declines, check_fires, of_any_dtype, ops_of, specials
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import OTHER_LAYOUT, USED_ELSEWHERE, RulePass
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, USED_ELSEWHERE, RulePass
 from tsopt.passes import MOVES, NORMALIZE, DeadCode, moves
 
 N = len(SPECIAL)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.passes.helpers import SPECIAL, check, check_declines, check_fires, of_any_dtype, specials
-from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass
 from tsopt.passes import NORMALIZE, DeadCode, moves
 
 N = len(SPECIAL)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import SPECIAL, check, specials
-from tsopt.compiler.rewrite import RulePass
+from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import FUSE, MOVES, NORMALIZE, DeadCode, moves
 
 N = len(SPECIAL)

@@ -24,8 +24,8 @@ from tests.passes.helpers import (
     run,
     specials,
 )
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
 from tsopt.passes import NORMALIZE, DeadCode, normalize
 
 N = len(SPECIAL)

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.passes.helpers import Limits, assert_same_bits, capture, check, ops_of, run
 from tests.passes.programs import Builder, measured, random_program, work
-from tsopt.compiler.liveness import Lives, peak_bytes
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Numerics
+from tsopt.compiler.graph.liveness import Lives, peak_bytes
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics
 from tsopt.passes.order import HEURISTICS, MemoryOrder, _needs
 
 ORDER = MemoryOrder()

@@ -12,14 +12,14 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tsopt.compiler.pipeline import Limits, run
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.verify import verify_program
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.rewriting.pipeline import Limits, run
 from tsopt.passes.precision import LowerPrecision, in_precision
-from tsopt.runtime import onednn
-from tsopt.runtime.accuracy import Oracle
-from tsopt.runtime.backend import get_backend
-from tsopt.runtime.compare import compare
+from tsopt.runtime.backends import onednn
+from tsopt.runtime.backends.backend import get_backend
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.compare import compare
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
@@ -265,8 +265,8 @@ def test_a_precision_that_nobody_has_is_refused(options, text):
 @pytest.fixture
 def low_wins(monkeypatch):
     """A race that only one precision can win, whatever the clock says."""
-    from tsopt.runtime import race
-    from tsopt.runtime.timing import Timing
+    from tsopt.runtime.racing import race
+    from tsopt.runtime.racing.timing import Timing
 
     def measure(calls, inputs, **_):
         return {name: Timing((1.0, 1.01) * 4 if "bf16" in name else (9.0, 9.01) * 4, 5) for name in calls}
@@ -315,7 +315,7 @@ def test_a_program_for_many_sizes_is_lowered_and_right_at_all_of_them(isolate):
 
 
 def test_a_candidate_in_a_lower_precision_does_not_take_the_program_as_it_is():
-    from tsopt.runtime.backend import compile
+    from tsopt.runtime.backends.backend import compile
 
     with pytest.raises(tsopt.UsageError, match="the program is not in bf16"):
         compile(tsopt.capture(mlp(), X), "eager?precision=bf16")

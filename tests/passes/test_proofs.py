@@ -20,9 +20,9 @@ import z3
 from tests.passes.expressions import OPERATIONS, SORTS, assert_expressions_of_torch, expression
 from tests.passes.helpers import aten, capture
 from tests.passes.random_programs import RULES
-from tsopt.compiler.pipeline import Limits, run
-from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.rewrite import Rule, RulePass, rule
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.rewriting.pipeline import Limits, run
+from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
 from tsopt.passes import NORMALIZE, DeadCode
 
 TIMEOUT = 60_000  # ms; on a free machine the slowest takes less than a second

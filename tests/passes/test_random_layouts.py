@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.passes.random_layouts import chain
-from tsopt.compiler.capture import capture
-from tsopt.compiler.pipeline import run
+from tsopt.compiler.capture.capture import capture
+from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes import STANDARD
 
 MISTAKEN = (233, 266)  # a convolution behind, whose layout depends on a stride of an axis of size 1

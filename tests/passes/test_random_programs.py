@@ -14,15 +14,15 @@ from torch import fx
 from tests.passes.helpers import assert_same_bits, capture
 from tests.passes.random_calls import Drawn
 from tests.passes.random_programs import RULES, around, programs
-from tsopt.compiler import ops
-from tsopt.compiler.pipeline import Limits, Pass, PassRecord, Repeat, run
-from tsopt.compiler.program import Numerics, Program
-from tsopt.compiler.rewrite import RulePass
-from tsopt.compiler.serialize import read_program, write_program
-from tsopt.compiler.verify import output_aliases, verify_program
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.serialize import read_program, write_program
+from tsopt.compiler.graph.verify import output_aliases, verify_program
+from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import STANDARD
-from tsopt.runtime.compare import compare
-from tsopt.runtime.reference64 import Reference64
+from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.reference64 import Reference64
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.passes.helpers import run
 from tests.passes.programs import Builder, work
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Program
-from tsopt.compiler.values import Values
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.values import Values
 from tsopt.passes import STANDARD
 
 FUZZ = bool(os.environ.get("TSOPT_FUZZ"))

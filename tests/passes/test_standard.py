@@ -13,7 +13,7 @@ from torch import nn
 import tsopt
 from tests.passes.helpers import assert_computes, capture, check, ops_of
 from tsopt.api import names_of, transform, transform_with_records
-from tsopt.compiler.program import Numerics
+from tsopt.compiler.graph.program import Numerics
 from tsopt.errors import UsageError
 from tsopt.passes import STANDARD
 

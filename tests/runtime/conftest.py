@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler.example import Example
-from tsopt.runtime.dispatch import Optimized
-from tsopt.runtime.environment import environment
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import Report, Row
 
 

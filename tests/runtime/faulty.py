@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tsopt.compiler.program import Program
+from tsopt.compiler.graph.program import Program
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import Unsupported
-from tsopt.runtime.executable import Executable
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.calling.executable import Executable
 
 SLOW = 2e-3  # seconds
 

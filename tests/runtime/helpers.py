@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from tsopt.compiler.example import as_example
-from tsopt.runtime import artifact
-from tsopt.runtime.accuracy import Verdict
-from tsopt.runtime.cache import Entry
-from tsopt.runtime.candidate import Candidate
-from tsopt.runtime.environment import environment
-from tsopt.runtime.members import digest_of
+from tsopt.compiler.calls.example import as_example
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles.members import digest_of
+from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.racing.cache import Entry
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.report import Report, Row
-from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 # What a cache keeps of one race.
 KEY = "ab" * 32

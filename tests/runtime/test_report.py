@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from tests.runtime.helpers import report
-from tsopt.compiler.pipeline import Declined, Done, PassRecord, Size
-from tsopt.runtime.accuracy import Verdict
+from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord, Size
+from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.report import (
     COLUMNS,
     PASS_COLUMNS,
@@ -19,7 +20,6 @@ from tsopt.runtime.report import (
     rule_cells,
     rule_records,
 )
-from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 BASE = Row("eager", timing=Timing((2.0, 2.0, 4.0)))
 GOOD = Row(

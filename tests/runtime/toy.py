@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from tsopt.compiler import ops
-from tsopt.compiler.program import Program
-from tsopt.compiler.signature import Signature
-from tsopt.runtime.backend import Unsupported
-from tsopt.runtime.executable import Executable, Runner
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.calling.executable import Executable, Runner
 
 FILE = "toy.safetensors"
 

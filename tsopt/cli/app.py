@@ -35,7 +35,7 @@ from tsopt.cli.options import (
     race_options,
 )
 from tsopt.errors import TsoptError, UsageError
-from tsopt.runtime.endings import NoCandidate
+from tsopt.runtime.racing.endings import NoCandidate
 
 app = typer.Typer(
     name="tsopt",
@@ -209,7 +209,7 @@ def inspect(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import check_name, debug_passes, names_of, transform_with_records
         from tsopt.cli import inspection
-        from tsopt.compiler.capture import capture
+        from tsopt.compiler.capture.capture import capture
         from tsopt.passes import STANDARD
 
         tell("capture")
@@ -279,8 +279,8 @@ app.add_typer(races, name="cache")
 @races.command(help="Show where results are kept, and how many.")
 def show(json: AsJson = False) -> None:
     out = _output(json)
-    from tsopt.runtime import cache_files as cache
-    from tsopt.runtime.cache_directory import directory, objection
+    from tsopt.runtime.racing import cache_files as cache
+    from tsopt.runtime.racing.cache_directory import directory, objection
 
     found, size, reason = cache.entries(), cache.size(), objection()
     out.json({"directory": str(directory()), "entries": len(found), "bytes": size, "objection": reason})
@@ -292,8 +292,8 @@ def show(json: AsJson = False) -> None:
 @races.command(help="Forget all results.")
 def clear(json: AsJson = False) -> None:
     out = _output(json)
-    from tsopt.runtime import cache_files as cache
-    from tsopt.runtime.cache_directory import directory, objection
+    from tsopt.runtime.racing import cache_files as cache
+    from tsopt.runtime.racing.cache_directory import directory, objection
 
     reason = objection()
     if reason:

@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 from tsopt.cli.process import lacking
-from tsopt.runtime.backend_table import BACKENDS, BackendInfo
-from tsopt.runtime.environment import environment, is_installed
+from tsopt.runtime.backends.table import BACKENDS, BackendInfo
+from tsopt.runtime.racing.environment import environment, is_installed
 
 NEEDED = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "safetensors")
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from tsopt.cli.model_file import split_spec
 from tsopt.errors import ArtifactError, UsageError
-from tsopt.runtime.artifact import check_target
-from tsopt.runtime.backend_table import BACKENDS
-from tsopt.runtime.members import MANIFEST
-from tsopt.runtime.staging import staged
+from tsopt.runtime.backends.table import BACKENDS
+from tsopt.runtime.bundles.artifact import check_target
+from tsopt.runtime.bundles.members import MANIFEST
+from tsopt.runtime.bundles.staging import staged
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
 BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports}  # by format
@@ -53,7 +53,7 @@ def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
 def check_formats(formats: list[str], opset: int | None) -> None:
     """Raises UsageError for an opset that nobody can write, before the work."""
     if "onnx" in formats:
-        from tsopt.runtime.onnx_export import check_opset
+        from tsopt.runtime.onnx.export import check_opset
 
         check_opset(opset)
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tsopt.api import LEVELS, rules_of
-from tsopt.compiler.ops import name_of
-from tsopt.compiler.pipeline import PassRecord
-from tsopt.compiler.rewrite import Rule
+from tsopt.compiler.graph.ops import name_of
+from tsopt.compiler.rewriting.pipeline import PassRecord
+from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
-from tsopt.runtime.debug import Debugged, title
+from tsopt.runtime.checking.debug import Debugged, title
 from tsopt.runtime.report import (
     PASS_COLUMNS,
     RULE_COLUMNS,

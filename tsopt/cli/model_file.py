@@ -262,7 +262,7 @@ def _input(text: str, generator: Any) -> tuple[str | None, Any]:
 def _dtype(kind: str, text: str) -> Any:
     import torch
 
-    from tsopt.compiler.types import LONG
+    from tsopt.compiler.calls.types import LONG
 
     dtype = getattr(torch, LONG.get(kind, kind), None)
     if not isinstance(dtype, torch.dtype) or not _can_hold_values(dtype):

@@ -11,13 +11,13 @@ from typing import Any
 from tsopt.cli.console import Output
 from tsopt.cli.model_file import load_model_file
 from tsopt.cli.options import Subject, Timing, capture_options, race_options
-from tsopt.compiler.control import all_calls
-from tsopt.compiler.ops import is_number, name_of
-from tsopt.compiler.program import Program, origin_of
+from tsopt.compiler.graph.control import all_calls
+from tsopt.compiler.graph.ops import is_number, name_of
+from tsopt.compiler.graph.program import Program, origin_of
 from tsopt.errors import BackendError
-from tsopt.runtime.backend import get_backend
-from tsopt.runtime.backend_table import info_of
-from tsopt.runtime.candidate import Candidate
+from tsopt.runtime.backends.backend import get_backend
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.table import info_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
     with out.progress(Path(subject.model).name) as tell:
         loaded = load_model_file(subject.model, subject.input or [], subject.seed)
         from tsopt.api import transform, who_races
-        from tsopt.compiler.capture import capture
-        from tsopt.compiler.example import as_examples
+        from tsopt.compiler.calls.example import as_examples
+        from tsopt.compiler.capture.capture import capture
 
         options = race_options(subject, timing)
         first, *_ = as_examples(loaded.example_input)
@@ -91,7 +91,7 @@ def _taker(name: str, program: Program) -> Taker:
         if refused:
             return Taker(name, False, f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}")
         if info_of(name).through_onnx:
-            from tsopt.runtime.onnx_export import to_onnx
+            from tsopt.runtime.onnx.export import to_onnx
 
             to_onnx(program)
     except BackendError as error:

@@ -10,8 +10,8 @@ import sys
 from types import FrameType
 
 from tsopt.errors import BackendError, TsoptError, UsageError
-from tsopt.runtime.endings import LOST, ending_of
-from tsopt.runtime.processes import NO_TELEMETRY
+from tsopt.runtime.racing.endings import LOST, ending_of
+from tsopt.runtime.racing.processes import NO_TELEMETRY
 
 INTERRUPTED = 128  # and the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")

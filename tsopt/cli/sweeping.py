@@ -49,7 +49,7 @@ def check_output(path: Path | None) -> None:
 
 def save(sweep: Sweep, path: Path) -> None:
     """Writes a sweep in the form that the suffix names; the whole file or none."""
-    from tsopt.runtime.staging import staged
+    from tsopt.runtime.bundles.staging import staged
 
     with staged(path, unpack=True) as directory:
         (directory / path.name).write_text(WRITERS[path.suffix](sweep))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.cli.process import lacking
-from tsopt.compiler.signature import Signature, mismatch
+from tsopt.compiler.calls.signature import Signature, mismatch
 from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
-from tsopt.runtime.artifact import vetted
-from tsopt.runtime.environment import is_installed
-from tsopt.runtime.executable import Executable
-from tsopt.runtime.members import Bundle, reading
-from tsopt.runtime.opening import CHECK
+from tsopt.runtime.bundles.artifact import vetted
+from tsopt.runtime.bundles.members import Bundle, reading
+from tsopt.runtime.bundles.opening import CHECK
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.racing.environment import is_installed
 
 AGAIN = "export the model again on this machine"
 
@@ -67,9 +67,9 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     """
     executable, seconds = reading(bundle, lambda found: _load(found, trust))
     from tsopt.api import as_eval
-    from tsopt.compiler.capture import capture
-    from tsopt.compiler.example import as_examples
-    from tsopt.runtime.accuracy import verify
+    from tsopt.compiler.calls.example import as_examples
+    from tsopt.compiler.capture.capture import capture
+    from tsopt.runtime.checking.accuracy import verify
 
     example = as_examples(loaded.example_input)[0]
     program = capture(loaded.model, example, eval_mode=eval_mode, allow_nan=True)
@@ -81,12 +81,12 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
 def _comparison() -> Callable[[Any, Any, str], Any]:
     """What compares two values in a precision: tensors, or arrays where torch is not installed."""
     if not is_installed("torch"):
-        from tsopt.runtime import compare_arrays
+        from tsopt.runtime.checking import compare_arrays
 
         limits = compare_arrays.LIMITS
         return lambda value, wanted, name: compare_arrays.compare_arrays(value, wanted, limit=limits.get(name))
-    from tsopt.runtime.accuracy import LIMITS
-    from tsopt.runtime.compare import compare
+    from tsopt.runtime.checking.accuracy import LIMITS
+    from tsopt.runtime.checking.compare import compare
 
     return lambda value, wanted, name: compare(value, wanted, limit=LIMITS.get(name))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tsopt.compiler.example import Example
-from tsopt.compiler.structure import flatten
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten
 from tsopt.errors import UsageError
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tsopt.compiler.pipeline import Pass, Repeat
-from tsopt.compiler.rewrite import RulePass
+from tsopt.compiler.rewriting.pipeline import Pass, Repeat
+from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import algebra, fuse, moves, normalize, recompose
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode

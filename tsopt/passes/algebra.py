@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import Site, rule
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import Site, rule
 from tsopt.passes import constants
 
 CASTS = "the literal promotes the dtype or the shape"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import Site, rule
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import Site, rule
 
 PROMOTES = "the constant promotes the dtype or the shape"
 OUT_OF_RANGE = "the merged factor would be no normal number"

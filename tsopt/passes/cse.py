@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.program import Program, format_value, origin_of
-from tsopt.compiler.rewrite import NEW_ALIAS, shares_new_memory
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, format_value, origin_of
+from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, shares_new_memory
 
 SMALL = 1  # elements: larger weights are the same only when they are the same memory
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tsopt.compiler import ops
-from tsopt.compiler.pipeline import Changes, Done, Limits, Pass
-from tsopt.compiler.program import Program, origin_of
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.infer import infer_weight
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.program import Program, origin_of, type_of
-from tsopt.compiler.rewrite import fresh_name, reaches_output
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.infer import infer_weight
+from tsopt.compiler.graph.program import Program, origin_of, type_of
+from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.rewrite import fresh_name, reaches_output
 
 MEBI = 1 << 20
 TOO_LARGE = "the result would be much larger than what it is made of"

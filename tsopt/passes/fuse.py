@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import Site, Skip, rule
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import Site, Skip, rule
 
 CONVOLUTIONS = (
     aten.conv1d.default,

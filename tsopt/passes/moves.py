@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.rewrite import Site, rule
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.rewriting.rewrite import Site, rule
 
 SHARED = "the inner value is used elsewhere"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.rewrite import rule
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.rewriting.rewrite import rule
 from tsopt.passes import constants
 
 _LONG = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}

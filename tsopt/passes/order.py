@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.liveness import Lives
-from tsopt.compiler.pipeline import Changes, Done, Limits, Pass
-from tsopt.compiler.program import Program
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.liveness import Lives
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
 
 ROUNDS = 10  # an order found from a better order may be better still; each round must gain, so few are needed
 

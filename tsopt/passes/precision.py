@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.infer import infer, infer_weight
-from tsopt.compiler.ops import aten
-from tsopt.compiler.pipeline import Changes, Done, Limits, Pass, run
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.infer import infer, infer_weight
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics, Program, origin_of
 from tsopt.compiler.precisions import FP32
-from tsopt.compiler.program import Numerics, Program, origin_of
-from tsopt.compiler.rewrite import fresh_name, new_call
+from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, run
+from tsopt.compiler.rewriting.rewrite import fresh_name, new_call
 from tsopt.errors import NoGain
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

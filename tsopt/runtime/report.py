@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tsopt.compiler.pipeline import Declined, Done, PassRecord
+from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord
 from tsopt.errors import UsageError
-from tsopt.runtime.accuracy import Verdict
-from tsopt.runtime.endings import stopped
-from tsopt.runtime.environment import Environment
+from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.racing.endings import stopped
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.text import markdown_cell, printable
-from tsopt.runtime.timing import ColdStart, Speedup, Timing
 
 Event = TypeVar("Event", Done, Declined)
 

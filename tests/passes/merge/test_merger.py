@@ -28,7 +28,7 @@ from tests.passes.merge.examples import (
 )
 from tests.passes.programs import Builder
 from tsopt.api import names_of, transform, transform_with_records
-from tsopt.compiler.rewrite import OTHER_LAYOUT
+from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT
 from tsopt.passes import STANDARD
 from tsopt.passes.merge import MergeBranches, joins, merger
 from tsopt.passes.merge.merger import ISOMORPHIC, PARALLEL

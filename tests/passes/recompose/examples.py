@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from tests.passes.helpers import find
-from tsopt.compiler.ops import bind
+from tsopt.compiler.graph.ops import bind
 
 INF, LOWEST = math.inf, torch.finfo(torch.float32).min
 B, H, L, D = 2, 3, 5, 4

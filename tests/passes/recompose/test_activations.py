@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires, specials
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import USED_ELSEWHERE
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import STANDARD
 from tsopt.passes.recompose import activations
 

@@ -29,7 +29,7 @@ from tests.passes.recompose.examples import (
     repeated,
     values,
 )
-from tsopt.compiler.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
 from tsopt.passes import NORMALIZE, STANDARD, DeadCode
 from tsopt.passes.recompose import attention
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tests.passes.helpers import capture, check
 from tests.passes.recompose.examples import INF, LOWEST
-from tsopt.compiler.rewrite import Site
+from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes import NORMALIZE
 from tsopt.passes.fold import FoldConstants
 from tsopt.passes.recompose.bounds import bounds

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import RulePass, aten, check, check_declines, check_fires, find, specials
-from tsopt.compiler.pipeline import weight_bytes
-from tsopt.compiler.rewrite import OTHER_LAYOUT, USED_ELSEWHERE
+from tsopt.compiler.rewriting.pipeline import weight_bytes
+from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, USED_ELSEWHERE
 from tsopt.passes import STANDARD
 from tsopt.passes.fold import FoldConstants
 from tsopt.passes.recompose import linear

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import RulePass, aten, call, check, check_declines, check_fires, find
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import USED_ELSEWHERE
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import RECOMPOSE, STANDARD
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.dce import DeadCode

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Program, format_type, format_value, tensor_type, type_of
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program, format_type, format_value, tensor_type, type_of
 
 Group = tuple[fx.Node, ...]  # one value of each branch, in the same order for all groups of a set of branches
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.infer import infer
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import Program, tensor_type
-from tsopt.compiler.rewrite import erase_unused, reaches_output
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.infer import infer
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program, tensor_type
+from tsopt.compiler.rewriting.rewrite import erase_unused, reaches_output
 from tsopt.passes.merge.stage import Stage
 
 # What reads memory by strides would read other values in another layout.

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.ops import aten
-from tsopt.compiler.program import tensor_type
-from tsopt.compiler.rewrite import Impossible
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import tensor_type
+from tsopt.compiler.rewriting.rewrite import Impossible
 from tsopt.passes.merge.branches import Group, is_shared, is_weights, run_of
 from tsopt.passes.merge.stacked import lower
 from tsopt.passes.merge.stage import Stage

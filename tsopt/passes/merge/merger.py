@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from tsopt.compiler import ops
-from tsopt.compiler.match import pattern
-from tsopt.compiler.ops import aten
-from tsopt.compiler.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.program import Numerics, Program, origin_of, tensor_type
-from tsopt.compiler.rewrite import OTHER_LAYOUT, Impossible, Rule, reaches_output
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics, Program, origin_of, tensor_type
+from tsopt.compiler.rewriting.match import pattern
+from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Impossible, Rule, reaches_output
 from tsopt.passes.merge import stacked
 from tsopt.passes.merge.branches import (
     FEWEST,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.program import Numerics
-from tsopt.compiler.rewrite import USED_ELSEWHERE, Site, Skip, rule
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE, Site, Skip, rule
 from tsopt.passes.recompose.formulas import RESHAPES, is_float, is_of, near
 from tsopt.passes.recompose.layouts import (
     CASTS,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import bind, is_call
-from tsopt.compiler.rewrite import Site
+from tsopt.compiler.graph.ops import bind, is_call
+from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes.recompose.formulas import NESTING, is_float, literal
 
 Bounds = tuple[float, float]

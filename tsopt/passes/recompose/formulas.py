@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind, is_call
-from tsopt.compiler.program import type_of
-from tsopt.compiler.rewrite import Site
-from tsopt.compiler.types import TensorType
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph.ops import aten, bind, is_call
+from tsopt.compiler.graph.program import type_of
+from tsopt.compiler.rewriting.rewrite import Site
 
 PRODUCTS = (
     lambda a, b: aten.mul.Tensor(a, b),

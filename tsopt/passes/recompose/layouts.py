@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten
-from tsopt.compiler.rewrite import Site
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes.recompose.formulas import is_float, is_of
 
 CASTS = (aten.to.dtype, aten._to_copy.default)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten
-from tsopt.compiler.rewrite import Site, Skip
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.rewriting.rewrite import Site, Skip
 from tsopt.passes.recompose.bounds import bounds
 from tsopt.passes.recompose.layouts import reshaped
 

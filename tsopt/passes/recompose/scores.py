@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.ops import aten, bind
-from tsopt.compiler.rewrite import Site
+from tsopt.compiler.graph.ops import aten, bind
+from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes.recompose.formulas import OVER, RESHAPES, TIMES, is_float, is_of, literal
 from tsopt.passes.recompose.layouts import CASTS, moved
 from tsopt.passes.recompose.masks import Mask

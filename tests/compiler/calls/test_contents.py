@@ -1,0 +1,111 @@
+"""What objects hold, however deep: found, told, compared, put back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tsopt.compiler.calls.contents import Kept, held_by, holders, told
+
+
+class Slots:
+    __slots__ = ("v",)
+
+
+class Several(list):
+    pass
+
+
+class Mode(Enum):
+    FAST = 1
+
+
+def slots(value):
+    made = Slots()
+    made.v = value
+    return made
+
+
+DEEP = {
+    "dict": (lambda: {"a": {"b": 1}}, lambda item: item["a"].update(b=2)),
+    "list": (lambda: [[1]], lambda item: item[0].append(2)),
+    "set": (lambda: ({1},), lambda item: item[0].add(2)),
+    "deque": (lambda: deque([1]), lambda item: item.appendleft(2)),
+    "bytes": (lambda: {"a": bytearray(b"a")}, lambda item: item["a"].extend(b"b")),
+    "attribute": (lambda: SimpleNamespace(a=SimpleNamespace(b=1)), lambda item: setattr(item.a, "b", 2)),
+    "new attribute": (lambda: SimpleNamespace(), lambda item: setattr(item, "b", 2)),
+    "slot": (lambda: slots([1]), lambda item: item.v.append(2)),
+    "unset slot": (Slots, lambda item: setattr(item, "v", 2)),
+    "list of its own": (lambda: Several([1]), lambda item: item.append(2)),
+    "order": (lambda: OrderedDict(a=1, b=2), lambda item: item.move_to_end("a")),
+    "module": (lambda: nn.Sequential(nn.Linear(2, 2)), lambda item: setattr(item[0], "extra", 2)),
+    "removed": (lambda: {"a": 1}, lambda item: item.clear()),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_change_is_seen_told_and_taken_back(name):
+    make, change = DEEP[name]
+    item = make()
+    kept, before = Kept(item), told(item)
+    assert not kept.changed()
+    assert told(item) == before
+    change(item)
+    assert kept.changed()
+    assert told(item) != before
+    kept.restore()
+    assert not kept.changed()
+    assert told(item) == before
+
+
+@pytest.mark.parametrize(
+    "value", [1, "a", None, Mode.FAST, int, len, torch.float32, torch.device("cpu"), (1, "a"), range(3)]
+)
+def test_what_cannot_change_holds_nothing(value):
+    assert list(holders(value)) == []
+    assert not Kept(value)
+
+
+def test_equal_contents_are_told_alike():
+    assert told({"a": [1, {2}]}) == told({"a": [1, {2}]})
+    assert told([1]) != told([True])
+
+
+def test_tensors_are_told_by_what_was_written_to_them():
+    item = [torch.zeros(2)]
+    before = told(item)
+    item[0].add_(1)
+    assert told(item) != before
+
+
+def test_what_contains_itself_comes_to_an_end():
+    item: list[object] = []
+    item.append(item)
+    assert len(list(holders(item))) == 1
+    assert told(item) == told(item)
+
+
+def test_what_a_model_holds():
+    inner = [1]
+    net = nn.Sequential(nn.Linear(2, 2))
+    net[0].memory = {"deep": inner}
+
+    def recursive(x, given=inner):
+        return recursive(x - 1) if x else net
+
+    class Bound:
+        def __init__(self):
+            self.inner = inner
+
+        def call(self, x):
+            return x
+
+    for model in (net, recursive, partial(lambda a: a, inner), Bound().call, lambda x: recursive(x)):
+        assert id(inner) in held_by(model)
+    assert id([1]) not in held_by(net)

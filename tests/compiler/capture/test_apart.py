@@ -1,0 +1,114 @@
+"""What a tracer puts in place of shared functions is seen by its own thread only."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx import _symbolic_trace
+
+from tsopt.compiler.capture.apart import TRACING, _Here, apart
+
+
+def elsewhere(function):
+    """What a function returns in another thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def seen():
+    return (
+        *(getattr(nn.Module, name).__code__.co_filename.rpartition("/")[2] for name in ("__call__", "__getattr__")),
+        bool(torch.compiler.is_compiling()),
+        bool(torch.compiler.is_exporting()),
+        bool(_symbolic_trace._is_fx_tracing_flag),
+        type(math.pow(2, 3)),
+        max(1, 2),
+    )
+
+
+class Looks(nn.Module):
+    """Calls a module of its own, and lets another thread call one, while it is traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = self.first  # shared: torch.export hands out proxies of modules
+        self.other = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()),)
+
+    def forward(self, x):
+        def call():
+            flags = (torch.compiler.is_compiling(), torch.compiler.is_exporting(), _symbolic_trace._is_fx_tracing_flag)
+            held = Looks.held
+            return type(held.first), type(held[1](torch.ones(1, 4))), *map(bool, flags), type(math.pow(2, 3))
+
+        Looks.seen.append(elsewhere(call))  # of the class: torch.export puts attributes back
+        return self.again(self.first(self.layer(x)))
+
+
+class Held(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.first = self[0]
+
+
+Looks.held = Held()
+
+
+@pytest.mark.parametrize("how", ["export", "fx"])
+def test_another_thread_calls_modules_as_ever(how):
+    model, Looks.seen = Looks().eval(), []
+    with apart():
+        if how == "export":
+            torch.export.export(model, (torch.ones(2, 4),), strict=False)
+        else:
+            fx.symbolic_trace(model)
+    assert set(Looks.seen) == {(nn.Linear, torch.Tensor, False, False, False, float)}
+
+
+def test_the_thread_that_traces_sees_what_the_tracer_has_put_there():
+    flags = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            flags.append((bool(torch.compiler.is_compiling()), type(math.pow(x.shape[0], 2))))
+            return x + 1
+
+    with apart():
+        torch.export.export(Asks(), (torch.ones(2, 4),), strict=False)
+    assert flags[0] == (True, int)
+
+
+def test_everything_is_back_behind_it_and_modules_are_told_of():
+    before, told = seen(), []
+    model = nn.Sequential(nn.Linear(4, 4))
+    with apart(told.append):
+        torch.export.export(model, (torch.ones(2, 4),), strict=False)
+    assert seen() == before
+    assert model[0] in told
+    with pytest.raises(ValueError, match="stop"), apart():
+        raise ValueError("stop")
+    assert seen() == before
+
+
+def test_one_thread_traces_at_a_time():
+    with apart():
+        assert elsewhere(lambda: TRACING.acquire(blocking=False)) is False
+    assert elsewhere(lambda: TRACING.acquire(blocking=False) and (TRACING.release() or True)) is True
+
+
+def test_a_flag_of_this_thread_adds_up_like_any_other():
+    flag = _Here(True, False)
+    assert [flag | False, False | flag, flag & True, flag ^ True, flag == True] == [True, True, True, False, True]  # noqa: E712
+    assert (repr(flag), hash(flag)) == ("True", hash(True))
+    elsewhere = []
+    thread = threading.Thread(target=lambda: elsewhere.append((bool(flag), flag | False, repr(flag))))
+    thread.start()
+    thread.join()
+    assert elsewhere == [(False, False, "False")]

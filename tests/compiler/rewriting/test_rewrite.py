@@ -1,0 +1,174 @@
+"""What the driver sees to, so that no rule has to think of it. Wrong rules are in test_pipeline.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.helpers import aten, capture, check, check_declines, check_fires, find, ops_of, run
+from tsopt.compiler.rewriting import rewrite
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass, Site, rule
+
+X = torch.rand(4, 4)
+
+
+@rule(lambda x: aten.sin.default(aten.cos.default(x)))
+def sin_cos(at, x):
+    """sin(cos(x)) -> tanh(x)"""
+    return at.call(aten.tanh.default, x)
+
+
+@rule(lambda x: aten.neg.default(aten.neg.default(x)))
+def cancel(at, x):
+    """-(-x) -> x"""
+    return x
+
+
+@rule(lambda x: aten.clone.default(x))
+def drop_clone(at, x):
+    """clone(x) -> x"""
+    return x
+
+
+@rule(lambda x: aten.sin.default(x))
+def to_constant(at, x):
+    """sin(x) -> a weight"""
+    return at.constant(torch.zeros(at.type(x).shape), "zeros")
+
+
+def test_new_nodes_are_typed_and_say_where_they_come_from():
+    class Net(nn.Module):
+        def forward(self, x):
+            return x.cos().sin()
+
+    program = capture(nn.Sequential(Net()), X)
+    after, _ = run(program, (RulePass("t", (sin_cos,)),))
+    made = find(after, "tanh")
+    assert made.meta["val"].shape == (4, 4)
+    assert made.meta["source"] == find(program, "sin").meta["source"]
+    assert made.meta["module"] == "0"
+
+
+def test_rewrites_cascade_upwards_and_downwards():
+    check_fires(cancel, lambda x: x.neg().neg().neg().neg().neg().neg().abs(), X, ops=["abs"])
+
+
+def test_values_used_elsewhere_decline_with_a_reason():
+    check_declines(cancel, lambda x: (lambda y: ((-y).abs(), y + 1))(-x), X, USED_ELSEWHERE)
+
+
+def test_the_root_may_be_used_many_times():
+    check_fires(
+        cancel,
+        lambda x: (lambda y: y.abs() + y.sin() + y)(x.neg().neg()),
+        X,
+        ops=["abs", "sin", "add.Tensor", "add.Tensor"],
+    )
+
+
+def test_layouts_are_kept():
+    check_declines(drop_clone, lambda x: x.expand(2, 4, 4).clone().abs(), X, OTHER_LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x.clone(),
+        lambda x: x.t().clone(),
+        lambda x: x.clone().t(),
+        lambda x: x.clone()[0],
+        lambda x: [x.clone().view(-1)],
+        lambda x: (x + 1, x.clone()),
+        lambda x: x.clone().split(2),
+    ],
+)
+def test_outputs_do_not_start_to_be_the_input(model):
+    found = check(drop_clone, model, X)
+    assert "clone" in found.ops
+    assert ("drop_clone", NEW_ALIAS) in found.declined
+
+
+def test_outputs_do_not_start_to_share_with_each_other():
+    found = check(drop_clone, lambda x: (lambda y: (y, y.clone()))(x + 1), X)
+    assert "clone" in found.ops
+
+
+def test_a_copy_between_values_of_one_output_goes():
+    check_fires(drop_clone, lambda x: (x + 1).clone(), X, ops=["add.Tensor"])
+
+
+def test_a_copy_of_a_returned_value_that_is_not_returned_goes():
+    check_fires(drop_clone, lambda x: (lambda y: (y, y.clone().sin()))(x + 1), X, ops=["add.Tensor", "sin"])
+
+
+def test_fresh_names_do_not_meet_old_ones():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("zeros", torch.ones(4, 4))
+
+        def forward(self, x):
+            return x.sin() + self.zeros + x.cos().sin()
+
+    after, _ = run(capture(Net().eval(), X), (RulePass("t", (to_constant,)),))
+    assert sorted(after.weights) == ["zeros", "zeros.2", "zeros.3"]
+    assert torch.equal(after.weights["zeros"], torch.ones(4, 4))
+
+
+def test_a_declined_rule_takes_back_what_it_made():
+    """The constant would be an output."""
+    program = capture(lambda x: x.sin(), X)
+    after, (record,) = run(program, (RulePass("t", (to_constant,)),))
+    assert after is program
+    assert (record.done, [item.reason for item in record.declined]) == ((), [NEW_ALIAS])
+    assert program.weights == {}
+
+
+def test_dead_values_go_but_checks_and_draws_stay():
+    @rule(lambda x, y: aten.mul.Tensor(x, aten.bernoulli.default(y)))
+    def forget(at, x, y):
+        """x * bernoulli(y) -> sin(x)"""
+        return at.call(aten.sin.default, x)
+
+    program = capture(lambda x: x * torch.bernoulli(x), X)
+    after, _ = run(program, (RulePass("t", (forget,)),))
+    assert ops_of(after) == ["bernoulli", "sin"]
+
+
+def test_what_a_site_can_be_asked():
+    program = capture(nn.Linear(4, 4).eval(), X)
+    site = Site(program, find(program, "linear"))
+    x, w, _ = site.root.args
+    assert site.same_type(x)
+    assert not site.same_type(3)
+    assert site.value(w) is program.weights["weight"]
+    assert site.value(x) is None
+    assert site.value(3) is None
+    assert site.type(w).shape == (4, 4)
+
+
+def test_a_refused_call_prints_nothing(caplog):
+    """The op's refusal is an answer, no event for the user's log."""
+
+    @rule(lambda x: aten.sin.default(x))
+    def impossible(at, x):
+        """sin(x) -> mm(x, a vector)"""
+        return at.call(aten.mm.default, x, at.call(aten.sum.dim_IntList, x, [0]))
+
+    run(capture(lambda x: x.sin(), X), (RulePass("t", (impossible,)),))
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+def without_docstring(at, x):
+    return x
+
+
+def test_a_rule_needs_its_equation_but_where_python_leaves_docstrings_out(monkeypatch):
+    make = rule(lambda x: aten.neg.default(x))
+    with pytest.raises(TypeError, match="without_docstring needs its equation"):
+        make(without_docstring)
+    monkeypatch.setattr(rewrite, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    assert make(without_docstring).doc == rewrite.NO_DOC

@@ -1,0 +1,96 @@
+"""How a user says which sizes differ from call to call, and what is told when that is no answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tsopt.compiler.calls.example import example
+from tsopt.compiler.calls.signature import Dim
+from tsopt.compiler.sizes.dims import dim, dynamic_of, from_examples, from_mapping, resized
+from tsopt.errors import UsageError
+
+X = torch.arange(6.0).reshape(2, 3)
+Y = X.clone()
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("batch", Dim("batch", 1, None)),
+        (" batch[1..32] ", Dim("batch", 1, 32)),
+        ("n[4..]", Dim("n", 4, None)),
+        ("n[..8]", Dim("n", 1, 8)),
+        (Dim("n", 2, 6, 2), Dim("n", 2, 6, 2)),
+    ],
+)
+def test_a_dimension_is_read(text, made):
+    assert dim(text) == made
+
+
+@pytest.mark.parametrize("text", ["", "1", "ba tch", "n[1-3]", "n[a..b]", "n[", 3, None])
+def test_what_is_no_dimension_is_told_how_to_write_one(text):
+    with pytest.raises(UsageError, match=r"(?s)is not a dimension.*fix: write name"):
+        dim(text)
+
+
+@pytest.mark.parametrize("text", ["n[5..4]", "n[1..1]", "n[0..1]"])
+def test_a_range_holds_at_least_two_sizes(text):
+    with pytest.raises(UsageError, match="holds no two sizes"):
+        dim(text)
+
+
+def test_a_mapping_is_by_input_and_axis():
+    found = from_mapping({"y": {-1: "n"}, "x": {0: "b[1..4]"}}, ["x", "y"], example(X, Y))
+    assert found == {1: {1: Dim("n")}, 0: {0: Dim("b", 1, 4)}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"z": {0: "b"}}, r"there is no input 'z'\n.*x, y"),
+        ({"x": {2: "b"}}, "has no axis 2"),
+        ({"x": {"0": "b"}}, "has no axis '0'"),
+        ({"x": "b"}, "not followed by axes"),
+        ({}, "names no axis"),
+        ({"x": {0: "b[1..4]"}, "y": {0: "b[1..5]"}}, "b has two ranges"),
+    ],
+)
+def test_mappings_that_fit_no_call(given, words):
+    with pytest.raises(UsageError, match=words) as caught:
+        from_mapping(given, ["x", "y"], example(X, Y))
+    assert caught.value.fix
+
+
+def test_what_differs_between_examples_is_dynamic():
+    assert from_examples([example(X, Y), example(X[:1], Y), example(X, Y[:, :2])]) == {0: {0: None}, 1: {1: None}}
+
+
+@pytest.mark.parametrize("other", [example(X.int()), example(X[0]), example(X, 1), example([X])])
+def test_examples_that_differ_in_more_than_sizes_are_refused(other):
+    with pytest.raises(UsageError, match=r"(?s)differ in more than sizes.*a tuple: \(x, y\)"):
+        from_examples([example(X), other])
+
+
+def test_examples_of_the_same_sizes_are_refused():
+    with pytest.raises(UsageError, match="the same sizes"):
+        from_examples([example(X), example(X + 1)])
+
+
+def test_the_largest_example_is_traced_and_never_with_a_size_of_one():
+    calls = [example(X[:1, :1]), example(X[:1])]
+    found = dynamic_of(calls, {0: {0: Dim("b"), 1: None}})
+    assert found.trace.args[0].shape == (2, 3)
+    assert found.seen == {(0, 0): (1, 1), (0, 1): (1, 3)}
+
+
+def test_a_resized_call_repeats_its_values():
+    made = resized(example(X, k=Y), {(0, 0): 3, (1, 1): 2})
+    assert torch.equal(made.args[0], X[[0, 1, 0]])
+    assert torch.equal(made.kwargs["k"], X[:, :2])
+    assert resized(example(X[:0]), {(0, 0): 2}).args[0].tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_a_resized_image_keeps_its_memory_format():
+    image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    assert resized(example(image), {(0, 0): 3}).args[0].is_contiguous(memory_format=torch.channels_last)

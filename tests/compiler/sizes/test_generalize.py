@@ -1,0 +1,127 @@
+"""What passes make of a program for many sizes: one program for all, or a reason why not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.passes.helpers import ops_of
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.sizes.generalize import NotGeneral, sample_sizes, through
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def captured(model, *sizes, **dynamic):
+    example = tuple(torch.randn(size) for size in sizes)
+    return tsopt.capture(model, example, dynamic=dynamic)
+
+
+def check(program, model, *calls):
+    """The program after all passes, right at other sizes than it was made from."""
+    made = tsopt.transform(program)
+    verify_program(made)
+    run = tsopt.compile(made, "eager")
+    for sizes in calls:
+        given = [torch.randn(size) for size in sizes]
+        torch.testing.assert_close(run(*given), model(*given))
+    return made
+
+
+def test_a_static_program_is_changed_as_ever():
+    program = tsopt.capture(lambda x: x * 1, torch.ones(2))
+    assert ops_of(through(program, lambda p: p)) == ops_of(program)
+
+
+def test_layers_are_fused_for_all_sizes():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).eval()
+    model(torch.randn(1, 3, 8, 8))
+    program = captured(model, (2, 3, 8, 8), input={0: "n"})
+    made = check(program, model, [(1, 3, 8, 8)], [(7, 3, 8, 8)])
+    assert "batch_norm" not in ops_of(made)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda x: x.view(x.shape[0], x.shape[1], 2, 4).exp(), ["unflatten.int", "exp"]),
+        (lambda x: x.view(x.shape[0], x.shape[1], 2, 4).transpose(1, 2).reshape(x.shape[0], 2, -1).exp(), None),
+        (lambda x: x.reshape(x.shape[0] * x.shape[1], 8).exp(), ["flatten.using_ints", "exp"]),
+        (lambda x: x.reshape(-1).exp(), ["flatten.using_ints", "exp"]),
+        (lambda x: x[:, None, :, None].exp(), None),
+        (lambda x: (x.unsqueeze(1).expand(-1, 3, -1, -1) * 2).flatten(0, 1), None),
+        (lambda x: torch.cat([x, x[:, :1]], 1).softmax(1), None),
+        (lambda x: x / x.shape[1] + torch.arange(x.shape[1])[None, :, None], None),
+        (lambda x: x.sum((0, 1)) * (x.shape[0] * x.shape[1] + 3), None),
+        (lambda x: nn.functional.avg_pool1d(x, 2).flatten(1), None),
+        (lambda x: torch.ones(x.shape[1], x.shape[1]).tril() @ x, None),
+    ],
+)
+def test_numbers_become_sizes(model, expected):
+    program = captured(model, (3, 5, 8), x={0: "a", 1: "b"})
+    made = check(program, model, [(2, 2, 8)], [(7, 11, 8)], [(9, 3, 8)])
+    if expected is not None:
+        assert ops_of(made) == expected
+
+
+def test_samples_are_the_ends_and_no_size_that_the_model_has():
+    program = captured(lambda x, y: (x * 2, y), (4, 3), (6, 2), x={0: "n[1..9]"}, y={0: "m[2..20]"})
+    chosen = sample_sizes(program)
+    numbers = [size for sizes in chosen for size in sizes.values()]
+    assert len(set(numbers)) == len(numbers)
+    assert not {2, 3} & set(numbers)
+    assert max(sizes["m"] for sizes in chosen) == 20
+
+
+def test_steps_are_kept_by_samples():
+    program = captured(lambda x: x.reshape(-1, 4, 3).sum(1), (8, 3), x={0: "n[4..64]"})
+    assert all(sizes["n"] % 4 == 0 for sizes in sample_sizes(program))
+
+
+def test_a_constant_that_hangs_on_the_size_is_not_general():
+    def change(program):
+        made = program.copy()
+        node = next(made.calls())
+        made.weights["c"] = torch.full((), float(node.meta["val"].shape[0]))
+        with made.graph.inserting_before(node):
+            held = made.graph.create_node("get_attr", "c")
+        held.meta["val"] = made.fake_mode.from_tensor(made.weights["c"], static_shapes=True)
+        node.args = (node.args[0], held)
+        return made
+
+    program = captured(lambda x: x * 2.0, (3, 4), x={0: "n"})
+    with pytest.raises(NotGeneral, match=r"(?s)depends on the sizes.*another constant c"):
+        through(program, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda node, n: setattr(node, "target", (aten.add, aten.sub, aten.div)[n % 3].Tensor), "another call"),
+        (lambda node, n: setattr(node, "args", (node.args[0], float(n))), "for one argument"),
+        (lambda node, n: setattr(node, "args", (node.args[0], n * n * n + 1)), "none of its sizes"),
+    ],
+)
+def test_what_hangs_on_the_size_in_another_way_is_not_general(change, words):
+    def changed(program):
+        made = program.copy()
+        change(next(made.calls()), made.signature.inputs[0].type.shape[0])
+        return made
+
+    program = captured(lambda x: x * 2.0, (3, 4), x={0: "n"})
+    with pytest.raises(NotGeneral, match=words):
+        through(program, changed)
+
+
+def test_what_pays_by_size_is_decided_near_the_traced_sizes():
+    def change(program):
+        made = program.copy()
+        if made.signature.inputs[0].type.shape[0] > 50:
+            next(made.calls()).target = aten.sin.default
+        return made
+
+    program = captured(lambda x: x.cos(), (3, 4), x={0: "n[1..64]"})
+    assert ops_of(through(program, change)) == ["cos"]

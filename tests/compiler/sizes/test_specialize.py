@@ -1,0 +1,63 @@
+"""A program for many sizes at given ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsopt
+from tests.passes.helpers import ops_of
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.sizes.specialize import at, by_size_alone, instance, retyped, traced_sizes
+
+
+@pytest.fixture
+def program():
+    table = torch.randn(16, 4)
+
+    def model(x):
+        return x + table[: x.shape[0]], torch.zeros(x.shape[0], 2)
+
+    return tsopt.capture(model, torch.randn(3, 4), dynamic={"x": {0: "n"}})
+
+
+def test_the_types_are_those_of_the_trace(program):
+    assert traced_sizes(program.signature) == {"n": 3}
+    verify_program(program)
+
+
+def test_at_a_size_a_program_is_static_and_right(program):
+    made = at(program, {"n": 5})
+    verify_program(made)
+    assert made.signature.dims == ()
+    assert made.signature.inputs[0].type.shape == (5, 4)
+    assert "sym_size.int" not in ops_of(made)
+    x = torch.randn(5, 4)
+    for mine, other in zip(tsopt.compile(made, "eager")(x), tsopt.compile(program, "eager")(x), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_what_depends_on_sizes_alone_comes_in_where_passes_look(program):
+    names = {node.target for node in by_size_alone(program)}
+    assert {str(name) for name in names} == {"aten.slice.Tensor", "aten.zeros.default"}
+    made = instance(program, {"n": 5})
+    verify_program(made.program)
+    assert ops_of(made.program) == ["add.Tensor"]
+    assert [tuple(item.type.shape) for item in made.program.signature.inputs] == [(5, 4), (5, 4), (5, 2)]
+
+
+def test_random_numbers_are_not_a_matter_of_size():
+    program = tsopt.capture(lambda x: x + torch.rand(x.shape[0], 4), torch.randn(3, 4), dynamic={"x": {0: "n"}})
+    assert by_size_alone(program) == frozenset()
+
+
+def test_types_at_other_sizes(program):
+    made = retyped(program, {"n": 7})
+    assert made.signature.outputs[1].type.shape == (7, 2)
+    assert program.signature.outputs[1].type.shape == (3, 2)
+    verify_program(made)
+
+
+def test_sizes_that_do_not_fit_raise(program):
+    with pytest.raises(RuntimeError):
+        at(program, {"n": 17})

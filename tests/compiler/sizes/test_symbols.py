@@ -1,0 +1,152 @@
+"""What is captured for many sizes: which are one, their ranges, and the models that decide by a size."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.passes.helpers import ops_of
+from tsopt.compiler.calls.signature import DERIVED
+from tsopt.errors import CaptureError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def rows(n, width=4):
+    return torch.randn(n, width)
+
+
+def dims(program):
+    return {dim.name: (dim.low, dim.high, dim.step) for dim in program.signature.dims}
+
+
+def test_the_axes_that_differ_are_dynamic_and_named():
+    program = tsopt.capture(nn.Linear(4, 2).eval(), [rows(1), rows(8)])
+    assert dims(program) == {"batch": (1, None, 1)}
+    assert program.signature.inputs[0].axes == ("batch", None)
+    assert program.signature.outputs[0].axes == ("batch", None)
+    assert ops_of(program) == ["linear"]
+
+
+def test_names_and_ranges_are_the_users():
+    program = tsopt.capture(lambda x: x * 2, rows(3), dynamic={"x": {0: "n[1..32]", 1: "m"}})
+    assert dims(program) == {"n": (1, 32, 1), "m": (1, None, 1)}
+
+
+def test_sizes_that_the_model_makes_equal_are_one():
+    program = tsopt.capture(lambda x, y: x + y, [(rows(2), rows(2)), (rows(3), rows(3))])
+    assert [item.axes for item in program.signature.inputs] == [("batch", None), ("batch", None)]
+
+
+def test_sizes_that_are_equal_by_chance_are_not_tied():
+    program = tsopt.capture(lambda x, y: (x * 2, y + 1), [(rows(2), rows(2)), (rows(3), rows(3))])
+    assert [item.axes for item in program.signature.inputs] == [("batch", None), ("batch_2", None)]
+    run = tsopt.compile(program, "eager")
+    assert [value.shape[0] for value in run(rows(5), rows(7))] == [5, 7]
+
+
+def test_one_name_is_one_size():
+    wanted = {"x": {0: "n"}, "y": {0: "n"}}
+    program = tsopt.capture(lambda x, y: (x * 2, y + 1), (rows(2), rows(2)), dynamic=wanted)
+    with pytest.raises(tsopt.SignatureError, match="n is 5 and 7 in one call"):
+        tsopt.compile(program, "eager")(rows(5), rows(7))
+
+
+def test_two_names_for_one_size_are_refused():
+    with pytest.raises(CaptureError, match=r"(?s)a and b are the same size.*call all of them a"):
+        tsopt.capture(lambda x, y: x + y, (rows(2), rows(2)), dynamic={"x": {0: "a"}, "y": {0: "b"}})
+
+
+def test_a_size_that_the_model_has_as_a_number_is_refused():
+    with pytest.raises(CaptureError, match=r"axis 1 of x has to be 4 in this model"):
+        tsopt.capture(lambda x: x @ torch.ones(4, 2), rows(3), dynamic={"x": {1: "n"}})
+
+
+def test_a_bound_that_the_model_has_is_its_range():
+    places = torch.randn(16, 4)
+    program = tsopt.capture(lambda x: x + places[: x.shape[0]], rows(3), dynamic={"x": {0: "n"}})
+    assert dims(program) == {"n": (1, 16, 1)}
+
+
+def test_a_branch_on_a_size_ends_the_range():
+    def model(x):
+        return x * 2 if x.shape[0] < 10 else x * 3
+
+    assert dims(tsopt.capture(model, rows(3), dynamic={"x": {0: "n"}})) == {"n": (1, 9, 1)}
+    assert dims(tsopt.capture(model, rows(12), dynamic={"x": {0: "n"}})) == {"n": (10, None, 1)}
+
+
+def test_a_branch_on_a_multiple_is_a_step():
+    def model(x):
+        return x.reshape(-1, 2, 4).sum(1) if x.shape[0] % 2 == 0 else x
+
+    assert dims(tsopt.capture(model, rows(6), dynamic={"x": {0: "n"}})) == {
+        "n": (4, None, 2)
+    }  # two rows make one, which torch.export takes for another program
+
+
+def test_a_branch_on_what_follows_from_a_size_ends_the_range():
+    def model(x):
+        half = x[::2]
+        return half * 2 if half.shape[0] > 4 else half
+
+    assert dims(tsopt.capture(model, rows(16), dynamic={"x": {0: "n"}})) == {"n": (9, None, 1)}
+
+
+def test_a_model_that_decides_by_one_size_is_refused_with_the_place():
+    def model(x):
+        return x * 2 if x.shape[0] % 7 == 3 else x
+
+    with pytest.raises(CaptureError, match=r"(?s)the model decides by a size: .*x\.shape\[0\].*where: .*test_symbols"):
+        tsopt.capture(model, rows(10), dynamic={"x": {0: "n"}})
+
+
+def test_an_example_beyond_the_range_is_refused():
+    with pytest.raises(UsageError, match="the example has n = 40"):
+        tsopt.capture(lambda x: x * 2, rows(40), dynamic={"x": {0: "n[1..32]"}})
+
+
+def test_a_size_that_bounds_another_is_one_with_it_where_all_examples_have_it_so():
+    def model(x, mask):
+        return x * mask[: x.shape[0]]
+
+    program = tsopt.capture(model, [(rows(2), rows(2)), (rows(5), rows(5))])
+    assert dims(program) == {"batch": (1, None, 1)}
+
+
+def test_outputs_whose_sizes_follow_from_others_are_derived():
+    program = tsopt.capture(lambda x: x.flatten(), rows(3), dynamic={"x": {0: "n"}})
+    assert program.signature.outputs[0].axes == (DERIVED,)
+
+
+def test_a_number_from_sizes_is_part_of_the_program():
+    program = tsopt.capture(lambda x: x.sum(0) / x.shape[0], [rows(2), rows(5)])
+    x = rows(7)
+    torch.testing.assert_close(tsopt.compile(program, "eager")(x), x.mean(0))
+    assert "int = aten.sym_size.int(%x, 0)" in program.text
+    assert program.text.startswith("program Model  # batch: 1..")
+
+
+def test_a_range_may_be_long():
+    program = tsopt.capture(lambda x: x.flatten(), rows(3), dynamic={"x": {0: "n[1..1000000000]"}})
+    assert dims(program) == {"n": (1, 1000000000, 1)}
+
+
+def test_a_root_of_a_size_is_part_of_the_program():
+    program = tsopt.capture(lambda x: x / x.shape[0] ** 0.5, [rows(2), rows(5)])
+    x = rows(7)
+    torch.testing.assert_close(tsopt.compile(program, "eager")(x), x / 7**0.5)
+
+
+def test_a_size_that_becomes_a_number_of_pythons_own_is_fixed():
+    with pytest.raises(CaptureError, match=r"(?s)axis 0 of x has to be 5.*as a number"):
+        tsopt.capture(lambda x: x / math.sqrt(x.shape[0]), [rows(2), rows(5)])
+
+
+def test_what_values_decide_is_refused_as_ever():
+    with pytest.raises(tsopt.NotOneGraph, match="depends on the values"):
+        tsopt.capture(lambda x: x * 2 if x.sum() > 0 else x, [rows(2), rows(5)])

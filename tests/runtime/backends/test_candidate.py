@@ -1,0 +1,83 @@
+"""Candidates as values: read from a text and written as one, called by a title, and which of them race."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+import tsopt
+from tsopt.runtime.backends.candidate import Candidate, candidates_for
+
+USUAL = ["eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1"]
+
+
+def keys(*asked, **options):
+    return [candidate.key for candidate in candidates_for(*asked, **options)]
+
+
+@pytest.fixture
+def openvino_is_installed(monkeypatch):
+    there = importlib.util.find_spec
+
+    def say(installed):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed if name == "openvino" else there(name))
+
+    return say
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "options"),
+    [
+        ("eager", "eager", {}),
+        ("onnxruntime?threads=1", "onnxruntime", {"threads": 1}),
+        ("onnxruntime?threads=2&fused=false&opset=none", "onnxruntime", {"threads": 2, "fused": False, "opset": None}),
+        ("a.b:C?mode=fast&depth=-1", "a.b:C", {"mode": "fast", "depth": -1}),
+    ],
+)
+def test_a_text_is_read_and_written_again(spec, name, options):
+    found = Candidate.parse(spec)
+    assert (found.backend, dict(found.options)) == (name, options)
+    assert found.key == spec
+    assert Candidate.parse(found.key) == found
+
+
+def test_an_option_without_a_value_is_refused():
+    with pytest.raises(tsopt.UsageError, match="the option 'threads' has no value") as caught:
+        Candidate.parse("onnxruntime?threads")
+    assert caught.value.fix == "onnxruntime?threads=VALUE"
+
+
+def test_a_title_names_the_engine_and_what_was_asked_of_it():
+    assert Candidate.parse("onnxruntime?threads=1").title == "ONNX Runtime, threads 1"
+    assert Candidate.parse("a.b:C?mode=fast").title == "a.b:C, mode fast"
+    with pytest.raises(tsopt.UsageError, match="no backend is called 'tensorrt'"):
+        Candidate("tensorrt").title  # noqa: B018
+
+
+def test_what_compiles_in_seconds_races_unasked_and_openvino_where_it_is_installed(openvino_is_installed):
+    openvino_is_installed(None)
+    assert keys(None) == USUAL
+    openvino_is_installed(True)
+    assert keys(None) == [*USUAL, "openvino"]
+
+
+def test_all_is_every_engine_whether_it_is_installed_or_not(openvino_is_installed):
+    openvino_is_installed(None)
+    assert keys("all") == [*USUAL, "openvino", "inductor"]
+
+
+def test_cuda_graphs_race_for_models_on_a_gpu_alone():
+    assert [key for key in keys(None, on_gpu=True) if key not in keys(None)] == ["cudagraph"]
+    more = [key for key in keys("all", on_gpu=True) if key not in keys("all")]
+    assert more == ["inductor?cuda_graph=true", "cudagraph"]
+    assert keys(("eager",), on_gpu=True) == ["eager"]
+
+
+def test_lower_precisions_race_when_they_are_asked_for():
+    assert not any("precision" in key for key in keys(None))
+    found = keys(("eager", "onednn", "torchscript", "onnxruntime?threads=1"), "bf16")
+    assert found[4:] == ["eager?precision=bf16", "onednn?precision=bf16"]
+    assert set(keys(("eager",), "auto")) == {"eager", "eager?precision=bf16", "eager?precision=fp16"}
+    assert "cudagraph?precision=tf32" in keys(("cudagraph",), "auto")
+    assert Candidate.parse(found[-1]).title == "torch + oneDNN, precision bf16"

@@ -1,0 +1,263 @@
+"""CUDA graphs: buffers that stay, callers in turn, state, refusals.
+
+On a machine without a GPU an imitation records the calls of ops and makes them again in the same memory, which is what
+a graph does; the last tests need a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tsopt
+from tests.runtime.helpers import Counter
+from tsopt.compiler.graph.program import Program
+from tsopt.passes.precision import in_precision
+from tsopt.runtime.backends import cudagraph, inductor
+from tsopt.runtime.backends.cudagraph import CudaGraphBackend
+from tsopt.runtime.backends.inductor import InductorBackend
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+class Stream:
+    """Counts who waits for whom."""
+
+    def __init__(self, *_) -> None:
+        self.waited = 0
+
+    def wait_stream(self, other) -> None:
+        self.waited += 1
+
+
+class Graph(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        for func, args, kwargs, found in self.calls:
+            for mine, value in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+                if mine.data_ptr() != value.data_ptr():
+                    mine.copy_(value)
+
+
+@pytest.fixture
+def imitation(monkeypatch):
+    caller = Stream()
+    made = SimpleNamespace(
+        Stream=Stream,
+        CUDAGraph=Graph,
+        caller=caller,
+        current_stream=lambda: caller,
+        stream=lambda stream: contextlib.nullcontext(),
+        graph=lambda graph, stream: graph,
+        is_available=lambda: True,
+    )
+    monkeypatch.setattr(cudagraph, "cuda", made)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    return made
+
+
+def recorded(model, *args):
+    return CudaGraphBackend().compile(tsopt.capture(model, args))
+
+
+def on_gpu(program: Program, *on_cpu: str) -> Program:
+    """The program with types as they would be on a GPU, but for calls of these ops."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and not any(op in str(node.target) for op in on_cpu):
+            with program.fake_mode:
+                node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+    return program
+
+
+@pytest.mark.usefixtures("imitation")
+def test_each_call_computes_what_the_model_computes_and_keeps_earlier_answers():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
+    found = recorded(model, torch.randn(2, 3))
+    inputs = [torch.randn(2, 3) for _ in range(4)]
+    answers = [found(x) for x in inputs]
+    for x, answer in zip(inputs, answers, strict=True):
+        torch.testing.assert_close(answer, model(x).detach())
+
+
+@pytest.mark.usefixtures("imitation")
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_tensor_float_is_on_while_it_records_and_only_then(monkeypatch, precision):
+    seen = []
+    real = cudagraph.Recorded
+
+    def look(*args):
+        seen.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return real(*args)
+
+    monkeypatch.setattr(cudagraph, "Recorded", look)
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    made = CudaGraphBackend(precision=precision).compile(tsopt.capture(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
+    assert seen == [(True, True) if precision == "tf32" else before]
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+    assert made.precision == precision
+
+
+@pytest.mark.usefixtures("imitation")
+def test_half_precision_is_recorded():
+    model = nn.Linear(3, 2).eval()
+    x = torch.randn(2, 3)
+    made = CudaGraphBackend().compile(in_precision(tsopt.capture(model, x), "bf16"))
+    assert tsopt.verify(model, made, x, precision="bf16").test == "limit"
+
+
+@pytest.mark.usefixtures("imitation")
+def test_what_the_caller_does_with_its_tensors_is_no_matter():
+    found = recorded(lambda x: (x * 2, x + 1), torch.ones(3))
+    x = torch.ones(3)
+    first, _ = found(x)
+    first.zero_()
+    x.fill_(5)
+    assert found(torch.ones(3))[0].tolist() == [2, 2, 2]
+    assert found(x)[1].tolist() == [6, 6, 6]
+    assert x.tolist() == [5, 5, 5]
+
+
+@pytest.mark.usefixtures("imitation")
+def test_state_counts_on():
+    model = Counter()
+    found = recorded(model, torch.zeros(2))
+    assert [found(torch.zeros(2)).tolist() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+
+
+@pytest.mark.usefixtures("imitation")
+def test_callers_take_turns():
+    model = nn.Linear(8, 8).eval()
+    found = recorded(model, torch.randn(4, 8))
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def call(x):
+        barrier.wait()
+        return [found(x) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(call, inputs))
+    for x, mine in zip(inputs, answers, strict=True):
+        for answer in mine:
+            torch.testing.assert_close(answer, model(x).detach())
+
+
+def test_each_side_waits_for_the_other(imitation):
+    found = recorded(lambda x: x + 1, torch.ones(3))
+    before = imitation.caller.waited
+    found(torch.ones(3))
+    assert imitation.caller.waited == before + 1
+
+
+def test_what_cannot_be_recorded_is_an_error_of_the_backend(imitation):
+    @contextlib.contextmanager
+    def refuse(graph, stream):
+        raise RuntimeError("operation not permitted when stream is capturing")
+        yield
+
+    imitation.graph = refuse
+    with pytest.raises(tsopt.BackendError, match="cannot be recorded as a CUDA graph") as caught:
+        recorded(lambda x: x + 1, torch.ones(3))
+    assert "not permitted" in caught.value.why
+
+
+def test_a_model_on_the_cpu_is_refused():
+    (first, *_) = CudaGraphBackend().unsupported(tsopt.capture(lambda x: x + 1, torch.ones(3)))
+    assert first.why == "the model is on cpu; a CUDA graph reads the memory of a GPU"
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (torch.rand_like, "rand_like would not draw what eager draws"),
+        (lambda x: x + torch.ones(3), "ones is computed on the CPU"),
+    ],
+    ids=["random", "on the CPU"],
+)
+def test_what_a_graph_would_change_is_refused(model, why):
+    found = CudaGraphBackend().unsupported(on_gpu(tsopt.capture(model, torch.ones(3)), "aten.ones."))
+    assert any(item.why.endswith(why) for item in found)
+
+
+def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert CudaGraphBackend().missing() == "a GPU, and a torch that is built for it"
+    with pytest.raises(tsopt.BackendError, match="cannot be used here"):
+        tsopt.compile(tsopt.capture(lambda x: x + 1, torch.ones(3)), "cudagraph")
+
+
+@pytest.mark.usefixtures("imitation")
+def test_machine_code_is_recorded_too(monkeypatch, tmp_path):
+    model = nn.Linear(3, 2).eval()
+    program = tsopt.capture(model, torch.ones(4, 3))
+    opened = []
+
+    def package(path, run_single_threaded):
+        opened.append(run_single_threaded)
+        return program.module().forward
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", package)
+    run = inductor.load_runner(tmp_path, program.signature, {"cuda_graph": True})
+    first, second = torch.randn(4, 3), torch.randn(4, 3)
+    (answer,), (other,) = run([first]), run([second])
+    torch.testing.assert_close(answer, model(first).detach())
+    torch.testing.assert_close(other, model(second).detach())
+    inductor.load_runner(tmp_path, program.signature, {})
+    assert opened == [True, False]
+
+
+def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph_holds(monkeypatch):
+    monkeypatch.setattr(inductor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    program = tsopt.capture(torch.rand_like, torch.ones(3))
+    made = InductorBackend(cuda_graph=True)
+    assert made.missing() == "a GPU, and a torch that is built for it"
+    assert made.unsupported(program)[-1].why == "aten.rand_like would not draw what eager draws"
+    assert InductorBackend().missing() is None
+    assert InductorBackend().unsupported(program) == []
+
+
+@needs_gpu
+def test_on_a_gpu_it_computes_what_the_model_computes(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    fast = tsopt.optimize(model, x, backends=("eager", "cudagraph"), seconds=1.0)
+    assert fast.report.row("CUDA graph").status == "ok"
+    torch.testing.assert_close(fast(x * 2), model(x * 2).detach())
+    executable = fast.verified("cudagraph")
+    torch.testing.assert_close(executable(x), model(x).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_a_bundle_is_recorded_again(tmp_path):
+    model = nn.Linear(16, 4).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    fast = tsopt.optimize(model, x, backends=("cudagraph",), seconds=1.0)
+    loaded = tsopt.load(fast.save(tmp_path / "m.tsopt"))
+    torch.testing.assert_close(loaded(x), model(x).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_machine_code_is_recorded():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")
+    for scale in (1, 2):
+        torch.testing.assert_close(made(x * scale), model(x * scale).detach())

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+
+
+def compiled(model, *args):
+    return tsopt.compile(tsopt.capture(model, args), "torchscript")
+
+
+def test_batch_norm_and_convolution_compute_the_same():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).eval()
+    model[1].running_mean.normal_()
+    value = torch.randn(2, 1, 6, 6)
+    found = compiled(model, value)
+    for scale in (1, 10):
+        torch.testing.assert_close(found(value * scale), model(value * scale).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_trace_depends_on_no_value():
+    def model(x, i):
+        return torch.where(x > 0, x, -x)[i], x.argmax()
+
+    found = compiled(model, torch.ones(3), torch.tensor([0]))
+    args = (torch.tensor([-1.0, -2.0, 3.0]), torch.tensor([1]))
+    torch.testing.assert_close(found(*args), model(*args))
+
+
+def test_an_error_of_the_compiler_is_typed(monkeypatch, mlp_program):
+    def fail(*args, **kwargs):
+        raise RuntimeError("INTERNAL ASSERT FAILED")
+
+    monkeypatch.setattr(torch.jit, "freeze", fail)
+    with pytest.raises(tsopt.BackendError, match="TorchScript cannot take this model") as caught:
+        tsopt.compile(mlp_program, "torchscript")
+    assert "INTERNAL ASSERT" in caught.value.why
+
+
+def test_a_torch_without_torchscript_is_missing_it(monkeypatch):
+    from tsopt.runtime.backends.backend import get_backend
+
+    monkeypatch.delattr(torch.jit, "trace")
+    with pytest.raises(tsopt.BackendError, match="no TorchScript any more"):
+        get_backend("torchscript")
+
+
+def test_no_warning_reaches_the_user(mlp_program, mlp_input, recwarn, capfd):
+    tsopt.compile(mlp_program, "torchscript")(mlp_input)
+    assert [str(w.message) for w in recwarn] == []
+    found = capfd.readouterr()
+    assert found.out + found.err == ""
+
+
+def test_what_eager_raises_is_raised_as_eager_raises_it():
+    model = torch.nn.Embedding(4, 2).eval()
+    executable = tsopt.compile(tsopt.capture(model, torch.tensor([1, 3])), "torchscript")
+    with pytest.raises(IndexError, match=r"^index out of range in self$"):
+        executable(torch.tensor([1, 4]))

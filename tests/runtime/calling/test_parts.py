@@ -1,0 +1,289 @@
+"""Models that are no single graph: parts of them are optimized, the rest stays as it is, and the report says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.runtime.calling import parts
+from tsopt.runtime.calling.parts import PARTS, InParts
+from tsopt.runtime.racing import race
+from tsopt.runtime.racing.timing import Speedup, Timing
+
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager", "onednn")}
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def parts_win(monkeypatch):
+    def measure(calls, inputs, **_):
+        return {name: Timing((1.0, 1.01) * 4 if name == PARTS else (9.0, 9.01) * 4, 5) for name in calls}
+
+    monkeypatch.setattr(parts, "measure", measure)
+
+
+class Branches(nn.Module):
+    """Goes on by the values of what it has computed, and remembers its calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.yes, self.no = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x, *, scale: float = 1.0):
+        self.calls += 1
+        self.count.add_(1)
+        hidden = self.first(x * scale)
+        if hidden.sum() > 40:
+            return {"y": self.yes(hidden), "count": self.count * 2}
+        return {"y": self.no(hidden), "count": self.count * 2}
+
+
+def optimized(model=None, example=X, **options):
+    return tsopt.optimize(model or Branches().eval(), example, **QUICK | options)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_both_branches_are_right():
+    model = Branches().eval()
+    fast = optimized(model)
+    assert (type(fast), fast.backend, fast.report.winner) == (InParts, "parts", PARTS)
+    seen = set()
+    for factor in (0.1, 1.0, 30.0):
+        model.count.zero_()
+        answer = fast(X * factor)
+        model.count.zero_()
+        wanted = model(X * factor)
+        assert answer.keys() == wanted.keys()
+        torch.testing.assert_close(answer["y"], wanted["y"].detach())
+        torch.testing.assert_close(answer["count"], wanted["count"])
+        seen.add(bool(model.first(X * factor).sum() > 40))
+    assert seen == {True, False}
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_the_report_says_why_and_what_the_parts_are():
+    fast = optimized()
+    assert "3 of 3 optimized, the Python between them stays" in fast.report.frontend
+    assert "a Python decision depends on the values of a tensor: an if" in fast.report.text
+    assert "test_parts.py:" in fast.report.frontend
+    assert "part 1: " in fast.report.text
+    assert fast.report.to_json()["frontend"] == fast.report.frontend
+    assert "InParts" in repr(fast)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Branches().eval()
+    optimized(model)
+    assert (model.calls, float(model.count)) == (0, 0.0)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_it_cannot_be_saved_and_says_why(tmp_path):
+    fast = optimized()
+    with pytest.raises(tsopt.ArtifactError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
+        fast.save(tmp_path / "m.tsopt")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(tsopt.BackendError, match="not a program for onnxruntime"):
+        fast.verified("onnxruntime")
+
+
+def test_eager_runs_where_parts_are_not_faster(monkeypatch):
+    monkeypatch.setattr(
+        parts, "measure", lambda calls, inputs, **_: {name: Timing((1.0, 1.01) * 4, 5) for name in calls}
+    )
+    model = Branches().eval()
+    fast = optimized(model)
+    assert (fast.backend, fast.report.winner) == ("eager", "eager")
+    fast(X)
+    assert model.calls == 1
+
+
+def test_parts_that_answer_something_else_lose(monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: lambda *a, **k: {n: v + 1 for n, v in real(model)(*a, **k).items()}
+    )
+    fast = optimized()
+    assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
+
+
+def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
+    monkeypatch.setattr(
+        parts,
+        "measure",
+        lambda calls, inputs, **_: {n: Timing((9.0, 9.01) * 4 if n == "eager" else (1.0, 1.01) * 4, 5) for n in calls},
+    )
+
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if float(y.sum()) > 0:
+                y = y * 2
+            return y
+
+    model = torch.jit.script(Scripted().eval())
+    fast = optimized(model)
+    assert (fast.backend, fast.report.winner) == ("torchscript", parts.SCRIPT)
+    assert "as TorchScript with its own optimizations: a decision in TorchScript" in fast.report.frontend
+    for sign in (1, -1):
+        torch.testing.assert_close(fast(X * sign), model(X * sign).detach())
+
+
+def test_one_that_is_wrong_on_fresh_inputs_loses(monkeypatch):
+    """Right on what the race measured, and on nothing else."""
+    judge = parts.Oracle.judge
+
+    def wrong_later(self, candidate, **options):
+        is_fresh = self.program is None and self.seed == 1
+        off = lambda x: {name: value + 1 for name, value in candidate(x).items()}  # noqa: E731
+        return judge(self, off if is_fresh else candidate, **options)
+
+    monkeypatch.setattr(parts.Oracle, "judge", wrong_later)
+    fast = optimized()
+    assert fast.report.row(PARTS).reason.startswith("after timing: ")
+    assert fast.backend == "eager"
+
+
+def test_by_name_also_a_model_that_is_a_graph():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    fast = optimized(model, frontend="parts")
+    assert "in parts, 1 of 1 optimized" in fast.report.frontend
+    torch.testing.assert_close(fast(X), model(X).detach())
+
+
+def test_a_single_graph_or_nothing():
+    with pytest.raises(tsopt.CaptureError, match="a Python decision"):
+        optimized(frontend="export")
+
+
+def test_an_unknown_frontend_is_refused():
+    with pytest.raises(tsopt.UsageError, match="frontend='magic'") as caught:
+        optimized(frontend="magic")
+    assert "parts" in caught.value.fix
+
+
+def test_what_fails_by_itself_is_not_tried_in_parts():
+    with pytest.raises(tsopt.CaptureError, match="the model itself fails"):
+        optimized(nn.Linear(5, 2).eval())
+
+
+def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monkeypatch):
+    def fails(model, **options):
+        def run(*args, **kwargs):
+            raise RuntimeError("internal")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", fails)
+    fast = optimized()
+    assert isinstance(fast, tsopt.InEager)
+    for reason in ("a Python decision", "dynamo cannot run the model; RuntimeError: internal"):
+        assert reason in fast.report.frontend
+    torch.testing.assert_close(fast(X), Branches().eval()(X))
+    with pytest.raises(tsopt.CaptureError, match=r"(?s)dynamo cannot run the model.*RuntimeError: internal"):
+        optimized(frontend="parts")
+
+
+def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
+    """Dynamo traces the model again when its counter changes."""
+    from tsopt import api
+
+    real, made = api.capture_apart, []
+    monkeypatch.setattr(api, "capture_apart", lambda *a, **k: made.append(1) or real(*a, **k))
+    optimized()
+    assert len(made) <= 4  # the whole, before the branch, and either side of it
+
+
+def test_a_function_in_parts():
+    def halves(x):
+        while x.norm() > 1:
+            x = x * 0.5
+        return x
+
+    fast = optimized(halves)
+    torch.testing.assert_close(fast(X * 7), halves(X * 7))
+
+
+def test_eval_mode_is_kept_in_parts():
+    model = Branches().train()
+    model.first.append(nn.Dropout(0.5))
+    fast = optimized(model, eval_mode=True)
+    assert model.training
+    wanted = Branches().eval()(X)["y"].detach()
+    torch.testing.assert_close(fast(X)["y"], wanted)
+
+
+def due(fast):
+    """An audit at the next call."""
+    fast._audits.left = fast._audits.count = 0
+    return fast
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_an_audit_leaves_what_the_python_of_the_model_counts():
+    model = Branches().eval()
+    fast = due(optimized(model))
+    calls, count = model.calls, model.count.clone()
+    fast(X)
+    assert (fast._audits.count, fast.backend) == (1, "parts")
+    assert (model.calls, model.count) == (calls + 1, count + 1)
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_what_parts_do_not_notice_an_audit_finds(monkeypatch):
+    monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            return {"y": self.second(hidden) if hidden.sum() > 1e6 else self.second(-hidden)}
+
+    model = Decides().eval()
+    fast = due(optimized(model, frontend="parts"))
+    model.second.weight.detach().numpy()[:] *= 2
+    wanted = model(X)["y"].detach()
+    with pytest.warns(UserWarning, match="runs eager from now on: in an audited call, y: 12 of 12 values"):
+        torch.testing.assert_close(fast(X)["y"], wanted)
+    assert fast.backend == "eager"
+    assert "since then" in fast.report.text
+
+
+def test_a_script_keeps_the_weights_of_then(monkeypatch):
+    def measure(calls, inputs, **_):
+        return {name: Timing((9.0, 9.01) * 4 if name == "eager" else (1.0, 1.01) * 4, 5) for name in calls}
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if float(y.sum()) > 0:
+                y = y * 2
+            return y
+
+    monkeypatch.setattr(parts, "measure", measure)
+    script = torch.jit.script(Decides().eval())
+    fast = due(optimized(script))
+    wanted = fast(X)
+    with torch.no_grad():
+        script.layer.weight.mul_(2)
+    with pytest.warns(UserWarning, match="calls keep those of then"):
+        torch.testing.assert_close(due(fast)(X), wanted)
+    assert fast.backend == "torchscript"

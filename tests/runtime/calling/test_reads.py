@@ -1,0 +1,108 @@
+"""What the code of a model reads, found without running it."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+
+import torch
+from torch import nn
+
+from tsopt.runtime.calling.reads import reads_of
+
+SCALE, UNUSED = 2.0, 1.0
+
+
+def helper(x):
+    return inner(x) * math.pi
+
+
+def inner(x):
+    return x * SCALE
+
+
+class Net(nn.Module):
+    kind = "net"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    @property
+    def way(self):
+        return self.by_property
+
+    @staticmethod
+    def fixed(x):
+        return x * STATIC
+
+    def forward(self, x):
+        return [helper(part) for part in self.fixed(self.layer(x)) if self.way and self.kind]
+
+    def unread(self):
+        return self.hidden
+
+
+STATIC = 1.0
+
+
+def places(model):
+    return {name for _, name in reads_of(model).places}
+
+
+def test_names_are_those_of_the_code_that_forward_reaches():
+    found = reads_of(Net())
+    assert {"by_property", "layer", "kind", "training"} <= found.names
+    assert "hidden" not in found.names
+
+
+def test_globals_are_followed_through_functions_comprehensions_and_python_modules():
+    assert {"SCALE", "STATIC", "helper", "inner", "pi"} <= places(Net())
+    assert "UNUSED" not in places(Net())
+
+
+def test_attributes_of_users_classes_and_forward_of_torchs():
+    classes = reads_of(Net()).classes
+    assert {(Net, "kind"), (Net, "way"), (Net, "forward"), (nn.Linear, "forward")} <= set(classes)
+
+
+def test_closures_partials_methods_and_containers_lead_to_modules():
+    layers = [nn.Linear(2, 2) for _ in range(6)]
+
+    def closure(x):
+        return layers[0](x)
+
+    held = types.SimpleNamespace(layer=layers[1])
+
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [layers[0]], {"a": layers[1]}
+
+        def forward(self, x):
+            return self.hidden[0][0](x)
+
+    assert layers[0] in reads_of(closure).modules
+    assert layers[2] in reads_of(functools.partial(lambda layer, x: layer(x), layers[2])).modules
+    assert layers[3] in reads_of(layers[3].forward).modules
+    assert layers[1] in reads_of(lambda x: held.layer(x)).modules
+    assert {*layers[:2]} <= {*reads_of(Hides()).modules}
+
+
+def test_hooks_are_read_as_well():
+    net, gain = Net(), torch.ones(2)
+
+    def hook(module, args, output):
+        return output * gain
+
+    net.layer.register_forward_hook(hook)
+    assert gain is next(cell.cell_contents for cell in reads_of(net).cells if cell.cell_contents is gain)
+
+
+def test_cycles_and_large_objects_come_to_an_end():
+    net = Net()
+    net.loop = [net]
+    net.loop.append(net.loop)
+    net.words = dict.fromkeys(range(100_000))
+    assert len(reads_of(net).modules) == 2

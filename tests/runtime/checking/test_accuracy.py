@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import copy
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tsopt
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.checking import accuracy
+from tsopt.runtime.checking.accuracy import Oracle, verify
+from tsopt.runtime.checking.limits import at_most
+
+NAN, INF = float("nan"), float("inf")
+
+
+# ---- seeded mistakes: a wrong candidate against a model -----------------------------------------------------
+
+TWO = (torch.randn(4, 4, generator=torch.Generator().manual_seed(5)),) * 2
+PAIR = (TWO[0], TWO[0].flip(0) + 0.5)
+ROW = torch.randn(4, 8, generator=torch.Generator().manual_seed(6))
+WEIGHT = torch.randn(8, 8, generator=torch.Generator().manual_seed(7)) / 3
+IDS = torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]])
+TABLE = torch.randn(10, 3, generator=torch.Generator().manual_seed(8))
+
+MISTAKES = {
+    "a dropped node": (lambda x: torch.relu(x @ WEIGHT), lambda x: x @ WEIGHT, ROW),
+    "swapped operands of sub": (lambda x, y: x - y, lambda x, y: y - x, PAIR),
+    "swapped operands of div": (lambda x, y: x / (y * y + 1), lambda x, y: (y * y + 1) / x, PAIR),
+    "swapped operands of matmul": (lambda x, y: x @ y, lambda x, y: y @ x, PAIR),
+    "another axis": (lambda x: x.sum(0), lambda x: x.sum(1), TWO[0]),
+    "keepdim flipped": (lambda x: x.sum(1), lambda x: x.sum(1, keepdim=True), ROW),
+    "eps dropped": (
+        lambda x: F.layer_norm(x, (8,), eps=1e-5),
+        lambda x: F.layer_norm(x, (8,), eps=0.0),
+        ROW,
+    ),
+    "a bias forgotten": (lambda x: F.linear(x, WEIGHT, WEIGHT[0]), lambda x: F.linear(x, WEIGHT), ROW),
+    "a scale off by a thousandth": (lambda x: x @ WEIGHT, lambda x: x @ (WEIGHT * 1.001), ROW),
+    "relu as identity for a positive example": (torch.relu, lambda x: x.clone(), torch.rand(8, 8)),
+    "another dtype": (lambda x: x.sum(), lambda x: x.double().sum(), ROW),
+    "a constant cut to f16": (lambda x: x @ WEIGHT, lambda x: x @ WEIGHT.half().float(), ROW),
+    "a transposed square": (lambda x: x * 2, lambda x: (x * 2).t(), TWO[0]),
+    "the first row for all": (lambda x: x * 2, lambda x: (x * 2)[:1].expand(4, 8), ROW),
+    "the last element": (
+        lambda x: x * 2,
+        lambda x: (x * 2) * torch.tensor([1.0] * 7 + [1.01]),
+        ROW,
+    ),
+    "swapped outputs": (lambda x: (x + 1, x * 2), lambda x: (x * 2, x + 1), ROW),
+    "fewer outputs": (lambda x: (x + 1, x * 2), lambda x: (x + 1,), ROW),
+    "more outputs": (lambda x: (x + 1,), lambda x: (x + 1, x), ROW),
+    "a bare tensor for a tuple": (lambda x: (x + 1,), lambda x: x + 1, ROW),
+    "a list for a tuple": (lambda x: (x + 1, x), lambda x: [x + 1, x], ROW),
+    "other keys": (lambda x: {"a": x + 1}, lambda x: {"b": x + 1}, ROW),
+    "None for a tensor": (lambda x: (x + 1, x * 2), lambda x: (x + 1, None), ROW),
+    "another constant beside the tensor": (lambda x: (x + 1, 3), lambda x: (x + 1, 4), ROW),
+    "f64 computed in f32": (lambda x: x.exp(), lambda x: x.float().exp().double(), ROW.double()),
+    "an index of another width": (lambda x: x.argmax(1), lambda x: x.argmax(1).int(), ROW),
+    "gelu tanh for erf": (F.gelu, lambda x: F.gelu(x, approximate="tanh"), ROW),
+    "softmax over another axis": (lambda x: x.softmax(0), lambda x: x.softmax(1), TWO[0]),
+    "a mask inverted": (lambda x: x.masked_fill(x > 0, 0.0), lambda x: x.masked_fill(x <= 0, 0.0), ROW),
+    "dropout kept on": (lambda x: x * 2, lambda x: F.dropout(x * 2, 0.5), ROW),
+    "a saturating cast": (
+        lambda x: (x * 100).to(torch.int32),
+        lambda x: (x * 100).clamp(-128, 127).to(torch.int32),
+        ROW,
+    ),
+    "wrong for large values only": (lambda x: x * 2, lambda x: (x * 2).clamp(-60, 60), ROW),
+    "wrong for tiny values only": (lambda x: x.sign(), lambda x: x.sign() * (x.abs() > 1e-2), ROW),
+    "another row of a table": (lambda i: TABLE[i], lambda i: TABLE[i.flip(0)], IDS),
+    "boolean output negated": (lambda x: x > 0, lambda x: x <= 0, ROW),
+    "argmin for argmax": (lambda x: x.argmax(1), lambda x: x.argmin(1), ROW),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_seeded_mistake_is_caught(name):
+    model, candidate, example = MISTAKES[name]
+    with pytest.raises(tsopt.AccuracyError, match="does not compute what the model computes"):
+        verify(model, candidate, example)
+
+
+def test_a_cached_result_is_caught():
+    kept = []
+
+    def candidate(x):
+        kept.append(kept[0] if kept else x * 2)
+        return kept[0]
+
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, candidate, ROW)
+
+
+def test_a_candidate_that_writes_to_its_input_is_caught():
+    def candidate(x):
+        out = x * 2
+        x.zero_()
+        return out
+
+    with pytest.raises(tsopt.AccuracyError, match="input"):
+        verify(lambda x: x * 2, candidate, ROW)
+
+
+def test_a_candidate_that_loses_a_write_to_the_input_is_caught():
+    with pytest.raises(tsopt.AccuracyError, match="input"):
+        verify(lambda x: x.add_(1) * 2, lambda x: (x + 1) * 2, ROW)
+
+
+def test_an_output_in_memory_that_the_next_call_reuses_is_caught():
+    kept = torch.empty_like(ROW)
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, lambda x: torch.mul(x, 2, out=kept), ROW)
+
+
+def test_a_candidate_that_is_wrong_only_at_nan_is_caught():
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 2, lambda x: x.nan_to_num() * 2, ROW, exact=True)
+
+
+def test_an_output_far_below_one_is_not_hidden_by_the_absolute_tolerance():
+    with pytest.raises(tsopt.AccuracyError):
+        verify(lambda x: x * 1e-8, torch.zeros_like, ROW)
+
+
+def test_the_reason_names_the_output_and_the_input_set():
+    with pytest.raises(tsopt.AccuracyError) as caught:
+        verify(lambda x: {"a": x * 2, "b": x}, lambda x: {"a": x * 2, "b": x + 1}, ROW)
+    assert caught.value.why.startswith("b on the example input: ")
+    assert caught.value.exit_code == 1
+
+
+def test_a_candidate_that_raises_is_a_backend_error_with_its_cause():
+    def candidate(x):
+        raise KeyError("gone")
+
+    with pytest.raises(tsopt.BackendError, match="KeyError: 'gone'") as caught:
+        verify(lambda x: x * 2, candidate, ROW)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_right_candidate_passes_on_seven_input_sets():
+    verdict = verify(lambda x: x @ WEIGHT, lambda x: (WEIGHT.t() @ x.t()).t(), ROW)
+    assert verdict.ok
+    assert verdict.inputs == ("example", "drawn-1", "drawn-2", "random", "large", "tiny", "zeros")
+    assert f"on {len(verdict.inputs)} input sets" in str(verdict)
+
+
+def test_an_epsilon_that_is_lost_is_seen_on_zeros():
+    def normed(x):
+        return x / (x.norm(dim=-1, keepdim=True) + 1e-8), x
+
+    with pytest.raises(tsopt.AccuracyError) as caught:
+        verify(normed, lambda x: (x / x.norm(dim=-1, keepdim=True), x), ROW)
+    assert caught.value.why == "0 on the zeros input: NaN at other places than eager"
+
+
+def test_another_decision_on_zeros_is_a_note_and_wrong_where_bits_count():
+    def above(x):
+        return (x >= 0) * 2.0
+
+    verdict = verify(above, lambda x: above(x) if x.any() else x * 0, ROW)
+    assert verdict.ok
+    assert verdict.notes[0].startswith("differs from eager where all inputs are zero: output on the zeros input: ")
+    with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
+        verify(above, lambda x: above(x) if x.any() else x * 0, ROW, exact=True)
+
+
+def test_exact_asks_for_bits():
+    assert verify(lambda x: x * 2, lambda x: x + x, ROW, exact=True).test == "bits"
+    with pytest.raises(tsopt.AccuracyError, match="not bit-equal"):
+        verify(lambda x: x.sum(), lambda x: x.flip(0, 1).cumsum(0)[-1].sum() * (1 + 2e-7), ROW, exact=True)
+
+
+def test_a_view_with_other_strides_passes():
+    assert verify(lambda x: x * 2, lambda x: (x * 2).t().contiguous().t(), ROW).ok
+
+
+# ---- what the oracle leaves alone, and what it says it skipped -----------------------------------------------
+
+
+def test_input_sets_that_the_model_refuses_are_named():
+    def model(x):
+        if not torch.compiler.is_compiling() and float(x.abs().max()) > 50:
+            raise ValueError("too large")
+        return x * 2
+
+    oracle = Oracle(model, Example((ROW,)), None)
+    assert oracle.skipped == ["large: eager raises ValueError"]
+    assert "large" not in oracle.judge(lambda x: x * 2).inputs
+
+
+def test_input_sets_without_a_finite_answer_are_named():
+    oracle = Oracle(lambda x: torch.where(x.abs().max() > 50, x / 0 - x / 0, x), Example((ROW,)), None)
+    assert oracle.skipped == ["large: eager returns no finite value"]
+
+
+def test_a_model_that_fails_on_its_example_is_told_where():
+    def model(x):
+        raise ValueError("no such luck")
+
+    with pytest.raises(tsopt.AccuracyError, match="fails on the example input") as caught:
+        Oracle(model, Example((ROW,)), None)
+    assert "test_accuracy.py" in caught.value.where
+    assert "no such luck" in caught.value.why
+
+
+def test_nothing_finite_is_nothing_verified():
+    with pytest.raises(tsopt.AccuracyError, match="nothing can be verified"):
+        Oracle(lambda x: x * NAN, Example((ROW,)), None)
+
+
+def test_verification_leaves_buffers_rng_and_flags_alone():
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model.register_buffer("seen", torch.zeros(1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rng, dtype, grad = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    Oracle(model, Example((ROW,)), None).judge(copy.deepcopy(model))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, grad)
+    assert model.training
+
+
+def test_a_random_model_equals_itself():
+    assert verify(lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5), ROW).test == "bits"
+
+
+def test_the_example_is_not_written_to():
+    example = torch.ones(3)
+    verify(lambda x: x.add_(1), lambda x: x.add_(1), example)
+    assert torch.equal(example, torch.ones(3))
+
+
+def test_inputs_on_which_the_model_does_not_end_are_left_out(monkeypatch):
+    """A loop that values end, on values that nobody has meant."""
+    monkeypatch.setattr(accuracy, "PATIENCE", 0.2)
+
+    def spins(x):
+        while x.abs().max() > 50:
+            x = x + 0
+        return x * 2
+
+    before = signal.getsignal(signal.SIGALRM)
+    oracle = Oracle(spins, tsopt.example(torch.linspace(-1, 1, 12)), None)
+    assert "large: eager raises TimeoutError" in oracle.skipped
+    assert {"example", "drawn-1", "tiny"} <= {expected.inputs.kind for expected in oracle.expected}
+    assert oracle.judge(spins).ok
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_timer_of_the_users_is_left_alone():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with at_most(0.05):
+            time.sleep(0.6)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == [1]
+
+
+def test_in_another_thread_there_is_no_limit():
+    def patient():
+        with at_most(0.05):
+            time.sleep(0.2)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(patient).result()
+
+
+def test_a_capture_that_is_wrong_is_no_witness_for_itself():
+    x = torch.randn(64, 32)
+    wrong = tsopt.capture(lambda x: x * 1.001, x)
+    verdict = Oracle(lambda x: x * 1.0, tsopt.example(x), wrong).judge(tsopt.compile(wrong, "eager"))
+    assert not verdict.ok
+    assert "no float64 reference" in verdict.reason
+
+
+def test_a_few_input_sets():
+    assert [e.inputs.kind for e in Oracle(torch.relu, tsopt.example(torch.randn(4)), None, few=True).expected] == [
+        "example",
+        "drawn-1",
+    ]
+
+
+# ---- NaN and infinities -------------------------------------------------------------------------------------
+
+
+def judged_on_relu(candidate, **options):
+    x = torch.linspace(-2, 2, 64)
+    return Oracle(torch.relu, tsopt.example(x), tsopt.capture(torch.relu, x), **options).judge(candidate)
+
+
+def loses_nan(x):
+    return torch.where(x > 0, x, torch.zeros(()))
+
+
+def raises_on_nan(x):
+    if x.isnan().any():
+        raise ValueError("no number")
+    return torch.relu(x)
+
+
+def test_what_differs_on_nan_is_a_note():
+    verdict = judged_on_relu(loses_nan)
+    assert verdict.ok
+    assert "special" not in verdict.inputs
+    assert "NaN at other places than eager" in verdict.notes[0]
+    assert judged_on_relu(torch.relu).notes == ()
+
+
+def test_what_differs_on_nan_is_a_verdict_where_it_was_asked_for():
+    verdict = judged_on_relu(loses_nan, strict_specials=True)
+    assert not verdict.ok
+    assert "special input" in verdict.reason
+    assert "special" in judged_on_relu(torch.relu, strict_specials=True).inputs
+
+
+def test_a_candidate_that_fails_on_nan_is_noted_and_out_where_it_was_asked_for():
+    assert "it raises ValueError" in judged_on_relu(raises_on_nan).notes[0]
+    with pytest.raises(ValueError, match="no number"):
+        judged_on_relu(raises_on_nan, strict_specials=True)
+
+
+def test_what_differs_where_eager_makes_infinities_of_extremes_is_a_note():
+    def model(x):
+        return x * x * x
+
+    x = torch.linspace(-2, 2, 64, dtype=torch.float64) * 1e100
+    oracle = Oracle(model, tsopt.example(x), tsopt.capture(model, x))
+    assert oracle.judge(model).ok

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tsopt.runtime.checking.compare import compare
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [((3, 1), (1, 3)), ((3,), (1,)), ((), (1,)), ((0, 3), (0, 5))],
+)
+def test_another_shape_fails_even_where_it_would_broadcast(mine, theirs):
+    found = compare(torch.ones(mine), torch.ones(theirs))
+    assert not found.ok
+    assert found.test == "type"
+    assert "shape" in found.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_another_dtype_fails_although_the_values_are_equal(dtype):
+    found = compare(torch.ones(3, dtype=dtype), torch.ones(3))
+    assert not found.ok
+    assert "dtype" in found.reason
+
+
+def test_another_device_fails():
+    assert "device" in compare(torch.ones(2, device="meta"), torch.ones(2)).reason
+
+
+def test_none_where_eager_returns_a_tensor_fails():
+    assert "NoneType" in compare(None, torch.ones(2)).reason
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "reason"),
+    [
+        ([NAN, NAN], [1.0, 2.0], "NaN"),
+        ([1.0, 2.0], [NAN, NAN], "NaN"),
+        ([NAN, 1.0, 1.0], [1.0, NAN, 1.0], "NaN"),
+        ([INF, 1.0], [-INF, 1.0], "infinities"),
+        ([INF, 1.0], [3e38, 1.0], "infinities"),
+        ([3e38, 1.0], [INF, 1.0], "infinities"),
+    ],
+)
+def test_nan_and_inf_at_other_places_fail(mine, theirs, reason):
+    found = compare(torch.tensor(mine), torch.tensor(theirs))
+    assert not found.ok
+    assert reason in found.reason
+
+
+def test_nan_and_inf_at_the_same_places_pass():
+    value = torch.tensor([NAN, INF, -INF, 1.0])
+    assert compare(value, value.clone()).test == "bits"
+    assert compare(value + torch.tensor([0, 0, 0, 1e-6]), value).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_sign_of_zero_counts_only_for_exact(dtype):
+    minus, plus = torch.tensor([-0.0, 1.0]).to(dtype), torch.tensor([0.0, 1.0]).to(dtype)
+    assert compare(minus, plus).ok
+    assert not compare(minus, plus, exact=True).ok
+
+
+def test_the_payload_of_nan_does_not_count_for_exact():
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert compare(other, torch.tensor([NAN]), exact=True).ok
+
+
+def test_one_unit_in_the_last_place_fails_exact_alone():
+    reference = torch.tensor([1.0, 2.0])
+    near = torch.nextafter(reference, torch.tensor(INF))
+    assert compare(near, reference).test == "element"
+    assert not compare(near, reference, exact=True).ok
+
+
+def test_equal_empty_tensors_pass():
+    assert compare(torch.empty(0, 3), torch.empty(0, 3)).ok
+    assert compare(torch.empty(0, 3), torch.empty(0, 3), exact=True).ok
+
+
+def test_unsigned_values_are_compared_after_widening():
+    found = compare(torch.tensor([200], dtype=torch.uint8), torch.tensor([201], dtype=torch.uint8))
+    assert not found.ok
+    assert found.max_difference == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.uint8])
+def test_one_other_integer_fails_and_is_counted(dtype):
+    reference = torch.zeros(5, dtype=dtype)
+    other = reference.clone()
+    other[3] = 1
+    assert compare(reference.clone(), reference).test == "bits"
+    assert "1 of 5" in compare(other, reference).reason
+
+
+def test_a_scaled_output_fails_although_its_cosine_is_one():
+    reference = torch.randn(100)
+    assert not compare(5 * reference, reference).ok
+
+
+def test_one_bad_element_in_a_million_fails_both_tests():
+    reference = torch.randn(1_000_000)
+    bad = reference.clone()
+    bad[777_777] += 0.1
+    assert "1 of 1000000" in compare(bad, reference).reason
+    found = compare(bad, reference, reference64=lambda: reference.double())
+    assert not found.ok
+    assert found.test == "float64"
+
+
+def test_layout_does_not_count():
+    reference = torch.randn(4, 5)
+    assert compare(reference.t().contiguous().t(), reference, exact=True).ok
+
+
+def test_the_element_test_takes_rounding_and_no_more():
+    reference = torch.linspace(1, 2, 50)
+    assert compare(reference * (1 + 5e-5), reference).test == "element"
+    assert not compare(reference * (1 + 1e-3), reference).ok
+
+
+def test_the_absolute_tolerance_grows_with_large_outputs():
+    reference = torch.tensor([1e6, -1e6, 0.0])
+    assert compare(reference + 1.0, reference).ok
+    assert not compare(reference + 1e4, reference).ok
+
+
+def test_half_precision_differences_do_not_overflow():
+    reference = torch.tensor([6e4, -6e4], dtype=torch.float16)
+    found = compare(-reference, reference)
+    assert not found.ok
+    assert found.max_difference == pytest.approx(1.2e5, rel=1e-2)
+
+
+@pytest.mark.parametrize("part", [torch.conj, lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_values_that_are_read_conjugated_or_negated_are_compared(part):
+    x = torch.complex(torch.tensor([1.0, -0.0]), torch.tensor([2.0, 3.0]))
+    plain = part(x).resolve_conj().resolve_neg()
+    assert compare(part(x), plain, exact=True).test == "bits"
+    assert compare(plain + 1e-7, part(x)).ok
+    assert not compare(part(x), -plain).ok
+
+
+def test_complex_values_are_compared_as_their_parts():
+    reference = torch.randn(4, dtype=torch.complex64)
+    assert compare(reference * (1 + 1e-6), reference).ok
+    assert not compare(reference.conj().resolve_conj(), reference).ok
+
+
+def test_as_close_to_float64_as_eager_passes_where_the_element_test_fails():
+    truth = torch.ones(2000, dtype=torch.float64)
+    eager = (truth + 0.01).float()
+    mine = (truth - 0.01).float()
+    assert not compare(mine, eager).ok
+    found = compare(mine, eager, reference64=lambda: truth)
+    assert found.ok
+    assert found.test == "float64"
+
+
+def test_further_from_float64_than_eager_fails():
+    truth = torch.ones(2000, dtype=torch.float64)
+    eager = (truth + 1e-3).float()
+    assert not compare((truth + 5e-3).float(), eager, reference64=lambda: truth).ok
+
+
+@pytest.mark.parametrize("truth", [None, torch.full((2,), NAN).double(), torch.ones(3).double()])
+def test_the_float64_test_is_void_without_a_sound_reference(truth):
+    found = compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), reference64=lambda: truth)
+    assert not found.ok
+    assert found.test == "element"
+
+
+def test_float64_itself_has_no_better_reference():
+    reference = torch.ones(2, dtype=torch.float64)
+    assert not compare(reference + 1e-5, reference, reference64=lambda: reference).ok
+
+
+def test_a_float64_output_of_float32_values_is_as_good_as_eager():
+    truth = torch.ones(2, dtype=torch.float64)
+    found = compare(truth - 2e-7, truth + 2e-7, reference64=lambda: truth)
+    assert (found.ok, found.test) == (True, "float64")
+    assert not compare(truth - 2e-5, truth + 2e-7, reference64=lambda: truth).ok
+
+
+def test_float64_decides_nothing_where_eager_is_far_from_it():
+    truth = torch.linspace(1, 2, 2000, dtype=torch.float64)
+    eager = (truth * 1.2).float()
+    near = (truth * 1.19).float()
+    assert not compare(near, eager, reference64=lambda: truth).ok
+    close = (truth * 1.001).float()
+    assert compare((truth * 1.0015).float(), close, reference64=lambda: truth).ok

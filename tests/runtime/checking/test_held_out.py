@@ -1,0 +1,109 @@
+"""What a program for many sizes promises: what was run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler.calls.example import example
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.sizes.generalize import NotGeneral
+from tsopt.errors import CaptureError
+from tsopt.runtime.checking import held_out
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.held_out import Judge, settled
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def made(model, size, text):
+    given = torch.randn(size)
+    program = tsopt.capture(model, given, dynamic={"x": {0: text}})
+    return settled(model, program, example(given), seed=0)
+
+
+def test_a_range_is_checked_at_its_ends_and_between():
+    assert made(lambda x: x * 2, (3, 4), "batch[1..32]").checked == "batch: 1..32, checked at 1, 2, 7, 32"
+
+
+def test_without_an_end_it_goes_to_twice_the_example():
+    assert made(lambda x: x * 2, (20, 4), "n").checked == "n: 1..40, checked at 1, 2, 7, 40"
+
+
+def test_steps_are_kept():
+    found = made(lambda x: x.reshape(-1, 4, 2).sum(1), (8, 2), "n[1..64]")
+    assert found.checked == "n: 8..64, multiples of 4, checked at 8, 12, 36, 64"
+
+
+def test_several_sizes_are_tried_together():
+    given = torch.randn(4, 6)
+    program = tsopt.capture(lambda x: x.softmax(0), given, dynamic={"x": {0: "a[1..9]", 1: "b[1..20]"}})
+    found = settled(lambda x: x.softmax(0), program, example(given), seed=0)
+    assert [dict(item.sizes) for item in found.elsewhere] == [
+        {"a": 1, "b": 1}, {"a": 2, "b": 7}, {"a": 7, "b": 2}, {"a": 9, "b": 20},
+    ]  # fmt: skip
+
+
+def test_a_size_that_the_model_refuses_is_none_that_is_promised():
+    def model(x):
+        if x.shape[0] < 3 or x.shape[0] > 20:
+            raise ValueError("no such size")
+        return x * 2
+
+    found = made(model, (5, 4), "n[1..32]")
+    assert found.checked.startswith("n: 3..20, checked at 3, ")
+
+
+def test_one_is_a_size_like_others_where_the_program_is_right():
+    found = made(lambda x: x.squeeze(0) if x.shape[0] == 1 else x, (5, 4), "n[1..8]")
+    assert found.checked.startswith("n: 2..8")
+    assert found.notes[0].startswith("not n 1: ")
+
+
+def test_tokens_and_a_mask_that_is_read_by_positions_are_one_size():
+    def model(x, mask):
+        return x * mask[torch.arange(x.shape[0])]
+
+    calls = [(torch.randn(n, 2), torch.ones(n, 2)) for n in (2, 6)]
+    program = tsopt.capture(model, calls)
+    assert len(program.signature.dims) == 2
+    assert settled(model, program, example(*calls[0]), seed=0).checked == "batch: 1..8, checked at 1, 2, 7, 8"
+
+
+def test_a_program_that_is_wrong_between_the_ends_is_refused():
+    wrong = tsopt.capture(lambda x: x * 2, torch.randn(3, 4), dynamic={"x": {0: "n[1..32]"}})
+    with pytest.raises(CaptureError, match=r"(?s)not right at n 7.*leave the sizes out"):
+        settled(lambda x: x * (3 if x.shape[0] == 7 else 2), wrong, example(torch.randn(3, 4)), seed=0)
+
+
+def test_passes_that_are_wrong_at_some_size_are_found():
+    found = made(lambda x: x.cos(), (3, 4), "n[1..32]")
+    bad = found.program.copy()
+    next(bad.calls()).target = aten.sin.default
+    with pytest.raises(NotGeneral, match="at n 1: "):
+        found.checked_with(bad)
+
+
+def test_a_candidate_is_judged_at_all_sizes():
+    model = nn.Linear(4, 2).eval()
+    given = torch.randn(3, 4)
+    program = tsopt.capture(model, given, dynamic={"input": {0: "n[1..32]"}})
+    found = settled(model, program, example(given), seed=0)
+
+    def candidate(x):
+        return model(x) + (1 if x.shape[0] == 7 else 0)
+
+    oracle = Oracle(model, example(given), None)
+    assert oracle.judge(candidate).ok
+    verdict = Judge(oracle, found.elsewhere).judge(candidate)
+    assert not verdict.ok
+    assert verdict.reason.startswith("at n 7: ")
+
+
+def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
+    monkeypatch.setattr(held_out, "LARGEST", 1 << 16)
+    found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
+    assert found.notes[0] == "not n 1000000000000: its inputs would be larger than 1 GB, which is not tried"
+    assert found.program.signature.dims[0].high <= 4096

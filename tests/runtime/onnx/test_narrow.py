@@ -1,0 +1,340 @@
+"""What an engine computes in fewer bits: refused by name, or checked at the call; ordinary models stay."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tsopt
+from tests.runtime.helpers import save
+from tsopt.errors import IndexOutOfRange
+from tsopt.runtime.calling.guarded import INDEX, RANGE, REFUSED, Bound
+from tsopt.runtime.onnx.engines import ONNX_RUNTIME, OPENVINO
+from tsopt.runtime.onnx.narrow import Engine, examine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+INTS, FLOATS = torch.tensor([1, 2, 0]), torch.tensor([0.5, 1.5, 2.0])
+BOTH = [OPENVINO, ONNX_RUNTIME]
+openvino_only = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is an extra")
+
+
+def examined(model, *args, engine: Engine = OPENVINO, dynamic=None, **options):
+    return examine(tsopt.capture(model, args, dynamic=dynamic), engine, **options)
+
+
+def limits(found):
+    return [(bound.low, bound.high, bound.kind) for bound in found.bounds]
+
+
+class Masked(nn.Module):
+    """Positions as RoBERTa counts them."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, width), nn.Embedding(16, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = ids.ne(1).int()
+        found: torch.Tensor = self.tokens(ids) + self.places((mask.cumsum(1) * mask).long() + 1)
+        return found
+
+
+class Products(nn.Module):
+    """A table, and enough work behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(50, 8), nn.Linear(8, width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(self.table(ids))
+        return found
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "why"),
+    [
+        (lambda x: x.double().sum().float(), (FLOATS,), "float64 in float32"),
+        (lambda x: x + x, (INTS.byte(),), "uint8 up to 2\\^8, and add"),
+        (lambda x: -x, (INTS.to(torch.int8),), "int8 up to 2\\^7, and neg"),
+        (lambda x: x.long() + 0, (FLOATS,), "int64 up to 2\\^31, and to"),
+        (lambda x: x + 2**40, (INTS,), "int64"),
+        (lambda x: x * x * x, (INTS,), "int64"),
+        (lambda x: x % 7, (FLOATS,), "remainder from a rounded quotient"),
+        (lambda x: x.to(torch.uint8), (INTS,), "uint8"),
+    ],
+)
+def test_openvino_refuses_by_name_what_it_computes_in_fewer_bits(model, args, why):
+    found = examined(model, *args)
+    assert any(re.search(why, item.why) for item in found.refused), found
+    assert not found.bounds
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (lambda x: x % 7, (FLOATS,)),
+        (lambda x: x // 0.1, (FLOATS,)),
+        (lambda x: x.isinf(), (FLOATS.double(),)),
+        (lambda x: F.layer_norm(x, (3,)), (FLOATS.double(),)),
+    ],
+)
+def test_onnx_runtime_refuses_floats_that_it_computes_in_fewer_bits(model, args):
+    assert examined(model, *args, engine=ONNX_RUNTIME).refused
+
+
+def test_a_weight_beyond_int32_is_refused():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("since", torch.tensor([2**40, 1]))
+
+        def forward(self, x):
+            return x < self.since
+
+    (found,) = examined(Model(), torch.tensor([1, 2])).refused
+    assert "since" in found.where
+
+
+@openvino_only
+def test_the_refusal_is_what_compile_says():
+    with pytest.raises(tsopt.BackendError, match="float64 in float32"):
+        tsopt.compile(tsopt.capture(lambda x: x * 2, FLOATS.double()), "openvino")
+
+
+# ---- what is taken ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: x % 4, lambda x: x // 2, lambda x: torch.div(x, 0.5, rounding_mode="floor"), lambda x: x / 3],
+)
+@pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
+def test_a_quotient_that_is_not_rounded_or_not_cut_is_taken(model, engine):
+    assert not examined(model, FLOATS, engine=engine).refused
+
+
+@pytest.mark.parametrize(
+    ("model", "low", "high"),
+    [
+        (lambda x: x > 5, -(2**31), 2**31 - 1),
+        (lambda x: x + 1, -(2**31) + 1, 2**31 - 1),
+        (lambda x: x // 3, -(2**24) + 1, 2**24 - 1),
+        (lambda x: x * x, -(2**15) + 1, 2**15 - 1),
+    ],
+)
+def test_inputs_are_checked_for_the_widest_range_that_a_program_is_right_for(model, low, high):
+    found = examined(model, INTS)
+    if high == 2**31 - 1 and low > -(2**31):  # one more than int32 holds
+        low, high = -(2**24) + 1, 2**24 - 1
+    assert limits(found) == [(low, high, RANGE)]
+    assert "PyTorch all others" in found.notes[0]
+
+
+ENDS = {
+    torch.int8: (-128, 127, 7, 100, 126, 3),
+    torch.uint8: (0, 255, 7, 100, 254, 3),
+    torch.int32: (-(2**31), 2**31 - 1, 7, 100, 2**24 + 1, 0),
+}
+
+
+def ends(dtype):
+    return torch.tensor(ENDS[dtype], dtype=dtype).reshape(2, 3)
+
+
+@openvino_only
+@pytest.mark.parametrize(
+    ("model", "dtype", "why"),
+    [
+        (lambda x: x @ x.t(), torch.int8, "matmul may make more of it"),
+        (lambda x: x.diff(dim=-1), torch.uint8, "may make more of it"),
+        (lambda x: torch.addcmul(x, x, x), torch.uint8, "addcmul may make more of it"),
+        (lambda x: x >> 1, torch.int8, "computes rshift of whole numbers correctly only from 0 to 2\\^24"),
+        (lambda x: x.trunc(), torch.int8, "computes trunc of whole numbers correctly only"),
+        (lambda x: torch.isclose(x, x.flip(0)), torch.uint8, "computes isclose of whole numbers correctly only"),
+    ],
+)
+def test_openvino_refuses_ops_that_go_wrong_at_the_ends_of_a_dtype(model, dtype, why):
+    with pytest.raises(tsopt.BackendError, match=why):
+        tsopt.compile(tsopt.capture(model, ends(dtype) % 3), "openvino")
+
+
+@openvino_only
+@pytest.mark.parametrize("model", [torch.Tensor.bool, torch.logical_not, lambda x: torch.logical_and(x, x), torch.all])
+def test_openvino_is_not_asked_whether_the_lowest_int32_is_true(model):
+    executable = tsopt.compile(tsopt.capture(model, ends(torch.int32) % 3), "openvino")
+    for call in (ends(torch.int32), ends(torch.int32) % 3, torch.full((2, 3), -(2**31), dtype=torch.int32)):
+        assert torch.equal(executable(call), model(call))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: torch.maximum(x, x * 0),
+        lambda x: torch.max(x, x.flip(0)),
+        lambda x: torch.minimum(x, x.flip(0)),
+        torch.sign,
+        lambda x: x.amax(-1),
+        lambda x: x.min(0)[0],
+    ],
+)
+def test_onnx_runtime_compares_int64_by_signed_halves(model):
+    """It says that 0 is larger than 2**31."""
+    x = torch.tensor([[2**31, 3, -(2**31) - 1, 2**32 - 1], [7, -7, 2**31 + 5, 2**53 + 2**31]])
+    executable = tsopt.compile(tsopt.capture(model, x % 5), "onnxruntime")
+    assert limits(examined(model, x % 5, engine=ONNX_RUNTIME))
+    for call in (x, x.flip(1), x % 5):
+        assert torch.equal(executable(call), model(call))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int64])
+def test_differences_that_wrap_around_are_not_taken_for_close(dtype):
+    """PyTorch takes them in floats: 0 and the lowest number of a dtype are not close."""
+    x = torch.tensor([0, torch.iinfo(dtype).min, 3], dtype=dtype)
+    assert not torch.isclose(x[:1], x[1:2])
+    (found,) = examined(lambda x: torch.isclose(x, x.flip(0)), x, engine=ONNX_RUNTIME).refused
+    assert found.why == "ONNX Runtime computes isclose of whole numbers correctly only where they are 0 and 1"
+
+
+def test_values_that_only_look_something_up_are_not_narrowed():
+    found = examined(lambda i, x: x[i.reshape(-1).int()], INTS, torch.ones(4, 3))
+    assert not found.refused
+    assert not found.bounds
+
+
+def test_positions_counted_from_a_mask_are_taken_and_the_tokens_checked_as_indices():
+    assert limits(examined(Masked(), torch.ones(2, 4).long())) == [(0, 49, INDEX)]
+
+
+@pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
+def test_a_model_of_floats_has_nothing_to_check(engine):
+    found = examined(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), FLOATS, engine=engine)
+    assert (found.refused, found.bounds, found.notes) == ((), (), ())
+
+
+def test_branches_that_compute_with_int64_are_refused_where_they_are_narrowed():
+    def model(x):
+        return torch.cond(x.sum() > 0, lambda x: (x.long() * 3).float(), lambda x: x + 1, (x,))
+
+    assert examined(model, FLOATS).refused
+    assert not examined(model, FLOATS, engine=ONNX_RUNTIME).refused
+
+
+# ---- indices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
+def test_an_index_that_is_not_checked_is_stated_for_every_engine(engine):
+    found = examined(nn.Embedding(4, 2), INTS, engine=engine)
+    assert not found.bounds
+    assert "indices that do not exist" in found.notes[0]
+
+
+@pytest.mark.parametrize(("width", "checked"), [(4, False), (200_000, True)])
+def test_indices_are_checked_by_default_where_that_costs_next_to_nothing(width, checked):
+    found = examined(Products(width), torch.zeros(2, 64).long(), engine=ONNX_RUNTIME, threads=1)
+    assert bool(found.bounds) is checked
+    assert bool(found.notes) is not checked
+
+
+@pytest.mark.parametrize(
+    ("model", "low", "high", "kind"),
+    [
+        (lambda i, x: F.embedding(i, x), 0, 3, INDEX),
+        (lambda i, x: x[i], -4, 3, INDEX),
+        (lambda i, x: x[:, i], -5, 4, INDEX),
+        (lambda i, x: x[None, i], -4, 3, INDEX),
+        (lambda i, x: x.index_select(1, i), 0, 4, INDEX),
+        (lambda i, x: x.gather(0, i[:, None]), 0, 3, REFUSED),
+        (lambda i, x: x.scatter(1, i[:, None], 1.0), 0, 4, REFUSED),
+        (lambda i, x: x.take(i), -20, 19, INDEX),
+        (lambda i, x: F.one_hot(i, 7) + x.sum(), 0, 6, REFUSED),
+        (lambda i, x: x[(i * 2 + 1).int()], -2, 1, INDEX),
+        (lambda i, x: F.embedding(3 - i, x), 0, 3, INDEX),
+        (lambda i, x: F.embedding(-i, x), -3, 0, INDEX),
+    ],
+)
+def test_asked_for_indices_are_checked_through_casts_and_constant_arithmetic(model, low, high, kind):
+    found = examined(model, INTS, torch.ones(4, 5), engine=ONNX_RUNTIME, check_indices=True)
+    assert limits(found) == [(low, high, kind)]
+    assert not found.notes
+
+
+def test_the_target_that_a_loss_ignores_is_taken():
+    found = examined(
+        lambda i, x: F.cross_entropy(x, i), INTS, torch.ones(3, 5), engine=ONNX_RUNTIME, check_indices=True
+    )
+    assert found.bounds == (Bound(0, 0, 4, INDEX, also=-100),)
+
+
+@pytest.mark.parametrize("change", [lambda i: i[1:], lambda i: torch.where(i > 1, i, 0), lambda i: i.float().long()])
+def test_an_index_that_is_more_than_an_input_is_stated_even_then(change):
+    found = examined(lambda i, x: x[change(i)], INTS, torch.ones(4, 3), engine=ONNX_RUNTIME, check_indices=True)
+    assert not found.bounds
+    assert found.notes
+
+
+@pytest.mark.parametrize("change", [lambda i: i % 4, lambda i: (i > 1).long(), lambda i: i.argmax(0, keepdim=True)])
+def test_an_index_that_exists_whatever_the_input_is_not_mentioned(change):
+    found = examined(lambda i, x: F.embedding(change(i), x), INTS, torch.ones(4, 3), engine=ONNX_RUNTIME)
+    assert (found.bounds, found.notes) == ((), ())
+
+
+def test_the_bound_is_the_size_of_the_call_where_sizes_differ():
+    def model(i, x):
+        return F.embedding(i, x) * 2
+
+    args = (INTS, torch.ones(4, 3))
+    found = examined(model, *args, engine=ONNX_RUNTIME, check_indices=True, dynamic={"x": {0: "rows[2..9]"}})
+    assert found.bounds == (Bound(0, 0, -1, INDEX, of=1, axis=0, above=1),)
+
+
+# ---- calls --------------------------------------------------------------------------------------------------
+
+
+def test_a_call_with_an_index_that_does_not_exist_raises_as_eager_does_and_so_does_its_bundle(tmp_path):
+    model, good = nn.Embedding(4, 2).eval(), torch.tensor([1, 3])
+    made = tsopt.compile(tsopt.capture(model, good), "onnxruntime", check_indices=True)
+    loaded = tsopt.load(save(made, tmp_path / "m.tsopt", model, good))
+    for called in (made, loaded):
+        assert torch.equal(called(good), model(good))
+        for bad in (torch.tensor([-1, 0]), torch.tensor([4, 0])):
+            with pytest.raises(IndexError):
+                called(bad)
+    with pytest.raises(IndexOutOfRange, match="'input'"):
+        loaded(torch.tensor([-1, 0]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="not installed")
+def test_what_openvino_would_cut_is_run_by_torch_and_refused_by_a_bundle(tmp_path):
+    def model(x):
+        return x // 86_400_000
+
+    small, large = torch.tensor([5, 90_000_000]), torch.tensor([1_732_233_600_000, 5])
+    made = tsopt.compile(tsopt.capture(model, small), "openvino")
+    assert torch.equal(made(large), model(large))
+    assert made(torch.tensor([5, 16_000_000])).tolist() == [0, 0]
+    loaded = tsopt.load(save(made, tmp_path / "m.tsopt", model, small))
+    with pytest.raises(tsopt.BackendError, match="does not compute with as PyTorch does"):
+        loaded(large)
+
+
+def test_optimize_passes_the_wish_on():
+    model = nn.Embedding(4, 2).eval()
+    made = tsopt.optimize(
+        *(model, torch.tensor([1])),
+        backends=("onnxruntime",),
+        check_indices=True,
+        isolate=False,
+        cache=False,
+        seconds=0.02,
+    )
+    assert made.report.row("ONNX Runtime").notes == ()

@@ -1,0 +1,137 @@
+"""OpenVINO: the same numbers, in float32, from several threads; what it cannot take is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.runtime.helpers import save
+from tsopt.runtime.backends.backend import get_backend
+from tsopt.runtime.onnx import openvino
+
+installed = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="not installed")
+LOAD = """
+import sys, torch, tsopt
+found = tsopt.load(sys.argv[1])
+print(found(torch.linspace(-1, 1, 128).reshape(2, 64)).flatten().tolist())
+"""
+
+
+def compiled(model, *args, **options):
+    return tsopt.compile(tsopt.capture(model, args), "openvino", **options)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval()
+
+
+@installed
+@pytest.mark.parametrize("hint", ["latency", "throughput"])
+def test_it_computes_in_float32(hint):
+    """Where the processor has bfloat16, OpenVINO takes it unless it is told not to: errors of 1e-2."""
+    model, x = layers(), torch.linspace(-1, 1, 128).reshape(2, 64)
+    torch.testing.assert_close(compiled(model, x, hint=hint, threads=1)(x), model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+@installed
+def test_several_inputs_and_outputs_of_several_types():
+    def model(x, i, flag):
+        return x[i] * 2, i + 1, x.sum(), torch.logical_not(flag), x.new_zeros(0, 3)
+
+    args = (torch.randn(4, 3), torch.tensor([2, 0]), torch.tensor([True, False]))
+    found = compiled(model, *args)(*args)
+    for mine, theirs in zip(found, model(*args), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@installed
+def test_inputs_that_are_not_dense_and_single_numbers_are_right():
+    def model(x, scale):
+        return x * scale
+
+    fast = compiled(model, torch.randn(3, 4), torch.tensor(2.0))
+    x = torch.randn(8, 6).t()[::2, ::2]
+    for value in (x, torch.randn(4, 3).t(), torch.zeros(1, 4).expand(3, 4)):
+        torch.testing.assert_close(fast(value, torch.tensor(3.0)), value * 3)
+
+
+@installed
+def test_answers_are_not_overwritten_by_later_calls():
+    model, x = layers(), torch.randn(2, 64)
+    fast = compiled(model, x)
+    first = fast(x)
+    kept = first.clone()
+    fast(x * 3)
+    assert torch.equal(first, kept)
+
+
+@installed
+def test_threads_may_call_at_once():
+    model, inputs = layers(), [torch.randn(2, 64) for _ in range(16)]
+    fast = compiled(model, inputs[0])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(fast, inputs))
+    for mine, x in zip(found, inputs, strict=True):
+        torch.testing.assert_close(mine, model(x).detach(), rtol=1e-5, atol=1e-6)
+
+
+@installed
+def test_a_bundle_loads_in_a_fresh_process(tmp_path):
+    model, x = layers(), torch.linspace(-1, 1, 128).reshape(2, 64)
+    place = save(compiled(model, x), tmp_path / "net.tsopt", model, x)
+    done = subprocess.run([sys.executable, "-c", LOAD, str(place)], capture_output=True, text=True, check=True)
+    torch.testing.assert_close(torch.tensor(eval(done.stdout)), model(x).detach().flatten(), rtol=1e-5, atol=1e-6)
+
+
+@installed
+def test_random_calls_are_refused_by_name():
+    program = tsopt.capture(lambda x: x + torch.rand_like(x), torch.ones(3))
+    with pytest.raises(tsopt.BackendError, match="another random generator"):
+        tsopt.compile(program, "openvino")
+
+
+@installed
+def test_what_it_refuses_is_a_message(monkeypatch):
+    import openvino as package
+
+    class Core:
+        def compile_model(self, *args):
+            raise RuntimeError("Exception from core\n\nno such op\n")
+
+    monkeypatch.setattr(package, "Core", Core)
+    with pytest.raises(tsopt.BackendError, match="OpenVINO refuses") as caught:
+        compiled(layers(), torch.ones(2, 64))
+    assert caught.value.why == "no such op"
+
+
+@installed
+def test_a_call_that_fails_in_the_engine_is_told_in_our_words(monkeypatch):
+    import openvino as package
+
+    def infer(*args, **kwargs):
+        raise RuntimeError("Exception from core\n\nno memory for it\n")
+
+    made = compiled(layers(), torch.ones(2, 64))
+    monkeypatch.setattr(package.InferRequest, "infer", infer)
+    with pytest.raises(tsopt.BackendError, match="OpenVINO cannot run this call") as caught:
+        made(torch.ones(2, 64))
+    assert caught.value.why == "no memory for it"
+
+
+@installed
+def test_an_unknown_hint_is_refused():
+    with pytest.raises(tsopt.UsageError, match="no hint 'speed'"):
+        get_backend("openvino", hint="speed")
+
+
+def test_where_it_is_not_installed_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install openvino" in openvino.OpenVinoBackend().missing()

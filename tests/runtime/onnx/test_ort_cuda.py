@@ -1,0 +1,138 @@
+"""ONNX Runtime on a GPU, as far as a machine without one can tell: bindings work on any device, decisions need none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import onnxruntime as ort
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.runtime.onnx.export import to_onnx
+from tsopt.runtime.onnx.ort import ON_CPU, OnnxRuntimeBackend, open_session
+from tsopt.runtime.onnx.ort_cuda import PROVIDER, bound_runner, providers_for, refusals_on_gpu
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or PROVIDER not in ort.get_available_providers(), reason="no GPU"
+)
+
+
+def on(program, *devices):
+    """The program with inputs and outputs as they would be on these devices, in turn."""
+    signature = program.signature
+    inputs = [
+        replace(item, type=replace(item.type, device=devices[i % len(devices)]))
+        for i, item in enumerate(signature.inputs)
+    ]
+    outputs = [replace(item, type=replace(item.type, device=devices[0])) for item in signature.outputs]
+    return replace(program, signature=replace(signature, inputs=tuple(inputs), outputs=tuple(outputs)))
+
+
+@pytest.fixture
+def built_for_gpu(monkeypatch):
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [PROVIDER, "CPUExecutionProvider"])
+
+
+class Several(nn.Module):
+    """Inputs of several dtypes, one of them laid out otherwise; outputs of several dtypes and of no axes."""
+
+    def forward(self, x, index, flag):
+        return x.t() * 2, index + 1, x.sum(), flag.logical_not()
+
+
+def session_of(program):
+    proto, weights = to_onnx(program).detached()
+    return open_session(proto, {"threads": 1}, weights)
+
+
+def several():
+    return torch.randn(3, 4).t(), torch.arange(5), torch.tensor([True, False])
+
+
+def test_bound_tensors_are_read_and_written_where_they_are():
+    program = tsopt.capture(Several(), several())
+    run = bound_runner(session_of(program), program.signature)
+    for _ in range(3):
+        given = several()
+        found = run(given)
+        for mine, theirs in zip(found, Several()(*given), strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_answers_of_earlier_calls_stay():
+    program = tsopt.capture(nn.Linear(3, 2).eval(), torch.ones(1, 3))
+    run = bound_runner(session_of(program), program.signature)
+    (first,) = run([torch.zeros(1, 3)])
+    kept = first.clone()
+    run([torch.ones(1, 3)])
+    assert torch.equal(first, kept)
+
+
+def test_a_runtime_for_the_cpu_says_what_to_install():
+    program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:0")
+    assert [item.why for item in OnnxRuntimeBackend().unsupported(program)] == [
+        "the model is on cuda:0; this ONNX Runtime is built for the CPU: "
+        "pip uninstall onnxruntime, pip install onnxruntime-gpu"
+    ] * 2
+
+
+@pytest.mark.usefixtures("built_for_gpu")
+def test_a_runtime_for_the_gpu_takes_a_model_on_one():
+    program = tsopt.capture(nn.ReLU(), torch.ones(2))
+    assert OnnxRuntimeBackend().unsupported(on(program, "cuda:0")) == []
+    assert OnnxRuntimeBackend().unsupported(program) == []
+
+
+def test_what_it_cannot_run_on_a_gpu_is_refused():
+    two = tsopt.capture(lambda a, b: a + b, (torch.ones(2), torch.ones(2)))
+    (found,) = refusals_on_gpu(on(two, "cuda:0", "cuda:1"), [PROVIDER])
+    assert found.why == "the model is on cuda:0 and cuda:1"
+    sizes = tsopt.capture(nn.ReLU(), [torch.ones(2, 2), torch.ones(3, 2)])
+    (found,) = refusals_on_gpu(on(sizes, "cuda:0"), [PROVIDER])
+    assert found.why == "its outputs are allocated before the call, for one size"
+
+
+def test_the_session_runs_on_the_gpu_of_the_model_in_full_precision():
+    program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:1")
+    assert providers_for(program.signature) == [
+        (PROVIDER, {"device_id": 1, "use_tf32": 0}),
+        "CPUExecutionProvider",
+    ]
+
+
+def test_a_runtime_that_goes_on_without_the_gpu_is_an_error(monkeypatch):
+    opened = []
+
+    def session(model, options, providers):
+        opened.append(providers)
+        return SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
+
+    with pytest.raises(tsopt.BackendError, match=f"built without {PROVIDER}") as caught:
+        open_session(b"", {}, providers=[(PROVIDER, {"device_id": 0}), *ON_CPU])
+    assert "onnxruntime-gpu" in caught.value.fix
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [PROVIDER, *ON_CPU])
+    monkeypatch.setattr(ort, "InferenceSession", session)
+    assert open_session(b"", {}).session is not None
+    with pytest.raises(tsopt.BackendError, match=f"cannot start its {PROVIDER}") as caught:
+        open_session(b"", {}, providers=[(PROVIDER, {"device_id": 0}), *ON_CPU])
+    assert "onnxruntime-gpu asks for" in caught.value.fix
+    assert opened[1][0] == (PROVIDER, {"device_id": 0})
+
+
+def test_a_tensor_that_holds_nothing_is_refused():
+    program = tsopt.capture(nn.ReLU(), torch.ones(0, 2))
+    (found, *_) = refusals_on_gpu(on(program, "cuda:0"), [PROVIDER])
+    assert found.why == "it holds nothing, and has no address"
+
+
+@needs_gpu
+def test_on_a_gpu_it_computes_what_the_model_computes():
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    fast = tsopt.optimize(model, x, backends=("onnxruntime",), seconds=1.0)
+    assert fast.report.row("ONNX Runtime").status == "ok"
+    executable = fast.verified("onnxruntime")
+    torch.testing.assert_close(executable(x * 2), model(x * 2).detach())

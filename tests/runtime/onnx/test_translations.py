@@ -1,0 +1,79 @@
+"""Ops that the exporter of torch does not know, or does not get right, through ONNX Runtime and OpenVINO."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  registers an op
+from torch import nn
+
+import tsopt
+from tsopt.runtime.onnx.export import to_onnx
+
+GROUPS = {
+    "each": [2, 5, 6, 10],
+    "an empty one": [0, 4, 4, 10],
+    "all in one": [10, 10, 10, 10],
+    "all in the last": [0, 0, 0, 10],
+    "none": [0, 0, 0, 0],
+    "rows left over": [1, 3, 6, 7],
+}
+X = torch.randn(10, 16, generator=torch.Generator().manual_seed(0))
+W = torch.randn(4, 16, 24, generator=torch.Generator().manual_seed(1))
+ENDS = {name: torch.tensor(ends, dtype=torch.int32) for name, ends in GROUPS.items()}
+
+
+class Experts(nn.Module):
+    """Products of experts; torch's own op is captured in bfloat16 alone."""
+
+    def __init__(self, narrow, turned):
+        super().__init__()
+        weight = W.mT.contiguous().mT if turned else W
+        self.weight = nn.Parameter(weight.bfloat16() if narrow else weight, requires_grad=False)
+        self.narrow = narrow
+
+    def forward(self, x, offs):
+        if self.narrow:
+            return torch._grouped_mm(x.bfloat16(), self.weight, offs=offs).float()
+        return torch.ops.transformers.grouped_mm_fallback(x, self.weight, offs=offs)
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+def test_products_in_groups(backend, narrow, turned):
+    model = Experts(narrow, turned)
+    run = tsopt.compile(tsopt.capture(model, (X, ENDS["each"])), backend)
+    for ends in ENDS.values():
+        # What torch's own op leaves in the rows behind the last group is anything.
+        used = int(ends[-1]) if narrow else len(X)
+        close = {"rtol": 2**-7, "atol": 1e-2} if narrow else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(run(X, ends)[:used], model(X, ends)[:used], **close)
+
+
+def test_other_forms_of_the_product_are_refused_by_name():
+    class Net(nn.Module):
+        def forward(self, x, w):
+            return torch._grouped_mm(x, w).float()
+
+    program = tsopt.capture(Net(), (torch.randn(2, 8, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()))
+    with pytest.raises(tsopt.BackendError, match="_grouped_mm"):
+        to_onnx(program)
+
+
+def test_an_op_that_only_computes_is_dropped_and_shared():
+    def model(x, offs):
+        unused = torch.ops.transformers.grouped_mm_fallback(x, W, offs=offs)
+        twice = [torch.ops.transformers.grouped_mm_fallback(x + 0, W, offs=offs) for _ in range(2)]
+        return twice[0] + twice[1] + unused.shape[0]
+
+    program = tsopt.transform(tsopt.capture(model, (X, ENDS["each"])))
+    assert sum("grouped_mm" in str(node.target) for node in program.calls()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.uint8, torch.bool], ids=str)
+def test_signbit_tells_minus_zero_from_zero(dtype):
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, -1e-30, torch.inf, -torch.inf])
+    x = values.to(dtype) if dtype.is_floating_point else values[:3].to(dtype)
+    found = tsopt.compile(tsopt.capture(torch.signbit, x), "onnxruntime")(x)
+    assert torch.equal(found, torch.signbit(x))

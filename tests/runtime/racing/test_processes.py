@@ -1,0 +1,47 @@
+"""What processes of tsopt's own are started with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tsopt import background
+from tsopt.runtime.bundles import probe
+from tsopt.runtime.racing import isolation
+from tsopt.runtime.racing.processes import environment_of_child
+
+
+def test_engines_report_nothing_from_a_process_of_ours_unless_the_user_wants_it(monkeypatch):
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    assert environment_of_child()["ORT_DISABLE_TELEMETRY"] == "1"
+    monkeypatch.setenv("ORT_DISABLE_TELEMETRY", "0")
+    assert environment_of_child()["ORT_DISABLE_TELEMETRY"] == "0"
+
+
+def test_a_child_imports_what_this_process_does(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    first, second, *_ = environment_of_child("here")["PYTHONPATH"].split(":")
+    assert (first, second) == ("here", str(tmp_path))
+
+
+@pytest.mark.parametrize("module", [isolation, probe, background])
+def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input, tmp_path):
+    seen = []
+
+    def started(command, *args, env, **options):
+        seen.append(env)
+        raise OSError("enough")
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
+    if module is isolation:
+        isolation.Workshop().__enter__()
+    elif module is probe:
+        probe._run(b"", 1.0)
+    else:
+        with pytest.raises(OSError, match="enough"):
+            background.Job(mlp, background.Example((mlp_input,), {}), {})
+    assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
+    assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]

@@ -1,0 +1,319 @@
+"""The second `optimize` of a model: what was raced is taken over, and checked again before it is believed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.runtime.helpers import ENTRY, candidates
+from tsopt.runtime.backends.eager import EagerBackend
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.racing import cache, recall
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.endings import LOST
+from tsopt.runtime.racing.race import EAGER, Race
+from tsopt.runtime.racing.timing import Speedup, Timing
+from tsopt.runtime.report import MODEL, Row
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+TITLE = "eager + passes"
+
+
+def make(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+
+
+PACES = {EAGER: 4.0, TITLE: 1.0, "TorchScript": 2.0}  # milliseconds; who is not here is as slow as eager
+
+
+@pytest.fixture(autouse=True)
+def _paced(monkeypatch):
+    """Who is how fast is what the test says."""
+
+    def measured(calls, inputs, **_):
+        for call in calls.values():
+            call(*inputs[0].args, **inputs[0].kwargs)
+        return {name: Timing((PACES.get(name, 4.0),) * 7) for name in calls}
+
+    monkeypatch.setattr(race_module, "measure", measured)
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """The candidates of every race that is run."""
+    seen = []
+
+    def counted(*args, **options):
+        seen.append(options["candidates"])
+        return real(*args, **options)
+
+    real = recall.race
+    monkeypatch.setattr(recall, "race", counted)
+    return seen
+
+
+def optimize(model=None, **options):
+    given = {"backends": ("eager", "torchscript"), "seconds": 0.02} | options
+    return tsopt.optimize(make() if model is None else model, X, **given)
+
+
+def entry() -> cache.Entry:
+    (path,) = cache.entries()
+    return cache.find(path.stem, candidates("eager", "torchscript"), 0.0, math.inf)
+
+
+def test_the_second_time_only_the_winner_is_raced(races):
+    first = optimize()
+    assert first.report.winner != EAGER
+    assert first.report.cached == ""
+    again = optimize()
+    assert races[0] == candidates("eager", "torchscript")
+    assert [len(backends) for backends in races] == [2, 1]
+    assert again.report.winner == first.report.winner
+    assert [row.timing for row in again.report.rows] == [row.timing for row in first.report.rows]
+    assert "verified and timed again now" in again.report.cached
+    assert "from the cache: raced 20" in str(again.report)
+    assert again.report.to_json()["cached"] == again.report.cached
+    torch.testing.assert_close(again(X), make()(X).detach())
+
+
+def test_other_weights_take_the_winner_over_and_compute_their_own(races):
+    optimize()
+    other = optimize(make(seed=1))
+    assert [len(backends) for backends in races] == [2, 1]
+    torch.testing.assert_close(other(X), make(seed=1)(X).detach())
+
+
+def test_without_the_cache_nothing_is_taken_over_and_nothing_kept(races):
+    optimize(cache=False)
+    assert cache.entries() == []
+    optimize()
+    fast = optimize(cache=False)
+    assert fast.report.cached == ""
+    assert [len(backends) for backends in races] == [2]
+
+
+class Clock:
+    """The time, as a test says it."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(recall, "time", made)
+    return made
+
+
+def with_eager_as_winner(**changes) -> None:
+    """Makes the one entry say that eager has won, and that the others were twice as slow."""
+    (path,) = cache.entries()
+    base = Timing((1.0,) * 7)
+    slower = {"speedup": Speedup(0.5, 0.45, 0.55), "timing": Timing((2.0,) * 7)}
+    rows = [replace(row, timing=base) if row.name == EAGER else replace(row, **slower) for row in entry().rows]
+    said = replace(entry(), rows=tuple(rows), winner=MODEL, why="nothing is faster")
+    cache.keep(path.stem, replace(said, **changes))
+
+
+def test_eager_that_won_wins_again_without_a_race(races, clock):
+    optimize()
+    with_eager_as_winner()
+    found = optimize()
+    assert (found.backend, found.report.winner, found.report.why) == ("eager", EAGER, "nothing is faster")
+    assert [len(backends) for backends in races] == [2]
+
+
+def test_that_eager_wins_is_not_believed_for_ever(races, clock):
+    """The entry is wrong: anything beats this model in eager. The best of its others is timed again, and then all."""
+    optimize()
+    with_eager_as_winner()
+    winners = [optimize().report.winner for _ in range(recall.RECALLS)]
+    assert winners[:-1] == [EAGER] * (recall.RECALLS - 1)
+    assert winners[-1] != EAGER
+    assert [len(backends) for backends in races] == [2, 1, 2]
+
+
+def test_that_eager_wins_is_not_believed_for_long(races, clock):
+    optimize()
+    with_eager_as_winner()
+    clock.now += recall.UNCHECKED - 1
+    assert optimize().report.winner == EAGER
+    clock.now += 1
+    assert optimize().report.winner != EAGER
+    assert [len(backends) for backends in races] == [2, 1, 2]
+
+
+def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, monkeypatch):
+    optimize()
+    with_eager_as_winner(recalls=recall.RECALLS - 1)
+    real, asked = recall.race, []
+
+    def still(*args, **options):
+        asked.append(options["seconds"])
+        found = real(*args, **options)
+        lost = replace(found.rows[-1], speedup=Speedup(0.8, 0.7, 0.9))
+        return replace(found, rows=(*found.rows[:-1], lost), winner=MODEL, executable=None)
+
+    monkeypatch.setattr(recall, "race", still)
+    clock.now += recall.UNCHECKED
+    found = optimize()
+    assert "timed against eager again now: 0.80x [0.70, 0.90]" in found.report.cached
+    assert (entry().recalls, entry().checked) == (0, clock.now)
+    assert optimize().report.cached == f"raced {entry().date}"
+    assert asked == [0.02]
+    assert [len(backends) for backends in races] == [2, 1]
+
+
+def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
+    optimize()
+    with_eager_as_winner(recalls=recall.RECALLS - 1)
+    real = recall.race
+
+    def busy(*args, **options):
+        found = real(*args, **options)
+        unclear = replace(found.rows[-1], speedup=Speedup(3.0, 0.1, 90.0))
+        return replace(found, rows=(*found.rows[:-1], unclear), winner=MODEL, executable=None)
+
+    monkeypatch.setattr(recall, "race", busy)
+    assert [optimize().report.winner for _ in range(2)] == [EAGER, EAGER]
+    assert [len(backends) for backends in races] == [2, 1, 1]
+
+
+def test_eager_that_won_against_nobody_is_raced_anew_when_it_is_time(races, clock):
+    optimize()
+    wrong = (row if row.name == EAGER else Row(row.name, "wrong", "it is", key=row.key) for row in entry().rows)
+    with_eager_as_winner(
+        rows=tuple(replace(row, timing=Timing((1.0,) * 7), speedup=None) if row.name == EAGER else row for row in wrong)
+    )
+    found = [optimize().report.winner for _ in range(recall.RECALLS)]
+    assert found[-1] != EAGER
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+@pytest.mark.parametrize("winner", [True, False], ids=["eager", "another"])
+def test_an_old_race_is_run_again(races, clock, winner):
+    optimize()
+    if winner:
+        with_eager_as_winner(checked=clock.now)
+    (path,) = cache.entries()
+    cache.keep(path.stem, replace(entry(), when=clock.now, checked=clock.now + recall.OLDEST))
+    clock.now += recall.OLDEST + 1
+    assert optimize().report.cached == ""
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+STRANGER = Row("OpenVINO", "wrong", "it is", key="openvino")
+POISON = {
+    "eager wins over what is faster": lambda e: replace(e, winner=MODEL),
+    "a row of somebody who does not race": lambda e: replace(e, rows=(*e.rows, STRANGER)),
+    "a row is missing": lambda e: replace(e, rows=tuple(row for row in e.rows if row.key in (MODEL, e.winner))),
+    "from the future": lambda e: replace(e, when=4e9),
+    "eager is not the first": lambda e: replace(e, rows=e.rows[::-1]),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_an_entry_that_does_not_fit_is_not_believed_once(races, name):
+    optimize()
+    (path,) = cache.entries()
+    cache.keep(path.stem, POISON[name](entry()))
+    assert optimize().report.cached == ""
+    assert [len(backends) for backends in races] == [2, 2]
+
+
+def test_one_thread_may_be_missing_from_the_rows():
+    rows = (Row(EAGER), Row("ONNX Runtime", key="onnxruntime"))
+    kept = replace(ENTRY, rows=rows)
+    assert recall._is_race_of(kept, candidates("onnxruntime", "onnxruntime?threads=1"))
+    assert not recall._is_race_of(kept, candidates("onnxruntime", "torchscript"))
+
+
+def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
+    optimize()
+    (path,) = cache.entries()
+    plain = make()
+    program = tsopt.capture(plain, X)
+    key = cache.key_of(program, tsopt.transform(program), candidates("null"), None)
+    first = entry().rows[0]
+    null = Row("null", key="null", timing=Timing((1.0,) * 7), speedup=Speedup(2.0, 1.9, 2.1))
+    cache.keep(key, replace(entry(), rows=(first, null), winner="null"))
+    path.unlink()
+    races.clear()
+    found = optimize(plain, backends=("null",))
+    assert races == [candidates("null")] * 2
+    assert found.report.cached == ""
+
+
+def test_a_winner_that_is_wrong_now_is_raced_anew(races, monkeypatch):
+    optimize(backends=("eager",))
+    real = EagerBackend.compile
+
+    def wrong(self, program) -> Executable:
+        made = real(self, program)
+        run = made._run
+        made._run = lambda inputs: [value + 1 for value in run(inputs)]
+        made.quick = None
+        return made
+
+    monkeypatch.setattr(EagerBackend, "compile", wrong)
+    found = optimize(backends=("eager",))
+    assert [len(backends) for backends in races] == [1, 1, 1]
+    assert (found.report.winner, found.report.cached) == (EAGER, "")
+    torch.testing.assert_close(found(X), make()(X).detach())
+
+
+def test_an_entry_with_a_row_of_another_title_is_not_believed(races):
+    optimize()
+    (path,) = cache.entries()
+    rows = [replace(row, name="Miracle") if row.name == TITLE else row for row in entry().rows]
+    cache.keep(path.stem, replace(entry(), rows=tuple(rows)))
+    assert optimize().report.cached == ""
+
+
+@pytest.mark.parametrize("status", LOST)
+def test_a_race_in_which_somebody_was_out_of_luck_is_not_kept(status, monkeypatch):
+    rows = (
+        Row(EAGER, timing=Timing((1.0,))),
+        Row("x", key="x", speedup=Speedup(1.0, 1.0, 1.0)),
+        Row("y", status, key="y"),
+    )
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
+    optimize()
+    assert cache.entries() == []
+
+
+def test_a_race_on_a_busy_machine_is_not_kept(monkeypatch):
+    rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", key="x", speedup=Speedup(2.0, 0.7, 5.0)))
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
+    optimize()
+    assert cache.entries() == []
+
+
+def test_a_race_that_has_decided_nothing_about_somebody_is_not_kept(monkeypatch):
+    good, unclear = Row("x", key="x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", key="y", speedup=Speedup(1.5, 0.4, 8.0))
+    rows = (Row(EAGER, timing=Timing((1.0,))), good, unclear)
+    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, "x", "", None))
+    optimize()
+    assert cache.entries() == []
+
+
+def test_a_race_with_a_backend_of_ones_own_is_not_kept():
+    optimize(backends=("tsopt.runtime.backends.eager:EagerBackend",))
+    assert cache.entries() == []
+
+
+def test_a_sweep_measures_anew(races):
+    optimize()
+    tsopt.sweep(make(), X, backends=("eager",), seconds=0.02)
+    assert [len(backends) for backends in races] == [2]

@@ -1,0 +1,157 @@
+"""A race calls a shadow of the model where that does what the model does; nothing of the model is seen to change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from bench.hazards import threads
+from tsopt.compiler.capture.capture import capture_apart
+from tsopt.runtime.racing.rehearsal import rehearsal_of
+
+OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Told(nn.Module):
+    """Tells who is called, the module itself or a copy, and counts in a buffer."""
+
+    called = []
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.layer, self.counts = nn.Linear(4, 4), counts
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        Told.called.append(self)
+        if self.counts:
+            self.count.add_(1)
+        return self.layer(x)
+
+
+def rehearsed(model):
+    program, apart = capture_apart(model, X)
+    assert apart
+    return rehearsal_of(model, program), program
+
+
+def test_the_model_itself_is_called_once_where_that_changes_nothing():
+    Told.called, model = [], Told().eval()
+    tsopt.optimize(model, X, **OPTIONS)
+    assert sum(who is model for who in Told.called) == 1
+    assert len(Told.called) > 5
+
+
+def test_a_model_that_counts_is_never_called():
+    Told.called, model = [], Told(counts=True).eval()
+    version = model.count._version
+    fast = tsopt.optimize(model, X, **OPTIONS)
+    assert not any(who is model for who in Told.called)
+    assert (int(model.count), model.count._version) == (0, version)
+    assert fast.program.state["count"] is model.count
+    fast(X), fast(X)
+    assert int(model.count) == 2
+
+
+def test_what_was_made_writes_the_buffers_of_the_model_and_not_those_of_the_race():
+    model = Told(counts=True).eval()
+    rehearsal, program = rehearsed(model)
+    staged = rehearsal.program(program)
+    assert staged.state["count"] is rehearsal.model.count
+    executable = rehearsal.ended(tsopt.compile(staged, "eager"))
+    executable(X)
+    assert (int(model.count), int(rehearsal.model.count)) == (1, 0)
+    assert rehearsal.program(staged).state["count"] is model.count
+
+
+def test_flags_that_eval_mode_sets_are_those_of_the_shadow():
+    class Flagged(nn.Linear):
+        def forward(self, x):
+            seen.append((self is model, self.training))
+            return super().forward(x)
+
+    seen, model = [], Flagged(4, 4).train()
+    tsopt.optimize(model, X, eval_mode=True, **OPTIONS)
+    assert {flags for flags in seen if flags[0]} <= {(True, True)}
+    assert (False, False) in seen
+    assert model.training
+
+
+class Sentinel:
+    def __init__(self):
+        self.name = "linear"
+
+
+LINEAR = Sentinel()
+
+
+class Compares(nn.Module):
+    """Goes by whether an object is the one that it knows; a copy is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(4, 4), LINEAR
+
+    def forward(self, x):
+        return self.layer(x) if self.kind is LINEAR else x
+
+
+def test_a_shadow_that_answers_otherwise_is_not_believed():
+    model = Compares().eval()
+    program, apart = capture_apart(model, X)
+    assert not apart
+    assert program.node_count == 1
+    fast = tsopt.optimize(model, X, **OPTIONS)
+    assert fast.report.rows[1].status == "ok"
+
+
+def test_a_model_that_returns_an_object_of_its_own_is_called_itself():
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.kind = nn.Linear(4, 4), Sentinel()
+
+        def forward(self, x):
+            return self.layer(x), self.kind
+
+    model = Returns().eval()
+    rehearsal, _ = rehearsed(model)
+    assert rehearsal.model is model
+    fast = tsopt.optimize(model, X, **OPTIONS)
+    assert fast(X)[1] is model.kind
+    assert fast.report.rows[1].status == "ok"
+
+
+# ---- two threads that call, and a third that works ---------------------------------------------------------
+
+QUICK = ("a convolution and batch norm", "a counter in a buffer", "a child that knows its parent")
+HOW = {
+    "optimize": {"work": threads.optimize},
+    "engines": {"work": threads.with_engines},
+    "hybrid": {"serve": threads.hybrid},
+    "new forms": {"serve": threads.optimized},
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_calls_in_other_threads_are_right_while_a_model_is_optimized(name):
+    make, given = threads.MODELS[name]
+    assert threads.watch(make().eval(), given, **HOW["optimize"]).kind == "right"
+
+
+def test_flags_of_training_are_not_seen_to_change():
+    case = next(case for case in threads.CASES if "eval_mode" in case.name)
+    assert case.outcome("tsopt").kind == "right"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_ten_thousand_calls_in_other_threads(how, fuzz_factor):
+    if fuzz_factor == 1:
+        pytest.skip("a slow campaign: make fuzz")
+    for name, (make, given) in threads.MODELS.items():
+        torch.manual_seed(0)
+        found = threads.watch(make().eval(), given, calls=10_000, forms=6, **HOW[how])
+        assert found.kind == "right", f"{name}: {found.why}"

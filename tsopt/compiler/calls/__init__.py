@@ -1,0 +1,1 @@
+"""What a call looks like: its objects, tensors, types, and what it changes."""

@@ -1,0 +1,96 @@
+"""How a user says what a call looks like. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tsopt.compiler.calls.contents import is_leaf
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One call: positional and keyword arguments.
+
+    Attributes:
+        written: the call writes to its tensors.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    written: bool = False
+
+    def renewed(self) -> Example:
+        """The same call with its own copies of what it may change: containers, objects, written tensors."""
+        leaves, structure = flatten((self.args, self.kwargs))
+        if self.written:
+            leaves = [leaf.clone() for leaf in leaves]
+        elif all(item.kind in ("leaf", "const") for group in structure.children for item in group.children):
+            return self
+        return Example(*unflatten(structure, leaves))
+
+    def apart(self) -> Example:
+        """The same call with a tensor of its own in each place; itself where no tensor is in two."""
+        leaves, structure = flatten((self.args, self.kwargs), share=False)
+        if len(set(map(id, leaves))) == len(leaves):
+            return self
+        first = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves)))}
+        own = [leaf if first[id(leaf)] == place else leaf.detach().clone() for place, leaf in enumerate(leaves)]
+        args, kwargs = unflatten(structure, own)
+        return Example(args, kwargs, self.written)
+
+
+def example(*args: Any, **kwargs: Any) -> Example:
+    """An example input with positional and keyword arguments, written as the call would be."""
+    return Example(args, kwargs)
+
+
+def as_examples(value: Any) -> tuple[Example, ...]:
+    """Reads an `example_input`, or a list of several of them.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    if type(value) is not list or len(value) < 2:
+        return (as_example(value),)
+    return tuple(map(as_example, value))
+
+
+def as_example(value: Any) -> Example:
+    """Reads an `example_input`: a tensor, a tuple (positional), a dict (keyword) or an `Example`.
+
+    Raises:
+        UsageError: it is something else, or holds a numpy array.
+    """
+    if isinstance(value, Example):
+        made = value
+    elif is_leaf(value):
+        made = Example((value,))
+    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        made = Example((), dict(value))
+    elif type(value) is tuple:
+        made = Example(value)
+    elif type(value) is list and value:
+        raise UsageError(
+            "example_input is a list",
+            why="a list is for several examples whose sizes differ from call to call",
+            fix="pass a tuple for positional arguments: (x, y); for one argument that is a list: ([x, y],)",
+        )
+    else:
+        raise UsageError(
+            f"example_input is a {type(value).__name__}",
+            fix="pass a tensor, a tuple of positional arguments, a dict of keyword arguments, or "
+            "tsopt.example(*args, **kwargs)",
+        )
+    leaves, _ = flatten((made.args, made.kwargs))
+    for leaf in leaves:
+        if type(leaf).__module__ == "numpy":
+            raise UsageError(
+                "example_input holds a numpy array",
+                why="a model computes with tensors; an array would be frozen into the program as a constant",
+                fix="pass torch.from_numpy(array)",
+            )
+    return made

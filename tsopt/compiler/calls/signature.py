@@ -1,0 +1,394 @@
+"""What a program takes and returns, and the check that a call fits. Works on torch tensors and on numpy arrays.
+
+Imports neither torch nor a backend, so that a bundle can be called where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tsopt.compiler.calls.effects import Effect, check_given, finish
+from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
+from tsopt.compiler.calls.structure_json import from_json, to_json
+from tsopt.compiler.calls.types import SHORT, TensorType, unlike_a_tensor
+from tsopt.compiler.calls.view import INPUT, View
+from tsopt.compiler.capture.question import Question
+from tsopt.errors import ArtifactError, SignatureError
+
+SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
+
+
+# For each axis the name of its Dim, or `past+1` where it is that much larger; none at all where every size is fixed.
+Axes = tuple[str | None, ...]
+DERIVED = "?"  # an axis of an output whose size follows from those of the inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A size that may differ from call to call: from `low` to `high`, both included, in multiples of `step`."""
+
+    name: str
+    low: int = 1
+    high: int | None = None
+    step: int = 1
+
+    def __str__(self) -> str:
+        steps = f", multiples of {self.step}" if self.step > 1 else ""
+        return f"{self.name}: {self.low}..{self.high or ''}{steps}"
+
+    def admits(self, size: int) -> bool:
+        return size >= self.low and (self.high is None or size <= self.high) and size % self.step == 0
+
+
+def dim_of(name: str) -> tuple[str, int]:
+    """The Dim of an axis with a name, and how much larger than it the axis is."""
+    dim, plus, more = name.partition("+")
+    return dim, int(more) if plus else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes.
+
+    The sizes of axes that have a name are those that the program was traced with. `asked` is what the model's Python
+    code asked of it beside: a call that answers otherwise would have been traced otherwise.
+    """
+
+    name: str
+    type: TensorType
+    state: bool = False
+    axes: Axes = ()
+    asked: tuple[Question, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A graph output: returned to the user, or written to the input called `writes` after the call.
+
+    `view`: the memory that it shares with an input, or with another result. `lasting`: it is the same in every call, so
+    that an engine may return memory that it goes on using.
+    """
+
+    name: str
+    type: TensorType
+    writes: str | None = None
+    axes: Axes = ()
+    view: View | None = field(default=None, repr=False)
+    lasting: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
+
+    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns, and `effects` those that
+    it puts into objects of the call. `dims` are the sizes that may differ from call to call. `aliasing`: it counts
+    which tensors of the call are one object, or share memory, because the model writes one of them or asks. `modes` are
+    those that the model has asked the thread for, and whether they were on.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    outer: Structure
+    result: Structure
+    dims: tuple[Dim, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    aliasing: bool = False
+    modes: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def user_inputs(self) -> tuple[Input, ...]:
+        return tuple(item for item in self.inputs if not item.state)
+
+    @property
+    def state_inputs(self) -> tuple[Input, ...]:
+        return tuple(item for item in self.inputs if item.state)
+
+    @property
+    def writes(self) -> tuple[Output, ...]:
+        return tuple(item for item in self.outputs if item.writes is not None)
+
+    @property
+    def returned(self) -> tuple[Output, ...]:
+        return tuple(item for item in self.outputs if item.writes is None)
+
+    @property
+    def written_inputs(self) -> frozenset[int]:
+        """The positions of the user's inputs that a call writes."""
+        names = {item.writes for item in self.writes}
+        return frozenset(i for i, item in enumerate(self.user_inputs) if item.name in names)
+
+    @property
+    def devices(self) -> tuple[tuple[str, str], ...]:
+        """The name of each input and output, and where it is."""
+        given = ((item.name, item.type.device) for item in self.inputs)
+        return (*given, *((item.name, item.type.device) for item in self.outputs))
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The call's tensors in graph order.
+
+        Raises:
+            SignatureError: another nesting, constant, dtype, shape or device than captured, another answer to what the
+                model asks, or other inputs that are one tensor.
+        """
+        order = self.outer.children[1].keys
+        if len(order) == len(kwargs) and all(key in kwargs for key in order):
+            kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
+        leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
+        if structure != self.outer:
+            if self.aliasing and same_but_for_sharing(structure, self.outer):
+                raise _other_sharing("are one tensor in the call or in the example, and two in the other", structure)
+            place, mine, theirs = where_different(self.outer, structure)
+            place = _place(place)
+            at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
+            mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
+            raise SignatureError(
+                "the call has another form than the example",
+                why=f"captured for {str(mine)[:LONG_TEXT]}, called with {str(theirs)[:LONG_TEXT]}{at_place}",
+                fix="call it as in the example, or optimize for this form as well",
+            )
+        for item, leaf in zip(self.user_inputs, leaves, strict=True):
+            odd = unlike_a_tensor(leaf)
+            if odd is not None:
+                raise SignatureError(f"input {item.name!r} is {odd[0]}, expected a dense tensor", fix=odd[1])
+            reason = mismatch(item.type, leaf, item.axes)
+            if reason:
+                raise SignatureError(
+                    f"input {item.name!r} {reason}", fix="pass what the example had, or optimize for this input as well"
+                )
+            for question in item.asked:
+                if not question.answered_by(leaf):
+                    raise SignatureError(
+                        f"input {item.name!r} has another {question} than in the example",
+                        why=f"the model asks for it, and the answer was {question.answer}",
+                        fix="pass what the example had, or optimize for this input as well",
+                    )
+        for pair in overlaps(leaves) if self.aliasing else ():
+            if not self.written_inputs.isdisjoint(pair):
+                raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
+        reason = misfit(self.dims, self.sizes_of(leaves))
+        if reason:
+            raise SignatureError(reason, fix="pass sizes that were checked, or optimize for these as well")
+        return leaves
+
+    def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
+        """The sizes that a call has for each Dim; one each, where it is a call of this signature."""
+        found: dict[str, set[int]] = {dim.name: set() for dim in self.dims}
+        for item, leaf in zip(self.user_inputs, leaves, strict=True):
+            for name, size in zip(item.axes, leaf.shape, strict=False):
+                if name is not None:
+                    dim, more = dim_of(name)
+                    found[dim].add(int(size) - more)
+        return found
+
+    def tied(self, a: Dim, b: Dim) -> Signature:
+        """The same with one Dim, by the name of the first, in place of two."""
+        highs = [dim.high for dim in (a, b) if dim.high is not None]
+        one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
+
+        def named(axes: Axes) -> Axes:
+            return tuple(
+                a.name + name.removeprefix(b.name) if name and dim_of(name)[0] == b.name else name for name in axes
+            )
+
+        return replace(
+            self,
+            inputs=tuple(replace(item, axes=named(item.axes)) for item in self.inputs),
+            outputs=tuple(replace(item, axes=named(item.axes)) for item in self.outputs),
+            dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
+        )
+
+    def flat(self) -> Signature:
+        """The same with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
+        returned = len(self.returned)
+        inputs = tuple(Structure("leaf", index=i) for i in range(len(self.user_inputs)))
+        outputs = tuple(Structure("leaf", index=i) for i in range(returned))
+        args = Structure("tuple", tuple, (), inputs)
+        outer = Structure("tuple", tuple, (), (args, Structure("dict", dict)))
+        result = outputs[0] if returned == 1 else Structure("tuple", tuple, (), outputs)
+        return replace(self, outer=outer, result=result, effects=())
+
+    def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The user's return value around the graph's returned tensors; objects of the call are changed as by the model.
+
+        Args:
+            args, kwargs: the call, which `bind` has taken.
+        """
+        return finish(self.result, self.effects, values, (args, kwargs))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "inputs": [
+                {"name": i.name, "type": _type_json(i), "state": i.state}
+                | ({"asked": [question.to_json() for question in i.asked]} if i.asked else {})
+                for i in self.inputs
+            ],
+            "outputs": [
+                {"name": o.name, "type": _type_json(o), "writes": o.writes}
+                | ({"view": o.view.to_json()} if o.view is not None else {})
+                | ({"lasting": True} if o.lasting else {})
+                for o in self.outputs
+            ],
+            "outer": to_json(self.outer),
+            "result": to_json(self.result),
+            **({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {}),
+            **({"effects": [effect.to_json() for effect in self.effects]} if self.effects else {}),
+            **({"aliasing": True} if self.aliasing else {}),
+            **({"modes": [list(mode) for mode in self.modes]} if self.modes else {}),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Signature:
+        """Raises ArtifactError when the data is not a signature."""
+        try:
+            dims = tuple(_dim_from(item) for item in data.get("dims", ()))
+            names = {dim.name for dim in dims}
+            inputs = tuple(
+                Input(
+                    *(str(i["name"]), _type_from(i["type"]), bool(i["state"]), _axes_from(i["type"], names)),
+                    tuple(map(Question.from_json, i.get("asked", ()))),
+                )
+                for i in data["inputs"]
+            )
+            outputs = tuple(
+                Output(
+                    *(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED})),
+                    View.from_json(o["view"]) if "view" in o else None,
+                    o.get("lasting", False) is True,
+                )
+                for o in data["outputs"]
+            )
+            outer, objects = from_json(data["outer"]), [0]
+            result = from_json(data["result"], objects)
+            effects = tuple(Effect.from_json(item, outer, objects) for item in data.get("effects", ()))
+            check_given(outer, None)
+            check_given(result, outer)
+            if len({effect.path for effect in effects}) != len(effects):
+                raise ValueError("an object is changed twice")
+            modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
+            made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
+        made._check_indices()
+        made._check_views()
+        return made
+
+    def _check_views(self) -> None:
+        """Raises ArtifactError where a view reaches past its tensor, or is one of another view."""
+        for item in self.outputs:
+            if item.view is None:
+                continue
+            bases = self.inputs if item.view.kind == INPUT else self.returned
+            base = bases[item.view.of] if item.view.of < len(bases) else None
+            sound = base is not None and item.writes is None and getattr(base, "view", None) is None
+            if not sound or base is None or not item.view.fits(base.type, item.type):
+                raise ArtifactError("the stored signature is damaged", why=f"{item.name} is not such a view")
+
+    def _check_indices(self) -> None:
+        if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
+            raise ArtifactError("the stored input structure is damaged", why="it is not one of args and kwargs")
+        returned = len(self.returned)
+        if {dim.name for dim in self.dims} != {
+            dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
+        }:
+            raise ArtifactError("the stored sizes are damaged", why="they are not those of the inputs")
+        for structure, count, what in (
+            (self.outer, len(self.user_inputs), "input"),
+            *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
+        ):
+            if structure.highest() >= count:
+                raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
+
+
+def _place(path: str) -> str:
+    """A path into `(args, kwargs)` as a user writes it: positional, or by its keyword."""
+    return f"args.{path[2:]}" if path.startswith("0.") else path[2:]
+
+
+def _other_sharing(how: str, called: Structure | None = None) -> SignatureError:
+    names: dict[int, list[str]] = {}
+    for index, path in called.paths() if called is not None else ():
+        names.setdefault(index, []).append(_place(path))
+    same = "; ".join(" is ".join(paths) for paths in names.values() if len(paths) > 1)
+    return SignatureError(
+        f"inputs {how}",
+        why=f"the model writes one of them, or asks whether they are the same{f'; in the call {same}' if same else ''}",
+        fix="pass tensors that are apart as in the example, or optimize for such calls as well",
+    )
+
+
+def mismatch(expected: TensorType, value: Any, axes: Axes = ()) -> str | None:
+    """Why a tensor or array is not of the expected type; None when it is. Neither strides nor named axes count."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype != expected.dtype:
+        return f"is {dtype}, expected {expected.dtype}"
+    if not same_sizes(tuple(value.shape), expected.shape, axes):
+        return f"has shape {list(value.shape)}, expected {shape_text(expected.shape, axes)}"
+    device = str(getattr(value, "device", "cpu"))
+    if device != expected.device:
+        return f"is on {device}, expected {expected.device}"
+    return None
+
+
+def same_sizes(shape: tuple[int, ...], expected: tuple[int, ...], axes: Axes = ()) -> bool:
+    """Whether the sizes of all axes without a name are as expected."""
+    if not axes:
+        return shape == expected
+    return len(shape) == len(axes) and all(
+        name is not None or mine == other for mine, other, name in zip(shape, expected, axes, strict=True)
+    )
+
+
+def shape_text(shape: tuple[int, ...], axes: Axes = ()) -> str:
+    """`[batch, 3, 224, 224]`."""
+    names = axes or (None,) * len(shape)
+    return f"[{', '.join(str(size) if name is None else name for size, name in zip(shape, names, strict=True))}]"
+
+
+def misfit(dims: Sequence[Dim], sizes: Mapping[str, set[int]]) -> str | None:
+    """Why the sizes of a call are not those of its Dims; None when they are."""
+    for dim in dims:
+        found = sizes[dim.name]
+        if len(found) > 1:
+            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in one call"
+        if not all(map(dim.admits, found)):
+            return f"{dim.name} is {next(iter(found))}, expected {str(dim).partition(': ')[2]}"
+    return None
+
+
+def _type_json(item: Input | Output) -> dict[str, Any]:
+    type_ = item.type
+    out = {"dtype": type_.dtype, "shape": list(type_.shape), "stride": list(type_.stride), "device": type_.device}
+    return out | ({"axes": list(item.axes)} if item.axes else {})
+
+
+def _axes_from(data: Any, names: set[str]) -> Axes:
+    axes = tuple(data.get("axes", ()))
+    if axes and (
+        len(axes) != len(data["shape"]) or any(name is not None and dim_of(name)[0] not in names for name in axes)
+    ):
+        raise ValueError(f"not the axes of a tensor: {str(axes)[:80]}")
+    return axes
+
+
+def _dim_from(data: Any) -> Dim:
+    name, low, high, step = data
+    ends = (low, low if high is None else high, step)
+    if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
+        raise ValueError(f"not a dimension: {str(data)[:80]}")
+    return Dim(name, low, high, step)
+
+
+def _type_from(data: Any) -> TensorType:
+    shape, stride = tuple(map(int, data["shape"])), tuple(map(int, data["stride"]))
+    dtype, device = str(data["dtype"]), str(data["device"])
+    sound = len(shape) == len(stride) <= 64 and all(0 <= size < 2**48 for size in (*shape, *stride))
+    if not sound or dtype not in SHORT or not _DEVICE.fullmatch(device):
+        raise ValueError(f"not a tensor type: {str(data)[:80]}")
+    return TensorType(dtype, shape, stride, device)

@@ -1,0 +1,176 @@
+"""Structures in files: written by us, read from whoever gives us a file. Imports nothing that a file names."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tsopt.compiler.calls.structure import CHANGEABLE, Path, Structure, name_of
+from tsopt.errors import ArtifactError
+
+PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
+
+
+def to_json(structure: Structure) -> dict[str, Any]:
+    """A JSON value. Classes are named, not stored.
+
+    Raises:
+        ArtifactError: a constant is not a plain value, dtype, device or class.
+    """
+    out: dict[str, Any] = {"kind": structure.kind}
+    if structure.kind in ("leaf", "shared"):
+        return out | {"index": structure.index}
+    if structure.kind == "given":
+        return out | {"keys": [list(step) for step in structure.keys]}
+    if structure.kind == "const":
+        return out | _const_to_json(structure.value)
+    if structure.kind in ("namedtuple", "object", "dict") and structure.cls not in (None, dict):
+        out["class"] = name_of(structure.cls)
+    if structure.keys:
+        out["keys"] = [list(key) if isinstance(key, tuple) else key for key in structure.keys]
+    return out | {"children": [to_json(child) for child in structure.children]}
+
+
+def _const_to_json(value: object) -> dict[str, Any]:
+    if value is None or type(value) in (bool, int, str):
+        return {"value": value}
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, type):
+        return {"class": name_of(value)}
+    if type(value).__module__ == "torch":
+        return {"torch": type(value).__name__, "text": str(value)}
+    if type(value) is bytes:
+        return {"bytes": value.hex()}
+    raise ArtifactError(
+        f"the call takes, returns or keeps a {type(value).__name__}, which no file can hold",
+        where=repr(value)[:80],
+        fix="use a plain value: a number, a string, a dtype",
+    )
+
+
+def from_json(data: Any, objects: list[int] | None = None) -> Structure:
+    """Reads what `to_json` wrote, from a file that nobody vouches for.
+
+    A class is looked up among the modules already imported and taken only when it is a named tuple or a
+    dataclass; anything else is compared by the name of its class, and comes back as a plain namespace with the same
+    attributes. Nothing is imported.
+
+    Args:
+        objects: how many objects there are before it, in a list; those in it are added.
+
+    Raises:
+        ArtifactError: the data is not a structure.
+    """
+    try:
+        made = _from_json(data)
+        hash(made)
+        _check_shared(made, [0] if objects is None else objects)
+    except (TypeError, ValueError, KeyError, RuntimeError, RecursionError) as error:
+        raise ArtifactError("the stored structure is damaged", why=str(error)[:200]) from error
+    return made
+
+
+def _from_json(data: Any) -> Structure:
+    match data:
+        case {"kind": "leaf" | "shared" as kind, "index": int(index)} if index >= 0:
+            return Structure(kind, index=index)
+        case {"kind": "given", "keys": list(steps)}:
+            return Structure("given", keys=path_from(steps))
+        case {"kind": "const"}:
+            if "class" in data:
+                return Structure("const", type, named=str(data["class"]))
+            value = _const_from_json(data)
+            return Structure("const", type(value), value=value)
+        case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
+            keys = tuple(map(key_from, data.get("keys", ())))
+            cls = _known_class(str(data.get("class", ""))) if kind in ("namedtuple", "object") else PLAIN[kind]
+            if data.get("class") == name_of(OrderedDict) and kind == "dict":
+                cls = OrderedDict
+            if kind == "namedtuple" and cls is not None and not issubclass(cls, tuple):
+                cls = None  # a dataclass under this kind would have its __init__ called
+            check_keys(kind, keys, len(children), cls)
+            nodes = tuple(_from_json(child) for child in children)
+            if kind == "namedtuple" and cls is None:
+                keys, kind = tuple(("attr", key) for key in keys), "object"
+            named = str(data.get("class", "")) if kind == "object" and cls is None else ""
+            return Structure(kind, cls, keys, nodes, named=named)
+        case _:
+            raise ValueError(f"not a structure: {str(data)[:80]}")
+
+
+def path_from(steps: Sequence[Any]) -> Path:
+    """A path as JSON has it; raises ValueError for anything else."""
+    return tuple((str(place), key_from(key)) for place, key in steps)
+
+
+def key_from(key: Any) -> Any:
+    """A key as JSON has it: tuples are lists there."""
+    return tuple(map(key_from, key)) if isinstance(key, list) else key
+
+
+def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -> None:
+    """Raises ValueError for keys that a container of this kind and size cannot have."""
+    if kind in ("tuple", "list"):
+        if keys:
+            raise ValueError(f"a {kind} with keys")
+        return
+    if len(keys) != count:
+        raise ValueError("as many keys as children expected")
+    if len(set(keys)) != count:
+        raise ValueError("a key twice")
+    pairs = all(isinstance(key, tuple) and len(key) == 2 and key[0] in ("item", "attr") for key in keys)
+    if kind == "object" and not pairs:
+        raise ValueError("a key of an object is neither an item nor an attribute")
+    if kind == "object" and any(place == "attr" and not _is_plain_name(key) for place, key in keys):
+        raise ValueError("an attribute is not a plain name")
+    if kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
+        raise ValueError("a field of a named tuple is not a name")
+    if kind == "namedtuple" and cls is not None and getattr(cls, "_fields", None) != keys:
+        raise ValueError(f"{cls.__name__} has other fields here")
+
+
+def _is_plain_name(key: Any) -> bool:
+    return isinstance(key, str) and not (key.startswith("__") and key.endswith("__"))
+
+
+def _check_shared(structure: Structure, made: list[int]) -> None:
+    """`shared` must name a container that is complete before it."""
+    if structure.kind == "shared" and structure.index >= made[0]:
+        raise ValueError("an object is used before it is made")
+    for child in structure.children:
+        _check_shared(child, made)
+    made[0] += structure.kind in CHANGEABLE
+
+
+def _const_from_json(data: Mapping[str, Any]) -> Any:
+    if "float" in data:
+        return float.fromhex(str(data["float"]))
+    if "bytes" in data:
+        return bytes.fromhex(str(data["bytes"]))
+    if "torch" in data and data["torch"] in ("dtype", "device") and "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        text = str(data["text"])
+        if data["torch"] == "device":
+            return torch.device(text)
+        found = getattr(torch, text.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"no dtype {text[:40]!r}")
+        return found
+    value = data["value"]
+    if not isinstance(value, (bool, int, str, type(None))):
+        raise ValueError(f"not a constant: {str(value)[:40]}")
+    return value
+
+
+def _known_class(name: str) -> type | None:
+    module, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # not getattr: a lazy module would import
+    if isinstance(found, type) and (dataclasses.is_dataclass(found) or hasattr(found, "_fields")):
+        return found
+    return None

@@ -1,0 +1,1 @@
+"""A model as a Program, or why it cannot be one."""

@@ -1,0 +1,54 @@
+"""Does a shadow do what the model does? One call of each on the example, compared to the bit."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from tsopt.compiler.calls.effects import outcome_of
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.capture.explain import unflatten_clones
+from tsopt.compiler.protect import is_untouched, protected
+
+log = logging.getLogger("tsopt")
+SEED = 20011
+
+
+def answers_alike(model: Callable[..., Any], shadow: Callable[..., Any], example: Example) -> bool:
+    """Whether the shadow does on the example what the model does.
+
+    The model is called once, and only where a call changes nothing in it: what would have to be put back could be what
+    another thread has written meanwhile.
+    """
+    answers: list[Any] = []
+    try:
+        with protected(shadow):
+            if not is_untouched(shadow, lambda: answers.append(_answer(shadow, example))):
+                return True
+        with protected(model):
+            answers.append(_answer(model, example))
+        (mine, *my_form), (theirs, *their_form) = answers
+        return my_form == their_form and len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
+    except Exception as error:  # of the model, or of a shadow that is not the same model: the model itself will tell
+        log.info("the model is captured itself, not a shadow of it: %s: %s", type(error).__name__, error)
+        return False
+
+
+def _answer(called: Callable[..., Any], example: Example) -> tuple[Any, ...]:
+    args, kwargs = unflatten_clones(example)
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+    leaves, *form = outcome_of(called, args, kwargs)
+    return [leaf.detach().clone() for leaf in leaves], *form
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))

@@ -1,0 +1,340 @@
+"""nn.Module or function -> Program, through torch.export, whoever reads it. The user's model is left as it was.
+
+Never imports a pass or a backend.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from tsopt.compiler.calls.contents import held_by
+from tsopt.compiler.calls.effects import Effect, outcome_of
+from tsopt.compiler.calls.example import Example, as_examples
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import Structure, flatten, unflatten
+from tsopt.compiler.calls.view import INPUT
+from tsopt.compiler.capture.alike import answers_alike
+from tsopt.compiler.capture.apart import TRACING, apart
+from tsopt.compiler.capture.asked import Asked, asked_by
+from tsopt.compiler.capture.explain import explain, failure_of_the_model
+from tsopt.compiler.capture.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
+from tsopt.compiler.capture.lowering import functional, lower, unique
+from tsopt.compiler.capture.refusals import (
+    check_apart,
+    check_inputs,
+    check_model,
+    check_overlap,
+    check_result,
+    check_training,
+)
+from tsopt.compiler.capture.scripted import Scripted, is_scripted
+from tsopt.compiler.capture.shadow import shadow_of
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.control import all_calls
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.protect import protected, training_flags
+from tsopt.compiler.quiet import quiet
+from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
+from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims
+from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
+
+log = logging.getLogger("tsopt")
+# Who reads a model before torch.export does.
+BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
+
+
+DynamicSizes = Mapping[Any, Any] | None  # as the user says which sizes differ from call to call
+
+
+def capture(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    dynamic: Mapping[Any, Any] | None = None,
+    frontend: str = "auto",
+    eval_mode: bool = False,
+    allow_nan: bool = False,
+) -> Program:
+    """Captures a model as a typed, functional graph.
+
+    Args:
+        model: an nn.Module, an ExportedProgram, TorchScript, or a function of tensors.
+        example_input: a tensor, a tuple of positional arguments, a dict of keyword arguments, or
+            `tsopt.example(*args, **kwargs)`. Shapes, dtypes and devices are those of the calls to come. A list of
+            several: the sizes in which they differ may be others in each call.
+        dynamic: the sizes that may differ from call to call, by input and axis: `{"x": {0: "batch"}}`, with a range
+            `{"x": {0: "batch[1..32]"}}`. Of a range without an end, and of examples, the program promises nothing
+            beyond what torch.export has found; `optimize` runs it at several sizes, and promises those.
+        frontend: who reads the model. `export`: torch.export. `strict`: torch.export in strict mode, which reads numpy,
+            and makes torch.compile forget what it has compiled in this process. `fx`: torch.fx, which takes everything
+            that is no tensor as it is now. `torchscript`: torch.jit.script, whose branches and loops a program keeps.
+            `auto`: torch.export, and TorchScript where values of tensors decide. What strict mode, torch.fx and
+            TorchScript read is compared with the model, in calls one after the other, before it is taken.
+        eval_mode: capture a model that is in training mode as if it were in eval mode.
+        allow_nan: take weights that hold NaN.
+
+    Raises:
+        UsageError: there is no such front end.
+        CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
+            of them, where the model itself runs.
+    """
+    return capture_apart(
+        model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
+    )[0]
+
+
+def capture_apart(
+    model: Callable[..., Any],
+    example_input: Any,
+    *,
+    dynamic: Mapping[Any, Any] | None = None,
+    frontend: str = "auto",
+    eval_mode: bool = False,
+    allow_nan: bool = False,
+) -> tuple[Program, bool]:
+    """`capture`, and whether that took no more than a shadow of the model: nothing of the model itself was touched."""
+    if frontend not in ("auto", *READERS):
+        raise UsageError(f"frontend={frontend!r}", fix=f"one of: auto, {', '.join(READERS)}")
+    examples = as_examples(example_input)
+    if isinstance(model, ExportedProgram):
+        if frontend in BEFORE_EXPORT:
+            raise UsageError(
+                f"frontend={frontend!r} of an exported program",
+                why="torch.export has read it already",
+                fix='frontend="auto"',
+            )
+        model = replayed(model)
+        eval_mode = True
+    check_model(model, allow_nan=allow_nan)
+    for example in examples:
+        check_inputs(model, example)
+        check_apart(example, held_by(model))
+    if is_scripted(model):
+        model = Scripted(model)
+    with TRACING, quiet():
+        found = _from_shadow(model, examples, dynamic, frontend, eval_mode)
+        if found is not None:
+            return found, True
+        with apart(), protected(model):
+            return _in_its_mode(model, examples, dynamic, frontend, eval_mode), False
+
+
+def _from_shadow(
+    model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str, eval_mode: bool
+) -> Program | None:
+    """The program of a shadow of the model; None where that is not the same model.
+
+    It is another where it answers otherwise, reaches modules of the model past itself, by a global name or a table of
+    its own, or fails where the model may not.
+    """
+    shadow = shadow_of(model)
+    if shadow is None:
+        return None
+    strayed: list[nn.Module] = []
+
+    def on_call(module: nn.Module) -> None:
+        if shadow.holds(module):
+            strayed.append(module)
+
+    try:
+        with apart(on_call), protected(shadow.called):
+            program = _in_its_mode(shadow.called, examples, dynamic, frontend, eval_mode)
+    except CaptureError as error:
+        if strayed or not isinstance(error, NotOneGraph):
+            log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
+            return None
+        raise
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
+    unasked = bool(program.state) or (training and eval_mode) or any(map(ops.may_trap, all_calls(program)))
+    same = not strayed and (unasked or answers_alike(model, shadow.called, examples[0]))
+    return shadow.linked(program) if same else None
+
+
+def _in_its_mode(
+    model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str, eval_mode: bool
+) -> Program:
+    """The program of a model in eval mode, or in training mode where that makes no difference."""
+    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    if training and eval_mode:
+        with training_flags(model, False):
+            return _as_asked(model, examples, dynamic, frontend)
+    program = _as_asked(model, examples, dynamic, frontend)
+    if training:
+        with training_flags(model, False):
+            check_training(program, _as_asked(model, examples, dynamic, frontend))
+    return program
+
+
+def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str) -> Program:
+    """The program, with what the model has asked of its inputs as part of its signature."""
+    asked = asked_by(model, examples[0])
+    if asked.aliasing:
+        check_overlap(examples[0], asked.written)
+    else:
+        examples = [example.apart() for example in examples]
+    wanted = _dynamic(model, examples, dynamic)
+    program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
+    return replace(program, signature=_with_views(_with_answers(program.signature, asked), asked, program.state))
+
+
+def _with_answers(signature: Signature, asked: Asked) -> Signature:
+    questions = iter(asked.questions)
+    inputs = [item if item.state else replace(item, asked=next(questions, ())) for item in signature.inputs]
+    aliasing = asked.aliasing or (len(signature.user_inputs) > 1 and bool(signature.written_inputs))
+    return replace(signature, inputs=tuple(inputs), aliasing=aliasing, modes=asked.modes)
+
+
+def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
+    """The same, whose results are views where those of the model are."""
+    if len(asked.views) != len(signature.returned) or signature.effects:
+        return signature  # NOTE: what a call puts into its objects is told by the effects, and may be what was there
+    users = len(signature.user_inputs)
+    held = {id(tensor): users + i for i, tensor in enumerate(state[item.name] for item in signature.state_inputs)}
+    views = []
+    for view in asked.views:
+        if view is not None and view.kind == INPUT and view.of >= users:
+            position = held.get(id(asked.buffers[view.of - users]))
+            view = None if position is None else replace(view, of=position)
+        # The places of a part are those for the sizes of the example.
+        views.append(None if view is None or (signature.dims and view.shape is not None) else view)
+    seen = iter(views)
+    outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
+    return replace(signature, outputs=tuple(outputs))
+
+
+def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
+    """The program by the front end that is asked for, or by the first that can read the model."""
+    if frontend in BEFORE_EXPORT and not isinstance(model, Scripted):
+        return _read(model, example, wanted, frontend)
+    try:
+        return _capture(model, example, wanted)
+    except DecidedByValues as error:
+        if frontend != "auto" or isinstance(model, Scripted):
+            raise
+        try:
+            program = _read(model, example, wanted, "torchscript")
+        except CaptureError as failure:  # what counts is why the first one did not read it
+            log.info("TorchScript does not read %s: %s", name_of(model), failure)
+            raise error from None
+        because = "; ".join(filter(None, (error.what, error.where)))
+        return replace(program, frontend=f"{program.frontend}, because without: {because}")
+
+
+def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program:
+    """The program by another front end, compared with the model."""
+    with protected(model):  # whatever the reader leaves on the model must not be what it is compared with
+        program = _capture(model, example, wanted, reader)
+    # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
+    if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
+        raise NotOneGraph(
+            f"{BEFORE_EXPORT[reader]} reads something else than the model",
+            why="in calls one after the other, what it has read gives other results, or leaves other values behind",
+            fix='frontend="auto"',
+        )
+    return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
+
+
+def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:
+    """What is to be captured for more than one size; None for a program of one size."""
+    if given is None and len(examples) == 1:
+        return None
+    axes = from_examples(examples) if len(examples) > 1 else {}
+    if given is not None:
+        _, outer = flatten((examples[0].args, examples[0].kwargs))
+        for position, named in from_mapping(given, _input_names(model, outer), examples[0]).items():
+            axes.setdefault(position, {}).update(named)
+    return dynamic_of(examples, axes)
+
+
+Outcome = tuple[Structure, tuple[Effect, ...]]  # the form of what a call returns, and of what it leaves in its objects
+
+
+class _Flat(nn.Module):
+    """Flat tensors in and out around the user's model, so that no nesting ever reaches torch.export."""
+
+    def __init__(
+        self, model: Callable[..., Any], outer: Structure, held: Container[int], record: Callable[[Outcome], None]
+    ) -> None:
+        super().__init__()
+        self.model = _called_forward(model) if isinstance(model, FunctionType) else model
+        self.outer, self.held = outer, held
+        self.record = record  # a function: torch.export puts attributes that change back as they were
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = unflatten(self.outer, leaves)
+        values, result, effects = outcome_of(self.model, args, kwargs, self.held)
+        self.record((result, effects))
+        return tuple(values)
+
+
+def _called_forward(function: FunctionType) -> FunctionType:
+    """The same function by another name: torch.export notes the places of frames that are called `forward` alone."""
+    code = function.__code__.replace(co_name="forward")
+    made = FunctionType(code, function.__globals__, "forward", function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str = "export") -> Program:
+    leaves, outer = flatten((example.args, example.kwargs))
+    names = _input_names(model, outer)
+    # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
+    inputs = tuple(leaf.detach().clone() for leaf in leaves)
+    outcomes: list[Outcome] = []
+    held = held_by(model)
+    shapes = None if wanted is None else (shapes_of(wanted, inputs),)
+    try:
+        called = model
+        if reader == "strict":
+            called = strictly(model, example, fixed=wanted is None)
+        elif reader == "torchscript":
+            called = Scripted(by_torchscript(model))
+        flat: nn.Module = _Flat(called, outer, held, lambda outcome: outcomes.append(outcome))
+        flat.training = False
+        if reader == "fx":
+            flat = by_fx(flat, len(inputs))
+        exported = functional(torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False))
+    except NotOneGraph as error:
+        raise failure_of_the_model(model, example, error) or error from error
+    except Exception as error:
+        raise explain(error, model, example) from error
+    result, effects = outcomes[-1]
+    check_result(result, effects, held)
+    program = lower(exported, names, outer, result, effects, name_of(model))
+    return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
+
+
+def name_of(model: object) -> str:
+    """What a model is called in programs and reports."""
+    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+    name = str(getattr(model, "original_name", name))  # of TorchScript
+    return name if name.isidentifier() else "Model"
+
+
+def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
+    """A name for each leaf: the parameter of forward that it belongs to, and its path below."""
+    target = model.forward if isinstance(model, nn.Module) else model
+    try:
+        signature = model.call_signature if isinstance(model, Scripted) else inspect.signature(target)
+        parameters = list(signature.parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names: dict[int, str] = {}  # of a tensor in two places, the first
+    args, kwargs = outer.children
+    for position, child in enumerate(args.children):
+        prefix = plain[position] if position < len(plain) else f"arg{position}"
+        names = dict(child.paths(prefix)) | names
+    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
+        names = dict(child.paths(str(key))) | names
+    return unique([names[index] for index in sorted(names)])

@@ -1,0 +1,285 @@
+"""ExportedProgram -> Program: weights as get_attr nodes, written state as inputs and outputs, every call typed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from tsopt.compiler.calls.effects import Effect
+from tsopt.compiler.calls.signature import Input, Output, Signature
+from tsopt.compiler.calls.structure import Structure
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.capture.explain import size_of_values
+from tsopt.compiler.graph import control, ops
+from tsopt.compiler.graph.infer import fakes
+from tsopt.compiler.graph.origin import origin_in, origin_of_meta
+from tsopt.compiler.graph.program import Program, origin_of, type_of_value
+from tsopt.compiler.rewriting.rewrite import fresh_name
+from tsopt.compiler.sizes.conditions import SYMBOLIC, is_of_values, is_settled
+from tsopt.compiler.sizes.symbols import hinted
+from tsopt.errors import NotOneGraph
+
+# Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
+# an axis too many, every version takes a dropout that does nothing for a copy.
+MISTAKEN = frozenset(f"{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
+MISTAKEN |= {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+WRITES = {OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION}
+WRITES |= {kind for kind in OutputKind if kind.name == "PARAMETER_MUTATION"}  # absent before torch 2.9
+
+
+def functional(exported: ExportedProgram) -> ExportedProgram:
+    """The same without writes, where it has any, or calls that a program cannot hold."""
+    needed = any(
+        ops.is_call(node) and (ops.writes(node.target) or not _known(node) or ops.writes_in_secret(node))
+        for graph in _graphs(exported)
+        for node in graph.nodes
+    )
+    return exported.run_decompositions(_secret_writers(exported)) if needed else exported
+
+
+def _graphs(exported: ExportedProgram) -> Iterator[fx.Graph]:
+    """The graph, and those of branches and loops."""
+    return (module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))
+
+
+def _secret_writers(exported: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """How to take apart the ops whose writes torch.export does not see; the parts write for all to see."""
+    table = torch.export.default_decompositions()
+    found = {node.target for node in exported.graph.nodes if ops.is_call(node) and ops.writes_in_secret(node)}
+    return {target: table[target] for target in found if target in table}
+
+
+def _known(node: fx.Node) -> bool:
+    """Whether a program can hold a call: an op, a choice among its results, control flow, a number from sizes."""
+    if ops.is_overload(node.target) or node.target is operator.getitem or control.is_higher_order(node.target):
+        return True
+    return ops.is_number(node) and not is_of_values(node.meta.get("val"))
+
+
+def lower(
+    exported: ExportedProgram,
+    names: list[str],
+    outer: Structure,
+    result: Structure,
+    effects: tuple[Effect, ...],
+    name: str,
+) -> Program:
+    """The exported program with weights as get_attr nodes and written state as inputs and outputs."""
+    signature = exported.graph_signature
+    written = {spec.target for spec in signature.output_specs if spec.kind in WRITES}
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    users = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    held = [spec for spec in signature.input_specs if spec.kind != InputKind.USER_INPUT]
+    states = [spec for spec in held if spec.target in written]
+
+    free = unique([*names, *(_clean(spec.target) for spec in states)])
+    # By what a write names: the placeholder of a user's input, the path of a state.
+    inputs = {
+        str(spec.target or spec.arg.name): Input(text, _traced_type(nodes[spec.arg.name]), state=spec in states)
+        for spec, text in zip((*users, *states), free, strict=True)
+    }
+    lowering = _Lowering(exported)
+    for spec in (*users, *states):
+        lowering.placeholder(nodes[spec.arg.name])
+    for spec in held:
+        if spec not in states:
+            lowering.weight(nodes[spec.arg.name], str(spec.target))
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            lowering.call(node)
+
+    returned = list(exported.graph.output_node().args[0])
+    labels = {position: f"{path}.new" for effect in effects for position, path in effect.labels()}
+    labels |= dict(result.paths())
+    outputs: list[Output] = []
+    for spec, value in zip(signature.output_specs, returned, strict=True):
+        if spec.kind in WRITES:
+            target = inputs[str(spec.target)].name
+            outputs.append(Output(f"{target}.new", _traced_type(lowering.mapping[value]), writes=target))
+        else:
+            position = sum(1 for item in outputs if item.writes is None)
+            outputs.append(Output(labels.get(position) or "output", _traced_type(lowering.mapping[value])))
+    return Program(
+        lowering.finish([lowering.mapping[value] for value in returned]),
+        lowering.weights,
+        Signature(tuple(inputs.values()), tuple(outputs), outer, result, effects=effects),
+        {inputs[str(spec.target)].name: lowering.tensor(str(spec.target)) for spec in states},
+        name=name,
+    )
+
+
+class _Lowering:
+    """Builds the graph of a Program from that of an exported program."""
+
+    def __init__(self, exported: ExportedProgram) -> None:
+        self.exported = exported
+        self.graph = fx.Graph()
+        self.mapping: dict[fx.Node, fx.Node] = {}
+        self.weights: dict[str, torch.Tensor] = {}
+        self.mended: set[fx.Node] = set()  # calls of the exported program with another type than it records
+        self._by_storage: dict[tuple[Any, ...], fx.Node] = {}
+
+    def tensor(self, target: str) -> torch.Tensor:
+        found = self.exported.state_dict.get(target)
+        return self.exported.constants[target] if found is None else found
+
+    def placeholder(self, node: fx.Node) -> None:
+        made = self.graph.placeholder(node.name)
+        made.meta = {"val": node.meta["val"]}
+        self.mapping[node] = made
+
+    def weight(self, node: fx.Node, target: str) -> None:
+        tensor = self.tensor(target)
+        if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
+            raise NotOneGraph(
+                f"the model holds a {type(tensor).__name__}, which is not a tensor",
+                why="what it does in a call cannot be part of a program",
+                fix="use torch.manual_seed instead of a torch.Generator of one's own",
+            )
+        tensor = tensor.detach()
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        if tensor.numel() and key in self._by_storage:  # tied weights are one
+            self.mapping[node] = self._by_storage[key]
+            return
+        name = _clean(target)
+        made = self.graph.create_node("get_attr", name)
+        made.meta = {"val": node.meta["val"]}
+        self.weights[name] = tensor
+        self.mapping[node] = self._by_storage[key] = made
+
+    def call(self, node: fx.Node) -> None:
+        if is_settled(node):  # a condition on sizes: the Dims say it
+            return
+        if not _known(node):
+            raise _no_op(node)
+        if control.is_higher_order(node.target):
+            made = self._control(node)
+        else:
+            made = self.graph.node_copy(node, self.mapping.__getitem__)
+        origin = {} if ops.is_number(node) else origin_in(node.meta)  # torch's own, for what sizes are read for
+        made.meta = {"val": self._value(node, made), **origin}
+        if ops.writes_in_secret(made):
+            raise NotOneGraph(
+                f"{ops.name_of(node)} updates its running statistics in the call",
+                where=origin_of(made) or None,
+                why="the program could not say that it does: the op's schema denies it",
+                fix="use the running statistics instead (model.eval()), or none (track_running_stats=False)",
+            )
+        for tensor in ops.tensors_of(node.meta.get("val")):
+            if tensor.layout != torch.strided:
+                raise NotOneGraph(
+                    f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
+                    where=origin_of(made) or None,
+                    why="a program computes with dense tensors",
+                    fix="keep it dense",
+                )
+            if any(is_of_values(size) for size in tensor.shape):
+                raise size_of_values(ops.name_of(node), origin_of(made) or None)
+            if any(is_of_values(number) for number in (*tensor.stride(), tensor.storage_offset())):
+                raise _of_values(ops.name_of(node), origin_of(made) or None)
+        self.mapping[node] = made
+
+    def _control(self, node: fx.Node) -> fx.Node:
+        """A call of control flow, with the constants of its branches as operands."""
+        if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
+            raise NotOneGraph(
+                f"{ops.name_of(node)} in a program for many sizes",
+                where=origin_of_meta(node.meta) or None,
+                why="the programs within are made for one size",
+                fix="leave dynamic out: each size is captured when it is called",
+            )
+        target, operands, constants = control.from_higher_order(node, self.exported.graph_module)
+        given = [self.mapping[value] for value in operands]
+        for tensor in constants:
+            name = fresh_name("constant", self.weights)
+            held = self.graph.create_node("get_attr", name)
+            held.meta = {"val": given[0].meta["val"].fake_mode.from_tensor(tensor, static_shapes=True)}
+            self.weights[name] = tensor
+            given.append(held)
+        return self.graph.call_function(target, tuple(given))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (node.meta["val"] for node in self.mapping if node.op == "placeholder")
+
+    def _value(self, node: fx.Node, made: fx.Node) -> Any:
+        """The fake value of a call: as recorded, or worked out again where that, or what comes before, is mistaken."""
+        recorded = node.meta.get("val")
+        mistaken = ops.is_overload(node.target) and ops.name_of(node).removeprefix("aten.") in MISTAKEN
+        tensors = ops.tensors_of(recorded)
+        if not tensors or not (mistaken or any(source in self.mended for source in node.all_input_nodes)):
+            return recorded
+        given: Any = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
+        (args, kwargs), target = given, cast(Any, made.target)
+        if target is operator.getitem:
+            value: Any = target(*args)
+        else:
+            with fakes(tensors[0].fake_mode):
+                value = target(*args, **kwargs)
+        if type_of_value(value) != type_of_value(recorded):
+            self.mended.add(node)
+        return value
+
+    def finish(self, outputs: list[fx.Node]) -> fx.Graph:
+        self.graph.output(tuple(outputs))
+        for node in reversed(self.graph.nodes):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
+                del self.weights[str(node.target)]
+        return self.graph
+
+
+def _no_op(node: fx.Node) -> NotOneGraph:
+    """The refusal of a call that is neither an op nor a choice among its results."""
+    name = getattr(node.target, "__name__", str(node.target))
+    where = origin_of_meta(node.meta) or None
+    if getattr(node.target, "namespace", "") == "higher_order":
+        return NotOneGraph(
+            f"{name.removesuffix('_impl')} is control flow, which a Program cannot hold",
+            where=where,
+            why="a program is one list of calls",
+            fix="compute both branches and select with torch.where; a loop of fixed length in Python",
+        )
+    if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
+        return NotOneGraph(
+            f"a number is computed from sizes in a way that a Program does not know ({name})",
+            where=where,
+            why="a program computes with sizes by arithmetic, min and max",
+            fix="leave dynamic out: each size is captured when it is called",
+        )
+    return _of_values(name, where)
+
+
+def _of_values(name: str, where: str | None) -> NotOneGraph:
+    return NotOneGraph(
+        f"a Python number that is computed from values of a tensor is used ({name})",
+        where=where,
+        why="a program computes with tensors",
+        fix="keep it a tensor: x * scale with scale = t.max() instead of t.max().item()",
+    )
+
+
+def _traced_type(node: fx.Node) -> TensorType:
+    found = TensorType.of(node.meta["val"])
+    return replace(found, shape=tuple(map(hinted, found.shape)), stride=tuple(map(hinted, found.stride)))
+
+
+def _clean(target: object) -> str:
+    """`model.layer1.0.weight` -> `layer1.0.weight`; torch's own constants keep a readable name."""
+    return str(target).removeprefix("model.")
+
+
+def unique(names: list[str]) -> list[str]:
+    """The names, each but once: the second `x` is `x_2`."""
+    seen: dict[str, int] = {}
+    out = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    return out

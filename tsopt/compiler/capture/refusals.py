@@ -1,0 +1,193 @@
+"""What capture refuses, and what it says: models, inputs and results that no program can stand for.
+
+Every message says what, where, why and what to do. Never runs a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tsopt.compiler.calls.effects import Effect, containers_of
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.structure import Structure, flatten
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.errors import CaptureError, NotOneGraph, NotReady
+
+
+def check_model(model: object, *, allow_nan: bool) -> None:
+    if not callable(model):
+        raise NotReady(
+            f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"
+        )
+    if not isinstance(model, nn.Module):
+        return
+    devices: dict[str, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        _check_tensor(name, tensor, allow_nan=allow_nan)
+        devices.setdefault(str(tensor.device), name)
+    if len(devices) > 1:
+        raise CaptureError(
+            "the model's weights are on several devices",
+            where=", ".join(f"{name} on {device}" for device, name in devices.items()),
+            fix=f"move it to one: model.to({next(iter(devices))!r})",
+        )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
+    if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        raise NotReady(
+            "a lazy module has no weights yet", where=name, fix="call the model once on an example before optimizing"
+        )
+    if tensor.device.type == "meta":
+        raise NotReady(
+            "a weight is on the meta device and has no values", where=name, fix="load the weights: model.to_empty(...)"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
+    if not allow_nan and (bad := _nan_count(tensor)):
+        raise NotReady(
+            f"a weight holds {bad} NaN of {tensor.numel()} values",
+            where=name,
+            why="whatever depends on it is NaN, and no comparison could tell right from wrong",
+            fix="load a sound checkpoint, or pass allow_nan=True (--allow-nan) to go on all the same",
+        )
+
+
+def _nan_count(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0
+    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
+    return int(tensor.detach().isnan().sum()) if bool(tensor.detach().sum().isnan()) else 0
+
+
+def check_inputs(model: object, example: Example) -> None:
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    for index, leaf in enumerate(leaves):
+        where = f"input {paths[index]}"
+        if not isinstance(leaf, torch.Tensor):
+            raise CaptureError(f"an input is a {type(leaf).__name__}", where=where, fix="pass a torch.Tensor")
+        if not ops.is_plain(leaf):
+            raise CaptureError(
+                f"an input is a {type(leaf).__name__}",
+                where=where,
+                why="a program computes with plain tensors; what a subclass adds would be lost",
+                fix="pass a torch.Tensor: x.as_subclass(torch.Tensor)",
+            )
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
+            raise CaptureError(
+                "an input is sparse, nested, quantized or on the meta device",
+                where=where,
+                fix="pass a dense tensor with values",
+            )
+        if first is not None and leaf.device != first.device and leaf.dim() > 0:
+            raise CaptureError(
+                f"the model is on {first.device}, an input on {leaf.device}",
+                where=where,
+                fix=f"move one to the other: x.to({str(first.device)!r})",
+            )
+
+
+def check_overlap(example: Example, written: Container[int]) -> None:
+    """Refuses a call whose tensors share some of their memory, where the model writes one of them."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    found = next((pair for pair in overlaps(leaves) if pair[0] in written or pair[1] in written), None)
+    if found is not None:
+        names = " and ".join(paths[position] for position in found)
+        raise NotOneGraph(
+            "two inputs share some of their memory, and the model writes one of them",
+            where=f"inputs {names}",
+            why="what is written to one would have to show in the other",
+            fix="pass tensors that are apart, or the same one twice",
+        )
+
+
+def check_apart(example: Example, held: Container[int]) -> None:
+    """Refuses a call that is given an object of the model's own: the objects of a program are apart from the model."""
+    given = next((item for item in containers_of((example.args, example.kwargs)) if id(item) in held), None)
+    if given is not None:
+        raise NotOneGraph(
+            f"the model holds the {type(given).__name__} that it is given",
+            why="a program is made for objects that are apart",
+            fix="pass a copy, or leave it out of the call",
+        )
+
+
+def check_result(result: Structure, effects: Sequence[Effect], held: Container[int]) -> None:
+    if _holds_number(result):
+        raise NotOneGraph(
+            "the model returns a Python number that depends on the input",
+            why="a program returns tensors; the number would be frozen",
+            fix="return the tensor instead of tensor.item()",
+        )
+    for effect in effects:
+        if _holds_number(effect.parts):
+            raise NotOneGraph(
+                "the model keeps a Python number that depends on the input in an object that it is given",
+                where=f"input {effect}",
+                why="a program makes tensors; the number would be frozen",
+                fix="keep a tensor: torch.tensor(0) instead of 0, tensor instead of tensor.item()",
+            )
+    for structure in (result, *(effect.parts for effect in effects)):
+        for value in _changing(structure):
+            if id(value) not in held:
+                raise NotOneGraph(
+                    f"the model makes a {type(value).__name__} in the call",
+                    why="what it returns or keeps would be the same object in every call",
+                    fix="use tensors, lists, dicts, dataclasses or objects with plain attributes",
+                )
+    if result.leaf_count == 0 and not any(effect.parts.leaf_count for effect in effects):
+        raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
+
+
+def _changing(node: Structure) -> Iterator[Any]:
+    """Constants that can change."""
+    if node.kind == "const" and node.contents:
+        yield node.value
+    for child in node.children:
+        yield from _changing(child)
+
+
+def _holds_number(node: Structure) -> bool:
+    """Whether a Python number among what is returned is none: it stands for one that is known in the call."""
+    if node.kind == "const":
+        return isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return any(map(_holds_number, node.children))
+
+
+def check_training(trained: Program, evaluated: Program) -> None:
+    """Refuses a model whose answer depends on the training flag; one where it makes no difference passes."""
+    pairs = list(zip_longest(trained.calls(), evaluated.calls()))
+    differing = next((a or b for a, b in pairs if a is None or b is None or not _same_in_both(a, b)), None)
+    if differing is None:
+        return
+    raise NotReady(
+        f"the model is in training mode and its answer depends on it ({ops.name_of(differing)})",
+        where=origin_of(differing) or None,
+        why="dropout stays on and batch norm uses the statistics of the batch",
+        fix="call model.eval() first, or pass eval_mode=True (--eval on the command line)",
+    )
+
+
+def _same_in_both(a: fx.Node, b: fx.Node) -> bool:
+    if a.target == b.target and ops.name_of(a).startswith("aten.") and str(a.target).split(".")[1] in _HARMLESS:
+        return not ops.is_random(a) and not ops.is_random(b)  # dropout of 0: the flag makes no difference
+    return _call_text(a) == _call_text(b)
+
+
+_HARMLESS = frozenset(name.removeprefix("aten::") for name in ops.RANDOM_ONLY_IF if "dropout" in name)
+
+
+def _call_text(node: fx.Node) -> str:
+    within = [block.text for block in ops.blocks_of(node)]
+    return f"{node.target}{within}{[a for a in node.args if not isinstance(a, fx.Node)]}{dict(node.kwargs)}"

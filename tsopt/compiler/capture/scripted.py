@@ -1,0 +1,354 @@
+"""TorchScript read as Python: a scripted module or function as an nn.Module that runs its graph, call by call.
+
+What can be traced through Python can then be traced through this: loops and branches that sizes and constants decide
+are followed, those that values decide are refused where they stand, and never taken for decided.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.compiler.capture.scripted_flow import READINGS, Values, branch, check_numbers, flag_of, loop, readings
+from tsopt.compiler.graph.origin import is_library, short_path
+from tsopt.errors import CaptureError, NotOneGraph
+
+# What makes a Python number of a tensor, and among these a flag.
+_FLAGS = frozenset({"Bool", "is_nonzero"})
+_NUMBERS = frozenset({"Int", "Float", "Bool", "item", "IntImplicit", "FloatImplicit", "ScalarImplicit", "is_nonzero"})
+_PLACE = re.compile(r"# (.+?):(\d+):\d+\s*$")
+
+
+def is_scripted(model: object) -> bool:
+    """Whether a model is TorchScript from `torch.jit.script` or a file; traced modules run as Python does."""
+    traced = (torch.jit._trace.TopLevelTracedModule, torch.jit._trace.TracedModule)
+    return isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)) and not isinstance(model, traced)
+
+
+class Scripted(nn.Module):
+    """A ScriptModule or ScriptFunction, with the same parameters and buffers under the same names.
+
+    Raises:
+        CaptureError: it has no method `forward`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        forward = getattr(model, "forward", model)
+        if getattr(forward, "schema", None) is None:
+            raise CaptureError("the TorchScript module has no forward", fix="script a module that has one")
+        graph = forward.graph.copy()
+        torch._C._jit_pass_inline(graph)
+        self._held = (graph, model)  # a tuple: nn.Module must not look into it
+        self._has_self = isinstance(model, torch.jit.ScriptModule)
+        self.call_signature = _signature(forward.schema, self._has_self)
+        self.original_name = str(getattr(model, "original_name", getattr(model, "name", "function")))
+        if self._has_self:
+            _mirror(model, self)
+        self.training = bool(getattr(model, "training", False))
+
+    @property
+    def original(self) -> Any:
+        """The TorchScript itself."""
+        return self._held[1]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.call_signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = (self, *bound.args) if self._has_self else bound.args
+        graph, _ = self._held
+        names = [item.debugName() for item in graph.inputs()]
+        found = _run(graph, dict(zip(names, given, strict=True)))
+        for item, value in zip(graph.outputs(), found, strict=True):
+            check_numbers(item.type(), value)
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+def _signature(schema: Any, has_self: bool) -> inspect.Signature:
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    arguments = [
+        inspect.Parameter(item.name, kind, default=item.default_value if item.has_default_value() else none)
+        for item in list(schema.arguments)[has_self:]
+    ]
+    return inspect.Signature(arguments)
+
+
+def _mirror(script: Any, made: nn.Module) -> None:
+    """Parameters, buffers and parts of a ScriptModule, the same tensors under the same names."""
+    for name, value in script.named_parameters(recurse=False):
+        made.register_parameter(name, value)
+    for name, value in script.named_buffers(recurse=False):
+        made.register_buffer(name, value)
+    for name, part in script.named_children():
+        made.add_module(name, _Part(part))
+    made.__dict__["_script"] = script  # for its other attributes: numbers, lists, ...
+
+
+class _Part(nn.Module):
+    def __init__(self, script: Any) -> None:
+        super().__init__()
+        _mirror(script, self)
+        self.training = bool(getattr(script, "training", False))
+
+
+# ---- running ----------------------------------------------------------------------------------------------
+
+
+def _run(block: Any, values: Values) -> list[Any]:
+    """Runs the nodes of a graph or a block, and returns what it returns."""
+    for node in block.nodes():
+        kind = node.kind()
+        if kind in READINGS and node.output().debugName() in values:
+            continue  # read before, outside
+        inputs = [values[item.debugName()] for item in node.inputs()]
+        if kind == "prim::If":
+            found = _if(node, inputs, values)
+        elif kind == "prim::Loop":
+            found = _loop(node, inputs, values)
+        elif kind in _PRIMS:
+            found = _PRIMS[kind](node, inputs)
+        else:
+            found = _call(node, inputs)
+        outputs = [item.debugName() for item in node.outputs()]
+        values.update(zip(outputs, found if len(outputs) != 1 else [found], strict=False))
+    return [values[item.debugName()] for item in block.outputs()]
+
+
+def _if(node: Any, inputs: Sequence[Any], values: Values) -> Any:
+    yes, no = node.blocks()
+    if isinstance(inputs[0], torch.Tensor):
+        _read(node, values)
+        found = branch(node, inputs[0], values, _run, _place(node))
+    else:
+        found = _run(yes if inputs[0] else no, values)
+    return found[0] if len(found) == 1 else found
+
+
+def _loop(node: Any, inputs: Sequence[Any], values: Values) -> Any:
+    """`for` and `while` are one node: at most so many rounds, as long as a condition holds."""
+    (body,) = node.blocks()
+    most, going, *carried = inputs
+    names = [item.debugName() for item in body.inputs()]
+    step = 0
+    while not isinstance(going, torch.Tensor) and step < most and going:
+        values.update(zip(names, [step, *carried], strict=True))
+        going, *carried = _run(body, values)
+        step += 1
+    if isinstance(going, torch.Tensor):
+        _read(node, values)
+        carried = loop(node, [step, most, going, *carried], values, _run, _place(node))
+    return carried[0] if len(carried) == 1 else carried
+
+
+def _read(node: Any, values: Values) -> None:
+    """Reads the weights and constants that parts of a node need, so that they can be given to these."""
+    for inner in readings(node):
+        names = [item.debugName() for item in inner.inputs()]
+        if all(name in values for name in names):
+            found = _PRIMS[inner.kind()](inner, [values[name] for name in names])
+            values.setdefault(inner.output().debugName(), found)
+
+
+def _call(node: Any, inputs: list[Any]) -> Any:
+    """A call of an op by its exact overload, or of Python's own where TorchScript imitates it."""
+    kind = node.kind()
+    name = kind.partition("::")[2]
+    if kind.startswith("aten::") and name in _PYTHON and (name not in _TENSOR_TOO or not _is_tensor(inputs)):
+        return _PYTHON[name](*inputs)
+    if name in _FLAGS and _is_tensor(inputs):  # a condition stays a tensor, for the branch or loop that it decides
+        return flag_of(inputs[0])
+    if kind.startswith("aten::") and name in _DECIDED and _stands_for_a_number(node, inputs):
+        return _DECIDED[name](*inputs)
+    if name in _NUMBERS and _is_tensor(inputs):
+        raise NotOneGraph(
+            "a decision in TorchScript depends on the values of a tensor",
+            where=_place(node),
+            why="a branch, a loop or a number is decided while the model runs; a program is decided beforehand",
+            fix="compute both branches and select with torch.where(condition, a, b)",
+        )
+    op = _overload(node.schema()) if node.schema() not in ("", "(no schema)") else None
+    if op is None:
+        raise NotOneGraph(
+            f"TorchScript's {kind} cannot be part of a program",
+            where=_place(node),
+            why="a program is made of calls of PyTorch's operators",
+            fix="pass the nn.Module that it was scripted from",
+        )
+    target, by_name = op
+    count = len(inputs) - len(by_name)
+    return target(*inputs[:count], **dict(zip(by_name, inputs[count:], strict=True)))
+
+
+def _stands_for_a_number(node: Any, inputs: Sequence[Any]) -> bool:
+    """Whether a tensor is given where the op asks for a number or a flag."""
+    kinds = [str(argument.type) for argument in torch._C.parse_schema(node.schema()).arguments]
+    return any(isinstance(value, torch.Tensor) and kind in _SCALARS for value, kind in zip(inputs, kinds, strict=False))
+
+
+@cache
+def _overload(schema: str) -> tuple[Callable[..., Any], tuple[str, ...]] | None:
+    """The op of a schema, and which of its arguments, the last ones, go by name."""
+    parsed = torch._C.parse_schema(schema)
+    space, _, name = parsed.name.partition("::")
+    packet = getattr(getattr(torch.ops, space, None), name, None)
+    found = getattr(packet, parsed.overload_name or "default", None)
+    by_name = tuple(item.name for item in parsed.arguments if item.kwarg_only)
+    return None if found is None else (found, by_name)
+
+
+def _is_tensor(inputs: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in inputs)
+
+
+def _place(node: Any) -> str | None:
+    """`model.py:12` of a node, where it was scripted from a file of the user's."""
+    found = _PLACE.search(str(node).splitlines()[0])
+    return None if found is None or is_library(found.group(1)) else f"{short_path(found.group(1))}:{found.group(2)}"
+
+
+def _attribute(node: Any, inputs: Sequence[Any]) -> Any:
+    owner, name = inputs[0], node.s("name")
+    for place in (owner._parameters, owner._buffers, owner._modules):
+        if name in place:
+            return place[name]
+    return owner.training if name == "training" else getattr(owner._script, name)
+
+
+def _raise(node: Any, inputs: Sequence[Any]) -> Any:
+    raise RuntimeError(str(inputs[0]))
+
+
+def _unpacked(node: Any, inputs: Sequence[Any]) -> Any:
+    found = list(inputs[0])
+    return found[0] if len(found) == 1 else found
+
+
+def _isinstance(node: Any, inputs: Sequence[Any]) -> bool:
+    raise NotOneGraph(
+        "the TorchScript asks for the type of a value while it runs",
+        where=_place(node),
+        why="a program has types that are decided beforehand",
+        fix="pass the nn.Module that it was scripted from",
+    )
+
+
+_PRIMS: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
+    "prim::Constant": lambda node, inputs: None if node.mustBeNone() else node.output().toIValue(),
+    "prim::GetAttr": _attribute,
+    "prim::ListConstruct": lambda node, inputs: list(inputs),
+    "prim::TupleConstruct": lambda node, inputs: tuple(inputs),
+    "prim::DictConstruct": lambda node, inputs: dict(zip(inputs[::2], inputs[1::2], strict=True)),
+    "prim::TupleUnpack": _unpacked,
+    "prim::ListUnpack": _unpacked,
+    "prim::TupleIndex": lambda node, inputs: inputs[0][inputs[1]],
+    "prim::unchecked_cast": lambda node, inputs: inputs[0],
+    "prim::Uninitialized": lambda node, inputs: None,
+    "prim::RaiseException": _raise,
+    "prim::isinstance": _isinstance,
+    "prim::Print": lambda node, inputs: None,
+    "prim::dtype": lambda node, inputs: inputs[0].dtype,
+    "prim::device": lambda node, inputs: inputs[0].device,
+    "prim::layout": lambda node, inputs: inputs[0].layout,
+    "prim::is_cuda": lambda node, inputs: inputs[0].is_cuda,
+    "prim::requires_grad": lambda node, inputs: inputs[0].requires_grad,
+    "prim::data": lambda node, inputs: inputs[0].data,
+    "prim::min": lambda node, inputs: min(*inputs) if len(inputs) > 1 else min(inputs[0]),
+    "prim::max": lambda node, inputs: max(*inputs) if len(inputs) > 1 else max(inputs[0]),
+}
+
+
+def _set_item(container: Any, key: Any, value: Any) -> Any:
+    container[key] = value
+    return container
+
+
+def _append(container: list[Any], value: Any) -> list[Any]:
+    container.append(value)
+    return container
+
+
+def _extend(container: list[Any], values: Iterable[Any]) -> None:
+    container.extend(values)
+
+
+def _slice(value: Any, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    return value[slice(start, end, step)]
+
+
+# TorchScript has dtypes as numbers, in the order of c10::ScalarType.
+_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_DTYPES = {number: getattr(torch, name) for number, name in enumerate(_NAMES)} | {11: torch.bool, 15: torch.bfloat16}
+
+# Containers are Python's own, so that what is appended to one stays there; numbers and flags too.
+_PYTHON: dict[str, Callable[..., Any]] = {
+    "__getitem__": operator.getitem,
+    "_set_item": _set_item,
+    "append": _append,
+    "extend": _extend,
+    "insert": lambda container, place, value: container.insert(place, value),
+    "pop": lambda container, *place: container.pop(*place),
+    "reverse": lambda container: container.reverse(),
+    "clear": lambda container: container.clear(),
+    "copy": lambda container: container.copy(),
+    "list": list,
+    "keys": lambda container: list(container.keys()),
+    "values": lambda container: list(container.values()),
+    "items": lambda container: list(container.items()),
+    "get": lambda container, *rest: container.get(*rest),
+    "__contains__": lambda container, value: value in container,
+    "len": len,
+    "slice": _slice,
+    "__is__": operator.is_,
+    "__isnot__": operator.is_not,
+    "__not__": operator.not_,
+    "__range_length": lambda start, end, step: len(range(start, end, step)),
+    "__derive_index": lambda index, start, step: start + index * step,
+    "format": lambda text, *values: text.format(*values),
+    "warn": lambda *_: None,
+    "dim": lambda value: value.dim(),
+    "size": lambda value, *dim: list(value.shape) if not dim else value.shape[dim[0]],
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "floordiv": operator.floordiv,
+    "remainder": operator.mod,
+    "neg": operator.neg,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
+    "floor": lambda value: int(value // 1),
+    "ceil": lambda value: -int(-value // 1),
+    "Int": int,
+    "Float": float,
+    "Bool": bool,
+    "tensor": lambda data, dtype=None, device=None, requires_grad=False: torch.tensor(
+        data, dtype=None if dtype is None else _DTYPES[dtype], device=device
+    ),
+}
+# Those that are ops of tensors as well, and then called as such.
+_TENSOR_TOO = frozenset(_PYTHON) - {"__is__", "__isnot__", "append", "_set_item", "extend", "insert", "size", "dim"}
+_TENSOR_TOO -= {"pop", "list", "__contains__", "len", "format", "warn", "values", "items", "keys", "get", "copy"}
+# The same of flags and numbers that are tensors, because values decide about them.
+_DECIDED: dict[str, Callable[..., Any]] = {
+    **{name: _PYTHON[name] for name in ("mul", "floordiv", "remainder", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    "add": lambda a, b, alpha=1: a + (b if alpha == 1 else b * alpha),
+    "sub": lambda a, b, alpha=1: a - (b if alpha == 1 else b * alpha),
+    "__not__": torch.logical_not,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
+    "__xor__": operator.xor,
+}
+_SCALARS = frozenset({"int", "bool", "number", "Scalar"})

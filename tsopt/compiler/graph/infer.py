@@ -1,0 +1,94 @@
+"""The type of a call's result, by running the op on fake tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, Type, type_of, type_of_value
+
+_DERIVED: WeakKeyDictionary[FakeTensorMode, dict[object, Type]] = WeakKeyDictionary()
+_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fake value of a call on nodes of the program.
+
+    Raises:
+        Exception: whatever the op raises for arguments that do not fit.
+    """
+    values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with fakes(program.fake_mode):
+        return target(*values[0], **values[1])
+
+
+def infer_on(program: Program, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """The fake value of a node's call where its arguments have these values, not those that are recorded.
+
+    Raises:
+        Exception: whatever the op raises for arguments that do not fit.
+    """
+    target: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    with fakes(program.fake_mode):
+        return target(*args, **kwargs)
+
+
+@contextmanager
+def fakes(mode: FakeTensorMode) -> Iterator[None]:
+    """Calls on fake tensors. What an op refuses is raised and not logged: the caller reports it."""
+    # NOTE: a change of level would clear the caches of all loggers, at every call.
+    was, _LOGGER.disabled = _LOGGER.disabled, True
+    try:
+        with torch.no_grad(), mode:
+            yield
+    finally:
+        _LOGGER.disabled = was
+
+
+def infer_type(program: Program, node: fx.Node) -> Type:
+    """The type that a call has by its target and the types of its arguments, whatever is recorded for it.
+
+    Worked out once for the same target and arguments: to call the op on fake tensors costs far more than to ask again.
+
+    Raises:
+        Exception: whatever the op raises for arguments that do not fit.
+    """
+    known = _DERIVED.setdefault(program.fake_mode, {})
+    key = (node.target, _key(node.args), _key(tuple(node.kwargs.items())))
+    if key not in known:
+        known[key] = type_of_value(infer(program, node.target, node.args, dict(node.kwargs)))
+    return known[key]
+
+
+def _key(value: object) -> object:
+    """What the type of a result can depend on."""
+    if isinstance(value, fx.Node):
+        # Besides the type: where views begin (`view_as_complex`) and what is behind them (`as_strided`).
+        memory = [(t.storage_offset(), t.untyped_storage().nbytes()) for t in ops.tensors_of(value.meta.get("val"))]
+        return (_hashable(type_of(value)), *map(_hashable, memory))
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_key, value))
+    return type(value), _hashable(value)
+
+
+def _hashable(value: object) -> object:
+    """A value, or its text: symbolic numbers say that they can be hashed, and cannot."""
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
+
+
+def infer_weight(program: Program, tensor: torch.Tensor) -> Any:
+    """The fake value of a weight."""
+    return program.fake_mode.from_tensor(tensor, static_shapes=True)

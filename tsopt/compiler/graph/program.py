@@ -1,0 +1,259 @@
+"""Program: a typed functional graph of ATen calls, its weights and its signature; text form and fingerprint.
+
+Never imports a pass or a backend.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+
+
+class Numerics(enum.IntEnum):
+    """What a rewrite may do to values; the weakest one applied sets the tolerance of the final check."""
+
+    EXACT = 0  # same bits for every input: inf, the sign of zero, the places of NaN
+    ROUNDING = 1  # the same real function, rounded elsewhere
+    LOSSY = 2  # approximates on purpose; only when asked for
+
+
+@dataclass
+class Program:
+    """A model as a graph.
+
+    Attributes:
+        graph: placeholder, get_attr, call_function and output nodes. `meta["val"]` is a fake tensor,
+            `meta["module"]` the user's module path, `meta["source"]` a `file:line` of the user's code.
+        weights: tensor of each get_attr target, shared with the user's model. State that the model
+            writes is not here: it is an input and an output of the graph (see `Signature`).
+        signature: inputs, outputs and their nesting.
+        state: the live tensors behind the signature's state inputs, by name.
+        numerics: the weakest class of rewrite applied so far.
+        name: the class of the model, for titles.
+        frontend: who has read the model and why, where that was not torch.export as usual.
+    """
+
+    graph: fx.Graph
+    weights: dict[str, torch.Tensor]
+    signature: Signature
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    numerics: Numerics = Numerics.EXACT
+    name: str = "program"
+    frontend: str = ""
+
+    def copy(self) -> Program:
+        """A copy to edit: own graph, same weights."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        return replace(self, graph=graph, weights=dict(self.weights))
+
+    def module(self) -> fx.GraphModule:
+        """The graph as a GraphModule that shares the weights; flat tensors in, a tuple of flat tensors out."""
+        root = {name: self.weights[name] for name in self.used_weights()}
+        return fx.GraphModule(_plain_names(root), _renamed(self.graph), class_name=self.name)
+
+    def used_weights(self) -> list[str]:
+        return list(dict.fromkeys(str(n.target) for n in self.graph.nodes if n.op == "get_attr"))
+
+    def calls(self) -> Iterator[fx.Node]:
+        return (node for node in self.graph.nodes if ops.is_call(node))
+
+    @property
+    def node_count(self) -> int:
+        """Calls that do something: not the bookkeeping of multi-output ops."""
+        count = 0
+        for node in self.calls():
+            blocks = ops.blocks_of(node)
+            count += ops.is_overload(node.target) or bool(blocks)
+            count += sum(block.node_count for block in blocks)
+        return count
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        """The returned values: writes first, then the user's."""
+        return list(cast("tuple[fx.Node, ...]", self.output_node.args[0]))
+
+    @property
+    def output_node(self) -> fx.Node:
+        return next(iter(reversed(self.graph.nodes)))
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        for node in self.graph.nodes:
+            for value in ops.tensors_of(node.meta.get("val")):
+                mode: FakeTensorMode = value.fake_mode
+                return mode
+        return FakeTensorMode()
+
+    @property
+    def text(self) -> str:
+        """The program for humans, goldens and the fingerprint."""
+        dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
+        return "\n".join([f"program {self.name}{dims}", *self.lines()])
+
+    def lines(self, *, origins: bool = True) -> Iterator[str]:
+        """One line for each node; `origins` appends module path and source line."""
+        names = self.value_names()
+        inputs = iter(self.signature.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                item = next(inputs, None)
+                kind = "state" if item is not None and item.state else "input"
+                yield f"  {names[node]}: {format_type(type_of(node))} = {kind}"
+                continue
+            line = f"  {self._return_line(names) if node.op == 'output' else _line(node, names)}"
+            origin = origin_of(node) if origins and ops.is_call(node) else ""
+            line = f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
+            yield "\n".join([line, *_lines_within(node, origins=origins)])
+
+    def _return_line(self, names: dict[fx.Node, str]) -> str:
+        """`return %2`, with what the call writes as `%n <- %0`."""
+        if not isinstance(self.output_node.args[0], tuple) or len(self.outputs) != len(self.signature.outputs):
+            return f"return {format_value(self.output_node.args[0], names)}"  # a broken program is shown as it is
+        parts = [
+            f"%{item.writes} <- {format_value(value, names)}" if item.writes else format_value(value, names)
+            for value, item in zip(self.outputs, self.signature.outputs, strict=True)
+        ]
+        return f"return {', '.join(parts)}"
+
+    def value_names(self) -> dict[fx.Node, str]:
+        """Names that do not depend on what passes created in between: inputs and weights keep theirs, calls count."""
+        names: dict[fx.Node, str] = {}
+        count = 0
+        taken = {item.name for item in self.signature.inputs}
+        inputs = iter(self.signature.inputs)
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                item = next(inputs, None)
+                names[node] = f"%{item.name if item else node.name}"
+            elif node.op == "get_attr":
+                short = str(node.target)
+                names[node] = f"%{short}" if short not in taken else f"%weight:{short}"
+            elif node.op != "output":
+                names[node] = f"%{count}"
+                count += 1
+        return names
+
+    def fingerprint(self, *, contents: bool = False) -> str:
+        """sha256 of the text without origins; with `contents`, of the bytes of the weights as well."""
+        digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
+        digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
+        digest.update(repr(self.signature.dims).encode())
+        views = [item.view for item in self.signature.outputs]
+        digest.update(repr(views).encode() if any(views) else b"")
+        if contents:
+            for name in sorted(self.used_weights()):
+                raw = self.weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                digest.update(name.encode() + raw.numpy().tobytes())
+        return digest.hexdigest()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _plain_names(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {attribute_name(name): value for name, value in weights.items()}
+
+
+def attribute_name(weight: str) -> str:
+    """A weight's path as one identifier: module trees would let `a.b` and a tensor called `a` collide."""
+    return "w_" + "".join(c if c.isalnum() and c.isascii() else f"_{ord(c):x}_" if c != "." else "_" for c in weight)
+
+
+def _renamed(graph: fx.Graph) -> fx.Graph:
+    out = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = out.node_copy(node, mapping.__getitem__)
+        if node.op == "get_attr":
+            mapping[node].target = attribute_name(str(node.target))
+    return out
+
+
+Type = TensorType | tuple[TensorType, ...] | None
+
+
+def type_of_value(value: object) -> Type:
+    """The type of a real or fake value; a tuple for multi-output ops, None for what is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return TensorType.of(value)
+    return tuple(map(TensorType.of, ops.tensors_of(value))) if isinstance(value, (list, tuple)) else None
+
+
+def type_of(node: fx.Node) -> Type:
+    """The recorded type of a value."""
+    value = node.meta.get("val")
+    cached = node.meta.get("type")
+    if cached is not None and cached[0] is value:
+        return cached[1]  # type: ignore[no-any-return]
+    found = type_of_value(value)
+    node.meta["type"] = (value, found)
+    return found
+
+
+def tensor_type(node: fx.Node) -> TensorType:
+    """The recorded type of a value that is one tensor."""
+    found = type_of(node)
+    if not isinstance(found, TensorType):
+        raise TypeError(f"{node.name} is not one tensor")
+    return found
+
+
+def origin_of(node: fx.Node) -> str:
+    """`encoder.layer.0.attention, model.py:12`: where in the user's model a value comes from."""
+    return ", ".join(part for part in (node.meta.get("module"), node.meta.get("source")) if part)
+
+
+def _lines_within(node: fx.Node, *, origins: bool) -> Iterator[str]:
+    for title, block in zip(getattr(node.target, "titles", ()), ops.blocks_of(node), strict=True):
+        yield f"    {title}:"
+        for line in block.lines(origins=origins):
+            yield from (f"    {part}" for part in line.splitlines())
+
+
+def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:
+    left = f"{names[node]}: {'int' if ops.is_number(node) else format_type(type_of(node))} ="
+    if node.op == "get_attr":
+        return f"{left} weight"
+    arguments = [format_value(arg, names) for arg in node.args]
+    arguments += [f"{key}={format_value(value, names)}" for key, value in node.kwargs.items()]
+    return f"{left} {ops.name_of(node)}({', '.join(arguments)})"
+
+
+def format_type(found: Type) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(map(str, found))})"
+    return "none" if found is None else _type_text(found)
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a program has few types, and is printed after every pass
+def _type_text(found: TensorType) -> str:
+    return str(found) if found.contiguous else f"{found}/{','.join(map(str, found.stride))}"
+
+
+def format_value(value: object, names: Mapping[fx.Node, str]) -> str:
+    """An argument as text; equal text means equal arguments (`1`, `1.0` and `True` differ, so do `0.0`, `-0.0`)."""
+    if isinstance(value, fx.Node):
+        return names.get(value, f"%{value.name}")
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(format_value(item, names) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, slice):
+        return f"slice({', '.join(format_value(v, names) for v in (value.start, value.stop, value.step))})"
+    return repr(value)

@@ -1,0 +1,1 @@
+"""Rules, the driver that applies them, and the pipeline that runs passes."""

@@ -1,0 +1,342 @@
+"""Rules: a pattern, and what to put in its place. The driver that applies them everywhere, until nothing fits.
+
+The driver owns what no rule has to think of: the type of the replaced value stays the same to the stride,
+values used elsewhere are kept, outputs do not start to share memory, new nodes are typed and say where
+they come from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.infer import infer, infer_weight
+from tsopt.compiler.graph.program import Numerics, Program, format_type, origin_of, tensor_type, type_of
+from tsopt.compiler.rewriting.match import Match, Pattern, match, pattern
+from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.relayout import retyped_behind
+from tsopt.errors import PassError, RuleError
+
+USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
+OTHER_LAYOUT = "the value would have another memory layout"
+OTHER_LAYOUT_BEHIND = "a value behind would have another memory layout"
+NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
+NO_DOC = "its equation is in its docstring, which python -OO leaves out"
+
+
+class Impossible(Exception):
+    """A call that a rule wanted to make is refused by the op; the driver declines the rule there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A rule's answer when a condition fails."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Patterns, what replaces them, and the class of its numerics. `doc` is the equation."""
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    body: Callable[..., fx.Node | Skip | None]
+    numerics: Numerics
+    doc: str
+
+
+def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> Callable[[Callable[..., Any]], Rule]:
+    """Makes a rule of a function `(at, *holes)` that returns the new value.
+
+    It returns `at.skip(reason)` for a near miss, which the user is told of, and None where the pattern is
+    just too wide (a reshape that does reshape).
+    """
+
+    def make(body: Callable[..., Any]) -> Rule:
+        doc = (body.__doc__ or "").strip().splitlines() or ([NO_DOC] if sys.flags.optimize > 1 else [])
+        if not doc:
+            raise TypeError(f"the rule {body.__name__} needs its equation as docstring")
+        return Rule(body.__name__, tuple(pattern(p) for p in patterns), body, numerics, doc[0])
+
+    return make
+
+
+class Site:
+    """The place where a rule is tried: what a rule may ask and make."""
+
+    def __init__(self, program: Program, root: fx.Node) -> None:
+        self.program, self.root = program, root
+        self.created: list[fx.Node] = []
+
+    def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new call, typed, in place of the root."""
+        node = new_call(self.program, self.root, self.root, target, args, kwargs)
+        self.created.append(node)
+        return node
+
+    def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
+        """A new weight, under a fresh name that begins with `hint`."""
+        name = fresh_name(hint, self.program.weights)
+        self.program.weights[name] = value
+        with self.program.graph.inserting_before(self.root):
+            node = self.program.graph.create_node("get_attr", name)
+        self.created.append(node)
+        node.meta = {"val": infer_weight(self.program, value)}
+        return node
+
+    def skip(self, reason: str) -> Skip:
+        return Skip(reason)
+
+    def type(self, node: fx.Node) -> TensorType:
+        return tensor_type(node)
+
+    def value(self, node: object) -> torch.Tensor | None:
+        """The tensor of a weight; None for a computed value."""
+        if isinstance(node, fx.Node) and node.op == "get_attr":
+            return self.program.weights[str(node.target)]
+        return None
+
+    def same_type(self, node: object) -> bool:
+        """Whether a value has the dtype, shape and device of the root."""
+        if not isinstance(node, fx.Node) or not isinstance(type_of(node), TensorType):
+            return False
+        a, b = tensor_type(node), tensor_type(self.root)
+        return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+
+    def discard(self) -> None:
+        """Takes back what was made here."""
+        for node in reversed(self.created):
+            if node.op == "get_attr":
+                del self.program.weights[str(node.target)]
+            self.program.graph.erase_node(node)
+        self.created.clear()
+
+
+def new_call(
+    program: Program, before: fx.Node, origin: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.Node:
+    """A new call before a node, typed; it says that it comes from where `origin` does.
+
+    Raises:
+        Impossible: the op takes no such arguments.
+    """
+    try:
+        value = infer(program, target, args, kwargs)
+    except Exception as error:  # the op's own checks decide what fits
+        raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
+    with program.graph.inserting_before(before):
+        node = program.graph.call_function(target, args, kwargs)
+    node.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta} | {"val": value}
+    return node
+
+
+def fresh_name(hint: str, taken: Container[str]) -> str:
+    """The hint, or the first of `hint.2`, `hint.3` ... that is not taken."""
+    numbered = (f"{hint}.{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([hint], numbered) if name not in taken)
+
+
+def erase_unused(
+    program: Program, nodes: list[fx.Node], erased: set[fx.Node], replaced: Collection[fx.Node] = ()
+) -> None:
+    """Erases values that nobody uses, then what only they used; the last of `nodes` first.
+
+    Args:
+        erased: what is erased already; what is erased here is added.
+        replaced: calls that go although they draw or have an effect.
+    """
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node in erased or node.users or not (node.op == "get_attr" or ops.is_pure(node) or node in replaced):
+            continue
+        sources = node.all_input_nodes
+        program.graph.erase_node(node)
+        erased.add(node)
+        todo += sources
+
+
+@dataclass(frozen=True)
+class RulePass(Pass):
+    """Applies rules to every value, in graph order, and again to whatever changed, until none fits."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        return _Driver(self, program, limits).run()
+
+
+class _Driver:
+    def __init__(self, owner: RulePass, program: Program, limits: Limits) -> None:
+        self.owner, self.program, self.limits = owner, program, limits
+        self.by_root: dict[Any, list[tuple[Rule, Pattern]]] = {}
+        for item in owner.rules:
+            if item.numerics <= limits.numerics and item.name not in limits.without:
+                for wanted in item.patterns:
+                    self.by_root.setdefault(wanted.root.target, []).append((item, wanted))
+        self.done: list[Done] = []
+        self.declined: dict[tuple[str, fx.Node], Declined] = {}
+        self.numerics = Numerics.EXACT
+        self.erased: set[fx.Node] = set()
+        self.queue: deque[fx.Node] = deque()
+        self.queued: set[fx.Node] = set()
+        self.roots: dict[fx.Node, ops.Roots] | None = None
+        self.retyped: dict[fx.Node, Any] = {}  # by the rewrite at hand: values that get other strides of size 1
+
+    def run(self) -> Changes:
+        nodes = list(self.program.calls())
+        bound = 20 * len(nodes) + 100
+        self.push(nodes)
+        while self.queue:
+            node = self.queue.popleft()
+            self.queued.discard(node)
+            if node in self.erased or node.target not in self.by_root:
+                continue
+            for item, wanted in self.by_root[node.target]:
+                found = match(wanted, node)
+                if found is None:
+                    continue
+                if self.try_rule(item, found, node):
+                    break
+                if self.limits.fuel is not None and self.limits.fuel < 0:
+                    return self.changes()
+            if len(self.done) > bound:
+                names = sorted({done.rule for done in self.done[-50:]})
+                raise PassError(
+                    f"the pass {self.owner.name} does not come to an end",
+                    why=f"still being applied: {', '.join(names)}",
+                    fix=f"leave one out: --without {names[0]}",
+                )
+        return self.changes()
+
+    def changes(self) -> Changes:
+        alive = tuple(d for (_, node), d in self.declined.items() if node not in self.erased)
+        return Changes(tuple(self.done), alive, self.numerics)
+
+    def push(self, nodes: Iterator[fx.Node] | list[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self.queued and ops.is_call(node):
+                self.queued.add(node)
+                self.queue.append(node)
+
+    def try_rule(self, item: Rule, found: Match, node: fx.Node) -> bool:
+        site = Site(self.program, node)
+        used_elsewhere = any(set(inner.users) - set(found.nodes) for inner in found.nodes if inner is not node)
+        try:
+            result = item.body(site, *found.holes.values())
+        except Impossible as refused:
+            result = site.skip(str(refused))
+        if result is None or isinstance(result, Skip):
+            site.discard()
+            return self.decline(item, node, result.reason) if result else False
+        reason = USED_ELSEWHERE if used_elsewhere else self.objection(item, node, result, site.created)
+        if reason:
+            site.discard()
+            return self.decline(item, node, reason)
+        if not self.limits.take():
+            site.discard()
+            return False
+        self.done.append(Done(item.name, origin_of(node)))
+        self.numerics = max(self.numerics, item.numerics)
+        users = list(node.users)
+        node.replace_all_uses_with(result)
+        for behind, value in self.retyped.items():
+            behind.meta["val"] = value
+        self.moved(users)
+        erase_unused(self.program, [node], self.erased, replaced=(node,))
+        self.push([*site.created, result, *users])
+        return True
+
+    def decline(self, item: Rule, node: fx.Node, reason: str) -> bool:
+        self.declined[item.name, node] = Declined(item.name, origin_of(node), reason)
+        return False
+
+    def objection(self, item: Rule, node: fx.Node, result: object, made: Iterable[fx.Node]) -> str | None:
+        if not isinstance(result, fx.Node):
+            raise RuleError(
+                f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)"
+            )
+        before, after = type_of(node), type_of(result)
+        self.retyped = {}
+        if not isinstance(before, TensorType) or not isinstance(after, TensorType):
+            if before != after:
+                raise RuleError(f"the rule {item.name} replaces {format_type(before)} by {format_type(after)}")
+            return None
+        if (before.dtype, before.shape, before.device) != (after.dtype, after.shape, after.device):
+            raise RuleError(
+                f"the rule {item.name} replaces {before} by {after}",
+                where=origin_of(node),
+                fix="guard with at.same_type",
+            )
+        if not before.same_layout(after.stride):
+            return OTHER_LAYOUT
+        retyped = retyped_behind(self.program, node, result)
+        if retyped is None:
+            return OTHER_LAYOUT_BEHIND
+        self.retyped = retyped
+        return NEW_ALIAS if shares_new_memory(self.program, node, result, self.memory(made)) else None
+
+    def memory(self, made: Iterable[fx.Node]) -> dict[fx.Node, ops.Roots]:
+        """Where every value may live. Kept: to work it out again for each rewrite takes the square of the time."""
+        if self.roots is None:
+            self.roots = ops.storage_roots(self.program.graph.nodes)
+        for node in made:
+            self.roots[node] = ops.roots_of(node, self.roots)
+        return self.roots
+
+    def moved(self, users: Iterable[fx.Node]) -> None:
+        """Looks again at the users of a value that now lives elsewhere: they may be views of it."""
+        todo = [] if self.roots is None else list(users)
+        while todo and self.roots is not None:
+            node = todo.pop()
+            roots = ops.roots_of(node, self.roots)
+            if roots != self.roots.get(node):
+                self.roots[node] = roots
+                todo += node.users
+
+
+def shares_new_memory(
+    program: Program, node: fx.Node, result: fx.Node, roots: Mapping[fx.Node, ops.Roots] | None = None
+) -> bool:
+    """Whether putting `result` for `node` makes an output share memory that it did not share before.
+
+    Args:
+        roots: the memory of every value, where it is known; worked out for the whole program otherwise.
+    """
+    if roots is None:
+        if not reaches_output(node):
+            return False
+        roots = ops.storage_roots(program.graph.nodes)
+    gained = roots[result] - roots[node]
+    if not gained or not reaches_output(node):
+        return False
+    if any(source.op in ("placeholder", "get_attr") for source, _ in gained):
+        return True
+    mine = [value for value in program.outputs if roots[value] & roots[node]]
+    others = [value for value in program.outputs if value not in mine]
+    return any(roots[value] & gained for value in others)
+
+
+def reaches_output(node: fx.Node) -> bool:
+    """Whether the memory of a value, or a view of it, is returned."""
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and any(source in seen for source in ops.may_alias(user)):
+                seen.add(user)
+                todo.append(user)
+    return False

@@ -1,0 +1,1 @@
+"""Sizes that differ from call to call."""

@@ -1,0 +1,218 @@
+"""Conditions on sizes under which torch.export has traced: which sizes they make one, and which ranges they leave."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.origin import is_library, short_path
+from tsopt.compiler.sizes.dims import Dynamic, Place
+from tsopt.errors import CaptureError
+
+# What torch writes into conditions on sizes, for whole numbers that are not negative.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
+    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
+    "ModularIndexing": lambda base, divisor, modulus: base // divisor % modulus,
+    **{"Max": max, "Min": min},
+}
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+HORIZON = 4096  # how far conditions are looked at for a size without an end
+LONGEST_STEP = 1024  # and how far apart sizes may be, where they have to be multiples
+ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
+CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+
+
+def is_of_values(size: object) -> bool:
+    """Whether a size or a number is computed from values of tensors."""
+    return isinstance(size, SYMBOLIC) and bool(free_unbacked_symbols(size))
+
+
+def is_settled(node: fx.Node) -> bool:
+    """Whether a call is a condition on sizes that Dims say, or is there for one."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymBool):
+        return not is_of_values(value) and all(is_settled(user) for user in node.users)
+    if getattr(node.target, "_opname", "") not in CHECKS:
+        return False
+    source = node.args[0]
+    return not (isinstance(source, fx.Node) and is_of_values(source.meta.get("val")))
+
+
+class Ties:
+    """Symbols that are one size: by the user's word, or because the model asks for it and every example has it so.
+
+    Or that are always the same amount apart: a mask is one longer than the cache.
+    """
+
+    def __init__(self, placed: dict[Any, list[Place]], wanted: Dynamic, names: Sequence[str]) -> None:
+        self.placed, self.wanted, self.names = placed, wanted, names
+        self.first = {symbol: symbol for symbol in placed}
+        self.more = dict.fromkeys(placed, 0)  # than the first of its group
+        by_name: dict[str, Any] = {}
+        for symbol, places in placed.items():
+            for position, axis in places:
+                given = wanted.axes[position][axis]
+                if given is not None:
+                    self.tie(symbol, by_name.setdefault(given.name, symbol))
+
+    def tie(self, a: Any, b: Any, more: int = 0) -> None:
+        """From now on `a` is `b + more`."""
+        mine, other = self.first[a], self.first[b]
+        shift = self.more[b] + more - self.more[a]
+        for symbol in [symbol for symbol, first in self.first.items() if first == mine and mine != other]:
+            self.first[symbol], self.more[symbol] = other, self.more[symbol] + shift
+
+    def groups(self) -> list[list[Any]]:
+        return [[s for s in self.first if self.first[s] == head] for head in dict.fromkeys(self.first.values())]
+
+    def read(self, expression: Any) -> Any:
+        """The condition, where those that are one size are one symbol."""
+        known = {symbol: first + self.more[symbol] for symbol, first in self.first.items() if symbol != first}
+        return expression.xreplace(known) if known else expression
+
+    def settles(self, expression: Any, symbols: Collection[Any]) -> bool:
+        """Whether the condition always holds once symbols of the same size in all examples are one."""
+        import sympy
+
+        found = [symbol for symbol in symbols if symbol in expression.free_symbols]
+        apart = [self._apart(symbol, found[0]) for symbol in found]
+        if None in apart:
+            return False
+        as_first = {symbol: found[0] + more for symbol, more in zip(found, apart, strict=True)}
+        if sympy.simplify(expression.xreplace(as_first)) != sympy.true:
+            return False
+        for symbol, more in zip(found[1:], apart[1:], strict=True):
+            self.tie(symbol, found[0], cast(int, more))
+        return True
+
+    def _apart(self, symbol: Any, other: Any) -> int | None:
+        """How much larger a size is than another, where it is so in every example; one example shows equality alone."""
+        mine, theirs = (self.wanted.seen[self.placed[s][0]] for s in (symbol, other))
+        differences = {a - b for a, b in zip(mine, theirs, strict=True)}
+        return differences.pop() if len(differences) == 1 and (len(mine) > 1 or differences == {0}) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a size may be, as far as is known."""
+
+    low: int
+    high: int | None
+    step: int = 1
+
+
+def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> None:
+    """Makes ranges so small that every condition under which the model was traced holds in all of them.
+
+    Raises:
+        CaptureError: a range is a single size then: the model decides by it.
+    """
+    for found, where in _guards(exported):
+        expression = ties.read(found)
+        free: set[Any] = getattr(expression, "free_symbols", set())
+        symbols = [symbol for symbol in ranges if symbol in free]
+        if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
+            continue
+        condition = _as_function(expression, symbols)
+        for symbol in symbols:
+            others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
+            holds = partial(_holds, condition, others, symbols.index(symbol))
+            made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
+            if made is None:
+                raise CaptureError(
+                    f"the model decides by a size: {_shown(expression, ties)}",
+                    where=where,
+                    why="where that does not hold it is another program",
+                    fix="leave this size out of dynamic, or write the model without the branch; other sizes are "
+                    "captured when they are called",
+                )
+            ranges[symbol] = made
+
+
+def _as_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., bool]:
+    """The condition as a function of the symbols: sympy is too slow to be asked for thousands of sizes."""
+    import sympy
+
+    return cast(Callable[..., bool], sympy.lambdify(list(symbols), expression, modules=[FUNCTIONS, "math"]))
+
+
+def _holds(condition: Callable[..., bool], others: Sequence[Sequence[int]], place: int, size: int) -> bool:
+    """Whether a condition holds for a size, whatever the others are; not one that nobody can work out."""
+    choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
+    try:
+        return all(condition(*sizes) for sizes in choices)
+    except (NameError, TypeError, ArithmeticError):
+        return False
+
+
+def _ends(known: Range, traced: int) -> list[int]:
+    return sorted({max(known.low, ALWAYS), traced, min(known.high or HORIZON, HORIZON)})
+
+
+def _shrunk(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
+    """The sizes around the traced one for which a condition holds; those below 2 are for who runs them."""
+    step, least = known.step, max(known.low, ALWAYS)
+    most = traced + HORIZON * step
+    most = most if known.high is None else min(known.high, most)
+    low = high = traced
+    while low - step >= least and holds(low - step):
+        low -= step
+    while high + step <= most and holds(high + step):
+        high += step
+    if low == high:
+        return None
+    return Range(known.low if low - step < least else low, known.high if high + step > most else high, step)
+
+
+def _stepped(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
+    """The same with larger steps: a condition on a remainder."""
+    for step in range(2 * known.step, min(traced, LONGEST_STEP) + 1, known.step):
+        if traced % step == 0:
+            made = _shrunk(replace(known, step=step), traced, holds)
+            if made is not None:
+                return made
+    return None
+
+
+def _shown(expression: Any, ties: Ties) -> str:
+    """A condition with sizes as PyTorch writes them."""
+    text = str(expression)
+    for symbol, places in ties.placed.items():
+        text = text.replace(str(symbol), f"{ties.names[places[0][0]]}.shape[{places[0][1]}]")
+    return text
+
+
+def _guards(exported: ExportedProgram) -> Iterator[tuple[Any, str | None]]:
+    """Every condition on sizes under which torch.export has traced, with where the model asks."""
+    environments = {}
+    for node in exported.graph.nodes:
+        for tensor in ops.tensors_of(node.meta.get("val")):
+            environment = getattr(tensor.fake_mode, "shape_env", None)
+            if environment is not None:
+                environments[id(environment)] = environment
+    for environment in environments.values():
+        for guard in environment.guards:
+            yield environment.simplify(environment.replace(guard.expr)), _place(guard)
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymBool) and not is_of_values(value):
+            yield value.node.expr, None
+
+
+def _place(guard: Any) -> str | None:
+    """`model.py:12` of the line that asks."""
+    frame: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+    if frame is None or is_library(frame.filename):
+        return None
+    return f"{short_path(frame.filename)}:{frame.lineno}"

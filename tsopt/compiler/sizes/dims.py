@@ -1,0 +1,158 @@
+"""Which sizes may differ from call to call: as the user says it, or as several examples show it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Dim
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.errors import UsageError
+
+Place = tuple[int, int]  # a tensor of the call, and an axis
+Wanted = dict[int, dict[int, Dim | None]]  # tensor of the call -> axis -> what it is called, where anybody has said
+_TEXT = re.compile(r"(?P<name>[A-Za-z_]\w*)(\[(?P<low>\d+)?\.\.(?P<high>\d+)?\])?")
+SYNTAX = "name, or name[low..high]"
+SMALLEST = 2  # never traced with 0 or 1: torch takes these for sizes of their own kind
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """What is to be captured for more than one size.
+
+    Attributes:
+        axes: which.
+        trace: the call that it is traced with, all of these sizes at least 2.
+        seen: for each axis its size in each example.
+    """
+
+    axes: Wanted
+    trace: Example
+    seen: dict[Place, tuple[int, ...]]
+
+
+def dim(text: str | Dim) -> Dim:
+    """Reads `batch` or `batch[1..32]`.
+
+    Raises:
+        UsageError: it is neither, or the range holds nothing.
+    """
+    if isinstance(text, Dim):
+        made = text
+    else:
+        found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
+        if found is None:
+            raise UsageError(f"{text!r} is not a dimension", fix=f"write {SYNTAX}")
+        made = Dim(found["name"], int(found["low"] or 1), int(found["high"]) if found["high"] else None)
+    if made.low < 0 or (made.high is not None and made.high < max(made.low, SMALLEST)):
+        raise UsageError(f"the range of {made} holds no two sizes", fix="a range such as batch[1..32]")
+    return made
+
+
+def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Example) -> Wanted:
+    """Reads `{"x": {0: "batch"}}`.
+
+    Args:
+        names: of the tensors of the call, as the program names them.
+
+    Raises:
+        UsageError: no such input, no such axis, or not a dimension.
+    """
+    leaves, _ = flatten((example.args, example.kwargs))
+    found: Wanted = {}
+    known: dict[str, Dim] = {}
+    for name, axes in wanted.items():
+        if name not in names:
+            raise UsageError(f"dynamic: there is no input {name!r}", fix=f"one of: {', '.join(names)}")
+        if not isinstance(axes, Mapping):
+            raise UsageError(f"dynamic: {name!r} is not followed by axes", fix=f'{{"{name}": {{0: "batch"}}}}')
+        position = names.index(name)
+        rank = leaves[position].dim()
+        for axis, text in axes.items():
+            if type(axis) is not int or not -rank <= axis < rank:
+                raise UsageError(f"dynamic: {name!r} has no axis {axis!r}", fix=f"0 to {rank - 1}")
+            made = dim(text)
+            if known.setdefault(made.name, made) != made:
+                raise UsageError(f"dynamic: {made.name} has two ranges", fix="the same range at each axis")
+            found.setdefault(position, {})[axis % rank] = made
+    if not found:
+        raise UsageError("dynamic names no axis", fix='{"x": {0: "batch"}}')
+    return found
+
+
+def from_examples(examples: Sequence[Example]) -> Wanted:
+    """The axes in which examples differ.
+
+    Raises:
+        UsageError: they differ in something else, or in nothing.
+    """
+    flat = [flatten((item.args, item.kwargs)) for item in examples]
+    first, structure = flat[0]
+    found: Wanted = {}
+    for leaves, other in flat[1:]:
+        kinds = [
+            (a.dtype, a.dim(), a.device) == (b.dtype, b.dim(), b.device) for a, b in zip(first, leaves, strict=False)
+        ]
+        if other != structure or not all(kinds):
+            raise UsageError(
+                "the examples differ in more than sizes",
+                why="a list of examples says which sizes are dynamic; all else must be the same",
+                fix="pass calls that differ only in their sizes; several arguments are a tuple: (x, y)",
+            )
+        for position, (a, b) in enumerate(zip(first, leaves, strict=True)):
+            for axis, (mine, theirs) in enumerate(zip(a.shape, b.shape, strict=True)):
+                if mine != theirs:
+                    found.setdefault(position, {})[axis] = None
+    if not found:
+        raise UsageError(
+            "the examples have the same sizes",
+            why="a list holds several examples, and what differs between them is dynamic",
+            fix="pass one of them; several arguments are a tuple, (x, y), one that is a list is ([x, y],)",
+        )
+    return found
+
+
+def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
+    """What to capture: the largest example is traced, with sizes of 0 and 1 made larger."""
+    flat = [flatten((item.args, item.kwargs))[0] for item in examples]
+    seen = {
+        (position, axis): tuple(int(leaves[position].shape[axis]) for leaves in flat)
+        for position, found in axes.items()
+        for axis in found
+    }
+    sums = list(map(sum, zip(*seen.values(), strict=True)))
+    chosen = sums.index(max(sums))
+    wanted = {place: max(sizes[chosen], SMALLEST) for place, sizes in seen.items()}
+    return Dynamic(axes, resized(examples[chosen], wanted), seen)
+
+
+def resized(example: Example, sizes: Mapping[Place, int]) -> Example:
+    """The same call with other sizes; values are those of the example, over and over.
+
+    Args:
+        sizes: by tensor of the call and axis.
+    """
+    leaves, structure = flatten((example.args, example.kwargs))
+    made = list(leaves)
+    for (position, axis), size in sizes.items():
+        tensor = made[position]
+        if tensor.shape[axis] != size:
+            if not tensor.shape[axis]:
+                tensor = tensor.new_zeros([1 if i == axis else n for i, n in enumerate(tensor.shape)])
+            rows = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+            made[position] = _like(tensor, tensor.detach().index_select(axis, rows))
+    args, kwargs = unflatten(structure, made)
+    return Example(args, kwargs)
+
+
+def _like(tensor: torch.Tensor, resized: torch.Tensor) -> torch.Tensor:
+    """In channels-last memory where the tensor was."""
+    memory = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if memory is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=memory):
+        return resized
+    return resized.contiguous(memory_format=memory)

@@ -1,0 +1,364 @@
+"""Passes on a program with dynamic sizes: they run at a few sizes, and the results are merged into one program.
+
+Passes see sizes as numbers. Their results at several sizes are compared call by call: a number that differs must be the
+size of a tensor at hand, or follow from such sizes. If anything else differs, the passes depend on the sizes, and the
+program is not optimized for all of them. The sizes tried are both ends of each range and one between them, chosen so
+that they equal no other number in the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.calls.signature import Dim
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.sizes.specialize import Instance, Sizes, instance, retyped, traced_sizes
+from tsopt.errors import PassError
+
+SAMPLES = 3
+WIDEST = 64  # a range without an end is tried up to here, or to twice what was traced
+MOST, FEW = 4096, 64  # sizes that samples are taken from: over the whole range, near one
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+Numbers = tuple[int, ...]  # one for each sample
+
+
+class NotGeneral(PassError):
+    """What passes make of a program depends on its sizes."""
+
+
+def through(program: Program, change: Callable[[Program], Program]) -> Program:
+    """What a change of programs makes of this one; of a program for many sizes, for all of them.
+
+    Raises:
+        NotGeneral: what it makes depends on the sizes.
+    """
+    if not program.signature.dims:
+        return change(program)
+    try:
+        return _through(program, change, sample_sizes(program))
+    except NotGeneral:
+        # What pays is decided by sizes as well: then as it is decided near the sizes that were traced.
+        return _through(program, change, sample_sizes(program, near=True))
+
+
+def _through(program: Program, change: Callable[[Program], Program], samples: Sequence[Sizes]) -> Program:
+    try:
+        instances = [instance(program, sizes) for sizes in samples]
+    except Exception as error:  # whatever an op says about sizes that do not fit
+        raise NotGeneral("the program does not fit the ranges of its sizes", why=str(error)[:200]) from error
+    return _Merged(program, instances, [_typed(change(item.program)) for item in instances]).program()
+
+
+def _typed(program: Program) -> Program:
+    """The program, its own where a change has left calls without a type."""
+    if all("val" in node.meta for node in program.graph.nodes if node.op != "output"):
+        return program
+    return retyped(program, {})
+
+
+def sample_sizes(program: Program, *, near: bool = False) -> list[dict[str, int]]:
+    """A few choices of sizes: different for each Dim, and none that the model has for other reasons.
+
+    Args:
+        near: those next to the sizes that were traced; otherwise the ends of the ranges and one between them.
+    """
+    signature = program.signature
+    taken = set(_fixed_sizes(program))
+    traced = traced_sizes(signature)
+    chosen: list[dict[str, int]] = [{} for _ in range(SAMPLES)]
+    for dim in signature.dims:
+        known = list(_near(dim, traced[dim.name]) if near else _over(dim, traced[dim.name]))
+        free = [size for size in known if size not in taken]
+        free = free if len(free) >= SAMPLES else known
+        if near:
+            free = sorted(free, key=partial(_distance, traced[dim.name]))[:SAMPLES]
+        picked = [free[0], free[-1], free[len(free) // 2]]
+        for sizes, size in zip(chosen, picked, strict=True):
+            sizes[dim.name] = size
+        taken |= set(picked)
+    return chosen
+
+
+def _over(dim: Dim, traced: int) -> range:
+    """The sizes of a Dim from its low end on."""
+    first = -(-max(dim.low, 2) // dim.step) * dim.step
+    high = max(WIDEST, 2 * traced) if dim.high is None else dim.high
+    return range(first, max(min(high, first + MOST * dim.step), first) + 1, dim.step)
+
+
+def _near(dim: Dim, traced: int) -> range:
+    """The sizes of a Dim around the traced one."""
+    high = traced + FEW * dim.step if dim.high is None else max(min(dim.high, traced + FEW * dim.step), traced)
+    return range(max(traced - FEW * dim.step, dim.step * -(-max(dim.low, 2) // dim.step)), high + 1, dim.step)
+
+
+def _distance(a: int, b: int) -> int:
+    return abs(a - b)
+
+
+def _fixed_sizes(program: Program) -> Iterator[int]:
+    for item in program.signature.inputs:
+        yield from (
+            size for size, name in zip(item.type.shape, item.axes or (None,) * 64, strict=False) if name is None
+        )
+    for weight in program.weights.values():
+        yield from weight.shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a number is to be had: the size of an axis."""
+
+    node: fx.Node
+    axis: int
+
+
+class _Merged:
+    """One graph of several that differ in numbers."""
+
+    def __init__(self, original: Program, instances: Sequence[Instance], made: Sequence[Program]) -> None:
+        self.original, self.instances, self.made = original, instances, made
+        self.graph = fx.Graph()
+        self.weights: dict[str, torch.Tensor] = {}
+        self.numbers: dict[Numbers, fx.Node] = {}  # that the graph computes already
+        self.sources: dict[Numbers, _Source] = {}  # sizes of the tensors that it has
+        self.nodes: dict[fx.Node, fx.Node] = {}  # of the first graph -> of this one
+        self.given: dict[fx.Node, fx.Node] = {}  # of the original -> of this one
+
+    def program(self) -> Program:
+        lists = [list(made.graph.nodes) for made in self.made]
+        if len({len(nodes) for nodes in lists}) > 1:
+            raise NotGeneral("what the passes make depends on the sizes", why="they leave more calls at some of them")
+        self.places = [{node: i for i, node in enumerate(nodes)} for nodes in lists]
+        originals = iter([n for n in self.original.graph.nodes if n.op == "placeholder"])
+        given = iter(self.instances[0].given)
+        for same in zip(*lists, strict=True):
+            first = same[0]
+            if first.op == "placeholder":
+                source = next(originals, None)
+                if source is None:
+                    self.nodes[first] = self._given(next(given))
+                    continue
+                self.nodes[first] = self.graph.placeholder(source.name)
+                self._offer(self.nodes[first], same)
+            elif first.op == "output":
+                self.graph.output(self._merge(same, [node.args[0] for node in same]))
+            else:
+                self.nodes[first] = self._node(same)
+                self._offer(self.nodes[first], same)
+        return self._finished()
+
+    def _finished(self) -> Program:
+        for node in reversed(self.graph.nodes):
+            if node.op in ("call_function", "get_attr") and not node.users and not ops.has_effect(node):
+                self.graph.erase_node(node)
+        held = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+        weights = {name: tensor for name, tensor in self.weights.items() if name in held}
+        numerics = max(made.numerics for made in self.made)
+        made = replace(self.original, graph=self.graph, weights=weights, numerics=numerics)
+        return retyped(made, traced_sizes(self.original.signature))
+
+    def _node(self, same: Sequence[fx.Node]) -> fx.Node:
+        first = same[0]
+        if any((node.op, node.target) != (first.op, first.target) for node in same):
+            raise self._differ(same, "another call")
+        if first.op == "get_attr":
+            return self._weight(same)
+        shorter = self._shape(same)
+        if shorter is not None:
+            return shorter
+        args = self._merge(same, [node.args for node in same])
+        kwargs = self._merge(same, [dict(node.kwargs) for node in same])
+        return self._made(first, self.graph.create_node("call_function", first.target, args, kwargs))
+
+    def _made(self, like: fx.Node, node: fx.Node) -> fx.Node:
+        node.meta = {key: value for key, value in like.meta.items() if key in ("module", "source")}
+        return node
+
+    def _weight(self, same: Sequence[fx.Node]) -> fx.Node:
+        tensors = [made.weights[str(node.target)] for made, node in zip(self.made, same, strict=True)]
+        first = tensors[0]
+        if not all(other is first or _equal(other, first) for other in tensors):
+            raise self._differ(same, f"another constant {same[0].target}")
+        return self._held(str(same[0].target), first)
+
+    def _held(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        free, number = name, 1
+        while self.weights.setdefault(free, tensor) is not tensor:
+            number += 1
+            free = f"{name}_{number}"
+        return self.graph.create_node("get_attr", free)
+
+    def _shape(self, same: Sequence[fx.Node]) -> fx.Node | None:
+        """A reshape said without a size that differs: `-1`, or axes that are put together or taken apart."""
+        first = same[0]
+        if first.target not in RESHAPES:
+            return None
+        sources: list[Any] = [node.args[0] for node in same]
+        before = [tuple(source.meta["val"].shape) for source in sources]
+        after = [tuple(node.meta["val"].shape) for node in same]
+        if {len(shape) for shape in (*before, *after)} - {len(before[0]), len(after[0])}:
+            return None
+        olds, news = list(zip(*before, strict=True)), list(zip(*after, strict=True))
+        lead = _common(olds, news)
+        tail = _common(olds[lead:][::-1], news[lead:][::-1])
+        old, new = olds[lead : len(olds) - tail], news[lead : len(news) - tail]
+        x = self.nodes[sources[0]]
+        if len(old) == 1 and len(new) > 1:
+            loose = [i for i, sizes in enumerate(new) if len(set(sizes)) > 1]
+            if len(loose) <= 1:
+                sizes = [-1 if i in loose else new[i][0] for i in range(len(new))]
+                return self._made(first, self.graph.call_function(aten.unflatten.int, (x, lead, sizes)))
+        if len(new) == 1 and len(old) > 1:
+            ends = (lead, lead + len(old) - 1)
+            return self._made(first, self.graph.call_function(aten.flatten.using_ints, (x, *ends)))
+        loose = [i for i, sizes in enumerate(news) if len(set(sizes)) > 1]
+        if len(loose) == 1 and all(sizes[0] for sizes in news):
+            shape = [-1 if i in loose else sizes[0] for i, sizes in enumerate(news)]
+            return self._made(first, self.graph.call_function(aten.reshape.default, (x, shape)))
+        return None
+
+    def _merge(self, same: Sequence[fx.Node], values: Sequence[Any]) -> Any:
+        """One argument of several; numbers that differ are computed."""
+        first = values[0]
+        kind = type(first)
+        if any(type(value) is not kind for value in values):
+            raise self._differ(same, "arguments of other kinds")
+        if isinstance(first, fx.Node):
+            if len({places[value] for places, value in zip(self.places, values, strict=True)}) > 1:
+                raise self._differ(same, "other arguments")
+            return self.nodes[first]
+        if isinstance(first, (list, tuple)):
+            if len({len(value) for value in values}) > 1:
+                raise self._differ(same, "lists of other lengths")
+            return kind(self._merge(same, items) for items in zip(*values, strict=True))
+        if isinstance(first, dict):
+            return {key: self._merge(same, [value[key] for value in values]) for key in first}
+        if all(repr(value) == repr(first) for value in values):
+            return first
+        if kind is int:
+            return self._number(tuple(values), same)
+        raise self._differ(same, f"{', '.join(map(repr, values))} for one argument")
+
+    def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
+        return NotGeneral(
+            "what the passes make depends on the sizes",
+            where=origin_of(same[0]) or None,
+            why=f"{what} at other sizes, in {ops.name_of(same[0]) if ops.is_call(same[0]) else same[0].op}",
+        )
+
+    # ---- numbers ----------------------------------------------------------------------------------------
+
+    def _offer(self, node: fx.Node, same: Sequence[fx.Node]) -> None:
+        self._offer_sizes(node, [item.meta.get("val") for item in same])
+
+    def _offer_sizes(self, node: fx.Node, values: Sequence[Any]) -> None:
+        shapes = [tuple(value.shape) for value in values if isinstance(value, torch.Tensor)]
+        if len(shapes) == len(values) and len({len(shape) for shape in shapes}) == 1:
+            for axis, sizes in enumerate(zip(*shapes, strict=True)):
+                if len(set(sizes)) > 1:
+                    self.sources.setdefault(sizes, _Source(node, axis))
+
+    def _number(self, wanted: Numbers, same: Sequence[fx.Node]) -> fx.Node:
+        known = self._found(wanted)
+        if known is not None:
+            return known
+        for numbers in self.sources:
+            how = _from_one(wanted, numbers)
+            if how is not None:
+                return self._computed(wanted, self._found(numbers), *how)
+        for a, b in itertools.combinations_with_replacement(self.sources, 2):
+            how = _from_one(wanted, tuple(x * y for x, y in zip(a, b, strict=True)))
+            if how is not None:
+                return self._computed(wanted, self._operation("mul", self._found(a), self._found(b)), *how)
+        raise self._differ(same, f"the number {', '.join(map(str, wanted))}, which is none of its sizes,")
+
+    def _found(self, wanted: Numbers) -> fx.Node | None:
+        source = self.sources.get(wanted)
+        if wanted not in self.numbers and source is not None:
+            self.numbers[wanted] = self.graph.call_function(ops.SIZE, (source.node, source.axis))
+        return self.numbers.get(wanted)
+
+    def _computed(self, wanted: Numbers, base: Any, factor: int, plus: int, over: int) -> fx.Node:
+        made = base
+        if factor != 1:
+            made = self._operation("mul", made, factor)
+        if plus:
+            made = self._operation("add", made, plus)
+        if over != 1:
+            made = self._operation("floordiv", made, over)
+        self.numbers[wanted] = made
+        return made
+
+    def _operation(self, name: str, *args: Any) -> fx.Node:
+        return self.graph.call_function(ops.NUMBERS[name], args)
+
+    # ---- what depends on sizes alone ----------------------------------------------------------------------
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        """The original's calls behind a further input, once more here."""
+        todo = [node]
+        while todo:
+            last = todo[-1]
+            missing = [n for n in last.all_input_nodes if not ops.is_number(n) and n not in self.given]
+            if last not in self.given and missing:
+                todo += missing
+                continue
+            todo.pop()
+            if last in self.given:
+                continue
+            if last.op == "get_attr":
+                self.given[last] = self._held(str(last.target), self.original.weights[str(last.target)])
+                continue
+            args, kwargs = fx.node.map_arg((last.args, dict(last.kwargs)), self._of_original)
+            self.given[last] = self._made(last, self.graph.create_node(last.op, last.target, args, kwargs))
+            self._offer_sizes(self.given[last], [item.values[last] for item in self.instances])
+        return self.given[node]
+
+    def _of_original(self, node: fx.Node) -> Any:
+        if not ops.is_number(node):
+            return self.given[node]
+        values = tuple(item.values[node] for item in self.instances)
+        if len(set(values)) == 1:
+            return values[0]
+        if all(type(value) is int for value in values):
+            return self._number(values, [node])
+        raise self._differ([node], "a number that is not an integer")
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
+
+
+def _common(old: Sequence[Numbers], new: Sequence[Numbers]) -> int:
+    """How many axes are the same from the start."""
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def _from_one(wanted: Numbers, numbers: Numbers) -> tuple[int, int, int] | None:
+    """(factor, plus, over) so that `(number * factor + plus) // over` is what is wanted, in every sample."""
+    (x, w), (y, v) = next(
+        ((a, b) for a in zip(numbers, wanted, strict=True) for b in zip(numbers, wanted, strict=True) if a[0] != b[0]),
+        ((0, 0), (0, 0)),
+    )
+    if x == y:
+        return None
+    if (w - v) % (x - y) == 0:
+        factor = (w - v) // (x - y)
+        plus = w - factor * x
+        if factor and all(n * factor + plus == m for n, m in zip(numbers, wanted, strict=True)):
+            return factor, plus, 1
+    for over in range(2, 65):
+        for plus in range(over):
+            if all((n + plus) // over == m for n, m in zip(numbers, wanted, strict=True)):
+                return 1, plus, over
+    return None

@@ -1,0 +1,197 @@
+"""torch.export's symbols for sizes as Dims: which axes are one, their ranges, and what it has found beside these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.export import Dim as ExportDim
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.sizes.conditions import ALWAYS, Range, Ties, narrow
+from tsopt.compiler.sizes.dims import Dynamic, Place
+from tsopt.compiler.sizes.specialize import retyped, traced_sizes
+from tsopt.errors import CaptureError, UsageError
+
+
+def hinted(size: Any) -> int:
+    """The size that was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def shapes_of(wanted: Dynamic, inputs: Sequence[torch.Tensor]) -> tuple[dict[int, Any], ...]:
+    """The `dynamic_shapes` of torch.export for flat inputs."""
+    return tuple(
+        {axis: _hint(dim, tensor.shape[axis]) for axis, dim in wanted.axes.get(position, {}).items()}
+        for position, tensor in enumerate(inputs)
+    )
+
+
+def _hint(dim: Dim | None, traced: int) -> Any:
+    if dim is None or dim.high is None:
+        return ExportDim.AUTO
+    if traced > dim.high:
+        raise UsageError(f"the example has {dim.name} = {traced}", why=f"its range is {dim}", fix="a size in the range")
+    return ExportDim.AUTO(max=dim.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Symbols:
+    """What torch.export has found.
+
+    dims: the sizes that may differ.
+    inputs, outputs: the names of their axes, in the order of the exported program: the user's inputs; all outputs.
+    """
+
+    dims: tuple[Dim, ...]
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+
+
+def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str]) -> Symbols:
+    """Reads the symbols of an exported program.
+
+    Raises:
+        CaptureError: the model has but one size where several are wanted, or decides by a size.
+    """
+    import sympy
+
+    users = [item.arg.name for item in exported.graph_signature.input_specs if item.kind == InputKind.USER_INPUT]
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    placed: dict[Any, list[Place]] = {}  # symbol -> where it is a size
+    derived: dict[Any, Any] = {}  # `s + 1`, a size of the call as well -> a symbol in its place
+    for position, axes in sorted(wanted.axes.items()):
+        for axis in sorted(axes):
+            size = values[users[position]].shape[axis]
+            if isinstance(size, int) or not (size.node.expr.is_Symbol or _is_apart(size.node.expr)):
+                raise _fixed(f"axis {axis} of {names[position]}", size)
+            symbol = size.node.expr
+            if not symbol.is_Symbol:
+                symbol = derived.setdefault(symbol, sympy.Dummy(str(symbol)))
+            placed.setdefault(symbol, []).append((position, axis))
+    ties = Ties(placed, wanted, names)
+    for expression, symbol in derived.items():
+        (base,) = expression.free_symbols
+        if base not in placed:
+            position, axis = placed[symbol][0]
+            raise _fixed(f"axis {axis} of {names[position]}", values[users[position]].shape[axis])
+        ties.tie(symbol, base, int(expression - base))
+    found = {symbol: _dim(exported, symbol, places, wanted, names) for symbol, places in placed.items()}
+    ranges = {symbol: Range(dim.low, dim.high) for symbol, dim in found.items()}
+    narrow(exported, ties, ranges, {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()})
+    dims: dict[Any, Dim] = {}
+    more: dict[Any, int] = {}
+    for group in ties.groups():
+        least = min(group, key=ties.more.__getitem__)
+        more |= {symbol: ties.more[symbol] - ties.more[least] for symbol in group}
+        parts = [_shifted(ranges[symbol], more[symbol]) for symbol in group]
+        highs = [part.high for part in parts if part.high is not None]
+        low, step = max(part.low for part in parts), math.lcm(*(part.step for part in parts))
+        dims |= dict.fromkeys(group, Dim(found[least].name, low, min(highs, default=None), step))
+    _name_apart(dims)
+
+    def named(value: Any) -> Axes:
+        if not isinstance(value, torch.Tensor) or all(isinstance(size, int) for size in value.shape):
+            return ()
+        return tuple(
+            None if isinstance(size, int) else _name(derived.get(size.node.expr, size.node.expr), dims, more)
+            for size in value.shape
+        )
+
+    outputs = [node.meta["val"] for node in exported.graph.output_node().args[0]]
+    return Symbols(
+        tuple(dict.fromkeys(dims.values())),
+        tuple(named(values[name]) for name in users),
+        tuple(named(value) for value in outputs),
+    )
+
+
+def _is_apart(expression: Any) -> bool:
+    """Whether a size is another one and a number."""
+    free = expression.free_symbols
+    return len(free) == 1 and bool((expression - next(iter(free))).is_Integer)
+
+
+def _name(expression: Any, dims: dict[Any, Dim], more: dict[Any, int]) -> str:
+    if expression not in dims:
+        return DERIVED
+    return dims[expression].name + (f"+{more[expression]}" if more[expression] else "")
+
+
+def _shifted(known: Range, more: int) -> Range:
+    """The range of a size, as one of another that is so much smaller."""
+    if more and known.step > 1:
+        raise CaptureError(
+            f"the model takes multiples of {known.step} of a size, and one {more} larger than another",
+            fix="leave dynamic out: each size is captured when it is called",
+        )
+    if not more:
+        return known
+    return Range(max(known.low - more, 1), None if known.high is None else known.high - more, known.step)
+
+
+def _dim(
+    exported: ExportedProgram, symbol: Any, places: Sequence[tuple[int, int]], wanted: Dynamic, names: Sequence[str]
+) -> Dim:
+    """The Dim of a symbol: by the user's name and range, within what torch.export found."""
+    given = [dim for position, axis in places if (dim := wanted.axes[position][axis]) is not None]
+    if len({dim.name for dim in given}) > 1:
+        raise CaptureError(
+            f"{' and '.join(sorted({dim.name for dim in given}))} are the same size in this model",
+            why="it computes with tensors that have to fit",
+            fix=f"call all of them {given[0].name}",
+        )
+    (position, axis), constraint = places[0], exported.range_constraints.get(symbol)
+    name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}".replace(".", "_")
+    low, high = (given[0].low, given[0].high) if given else (1, None)
+    if constraint is not None:
+        least, most = int(constraint.lower), constraint.upper
+        low = max(low, least) if least > ALWAYS else low
+        if most.is_Integer and int(most) < (math.inf if high is None else high):
+            high = int(most)
+    return Dim(name, low, high)
+
+
+def _name_apart(dims: dict[Any, Dim]) -> None:
+    """Sizes that nobody has tied get names of their own."""
+    taken: dict[str, Dim] = {}
+    for symbol, dim in dims.items():
+        free, number = dim.name, 1
+        while taken.get(free, dim) is not dim:
+            number += 1
+            free = f"{dim.name}_{number}"
+        taken[free] = dim
+        dims[symbol] = replace(dim, name=free)
+
+
+def _fixed(what: str, size: Any) -> CaptureError:
+    number = isinstance(size, int) or size.node.expr.is_Integer
+    how = f"has to be {size}" if number else "follows from another size"
+    return CaptureError(
+        f"{what} {how} in this model",
+        why="the model computes with this size as a number, or joins the tensor with one of that size",
+        fix="leave it out of dynamic, or read sizes from the input: x.shape[0] instead of a number",
+    )
+
+
+def with_dims(program: Program, symbols: Symbols) -> Program:
+    """A captured program with what is known about its sizes."""
+    signature = program.signature
+    axes = iter(symbols.inputs)
+    inputs = tuple(item if item.state else replace(item, axes=next(axes)) for item in signature.inputs)
+    outputs = tuple(replace(item, axes=found) for item, found in zip(signature.outputs, symbols.outputs, strict=True))
+    program.signature = replace(signature, inputs=inputs, outputs=outputs, dims=symbols.dims)
+    try:
+        return retyped(program, traced_sizes(program.signature))
+    except Exception as error:  # whatever an op says: torch.export has made something else of it
+        raise CaptureError(
+            "what torch.export has found for many sizes does not run at those that it was traced with",
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="leave dynamic out: each size is captured when it is called",
+        ) from error

@@ -1,0 +1,1 @@
+"""What backends are, which there are, and those of torch."""

@@ -1,0 +1,158 @@
+"""What a backend is, and how one compiles a program. Imports no backend and none of their libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from tsopt.compiler.precisions import FP32
+from tsopt.errors import BackendError, UsageError
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.table import info_of
+from tsopt.runtime.calling.executable import Executable, Runner
+from tsopt.runtime.racing.environment import is_installed
+
+if TYPE_CHECKING:
+    from tsopt.compiler.calls.signature import Signature
+    from tsopt.compiler.graph.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A value of the program that a backend cannot take: where it comes from, and why."""
+
+    where: str
+    why: str
+
+
+class Backend(Protocol):
+    """A frozen dataclass of its own options."""
+
+    @property
+    def name(self) -> str: ...
+
+    def missing(self) -> str | None:
+        """None when usable here, or what to install."""
+
+    def unsupported(self, program: Program) -> list[Unsupported]: ...
+
+    def compile(self, program: Program) -> Executable:
+        """Compiles a program. Raises BackendError when it cannot."""
+
+
+@runtime_checkable
+class Loads(Protocol):
+    """A backend whose files are its own; those of the others hold a Program, which is compiled again."""
+
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        """What runs the files that `save` has written.
+
+        Raises:
+            ArtifactError: they are not the files of this signature.
+            BackendError: its library refuses them.
+        """
+
+
+@runtime_checkable
+class Reopens(Protocol):
+    """A backend that takes long to compile, and can be given what was compiled in another process."""
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        """The executable of the files that `save` has written; those files may go."""
+
+
+def check_precision(backend: str, precision: str) -> None:
+    """Raises UsageError for a precision that a backend does not have."""
+    known = (FP32, *info_of(backend).precisions)
+    if precision not in known:
+        raise UsageError(f"{backend} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+
+
+def to_install(*packages: str) -> str | None:
+    """What to type for the packages that are not there; None when all are."""
+    wanted = [name for name in packages if not is_installed(name)]
+    return f"pip install {' '.join(wanted)}" if wanted else None
+
+
+def get_backend(backend: str | Candidate, **options: Any) -> Backend:
+    """A backend with its options.
+
+    Args:
+        backend: a name in the table, or `package.module:Class` for one of your own; options may be part of it:
+            `onnxruntime?threads=1`. Those given beside it count less.
+
+    Raises:
+        UsageError: no backend or no option of that name.
+        BackendError: its library is missing.
+    """
+    candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
+    info, options = candidate.info, {**options, **dict(candidate.options)}
+    known = info.options()
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"the backend {info.name} has no option {option!r}", fix=f"its options: {', '.join(known) or 'none'}"
+            )
+    made = cast(Backend, info.load()(**options))
+    hint = made.missing()
+    if hint:
+        raise BackendError(
+            f"the backend {info.name} cannot be used here", why=hint, fix="tsopt doctor shows what is usable"
+        )
+    return made
+
+
+def race_options(backend: str | Candidate, threads: int | None, check_indices: bool = False) -> dict[str, Any]:
+    """The options that a backend races with: the number of threads and the checks, if it has a say in that."""
+    candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
+    known = candidate.info.options()
+    checks = {"check_indices": True} if check_indices and "check_indices" in known else {}
+    return ({"threads": threads} if "threads" in known else {}) | checks
+
+
+def compile(
+    program: Program, backend: str | Candidate | Backend, *, share_weights: bool = False, **options: Any
+) -> Executable:
+    """Compiles a program with one backend, in the precision that the program has.
+
+    Args:
+        share_weights: let the engine read the program's weights where they are.
+        options: the backend's own, such as `threads=2`.
+
+    Raises:
+        BackendError: the backend cannot take the program; the message names the op and its place.
+        UsageError: the candidate is for another variant of the program.
+    """
+    from tsopt.compiler.calls.lasting import with_lasting
+    from tsopt.compiler.capture.apart import apart
+    from tsopt.compiler.graph.owned import owned
+    from tsopt.compiler.graph.program import Numerics
+    from tsopt.compiler.protect import protected
+
+    candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
+    if isinstance(candidate, Candidate) and candidate.variant != FP32 and program.numerics < Numerics.LOSSY:
+        raise UsageError(f"the program is not in {candidate.variant}", fix="tsopt.compile(program, ...) lowers it")
+    made = get_backend(candidate, **options) if isinstance(candidate, Candidate) else candidate
+    refused = made.unsupported(program)
+    if refused:
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        raise BackendError(
+            f"{made.name} cannot take this model: {refused[0].why}{more}",
+            where=refused[0].where or None,
+            fix="use another backend, or let optimize() choose",
+        )
+    # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
+    with apart(), protected(None):
+        found = made.compile(with_lasting(program.copy() if share_weights else owned(program.copy())))
+    return named(found, made, candidate)
+
+
+def named(executable: Executable, made: Backend, candidate: Candidate | Backend) -> Executable:
+    """An executable that says which backend has made it, and in which precision."""
+    executable.place = f"{type(made).__module__}:{type(made).__qualname__}"
+    if isinstance(candidate, Candidate):
+        executable.precision = candidate.precision
+    return executable

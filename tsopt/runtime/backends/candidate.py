@@ -1,0 +1,136 @@
+"""A candidate, as a value: a variant of the program, a backend, its options; and which candidates a race has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.errors import UsageError
+from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
+
+AUTO = "auto"  # every precision
+CONSTANTS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may win a race.
+
+    Attributes:
+        backend: its name in the table, or `package.module:Class`.
+        options: that it is given; the others are as the backend and the race have them.
+        variant: of the program: `fp32`, or the precision that a pass has lowered it to.
+    """
+
+    backend: str
+    options: Options = ()
+    variant: str = FP32
+
+    @classmethod
+    def parse(cls, spec: str) -> Candidate:
+        """The candidate that a text names: `onnxruntime?threads=1&opset=21`.
+
+        `precision=bf16` is an option for a backend that computes so by itself, and otherwise the variant.
+
+        Raises:
+            UsageError: an option without a value, no backend of that name, or none in that precision.
+        """
+        name, _, rest = spec.partition("?")
+        options: dict[str, Any] = {}
+        for part in filter(None, rest.split("&")):
+            key, equals, value = part.partition("=")
+            if not equals or not value:
+                raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
+            options[key] = int(value) if value.lstrip("-").isdigit() else CONSTANTS.get(value.lower(), value)
+        info, precision = info_of(name), options.get("precision", FP32)
+        if (info.lowered or info.precisions) and precision not in (FP32, *info.lowered, *info.precisions):
+            known = dict.fromkeys((FP32, *info.precisions, *info.lowered))
+            raise UsageError(f"{name} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+        if precision in info.lowered or (precision == FP32 and not info.precisions):
+            options.pop("precision", None)
+            return cls(name, tuple(options.items()), precision)
+        return cls(name, tuple(options.items()))
+
+    @property
+    def info(self) -> BackendInfo:
+        """What is known of its backend. Raises UsageError where there is none of that name."""
+        return info_of(self.backend)
+
+    @property
+    def key(self) -> str:
+        """The text that `parse` makes this candidate of; what rows, caches and other processes know it by."""
+        options = "&".join(f"{name}={_text(value)}" for name, value in self._asked)
+        return f"{self.backend}?{options}" if options else self.backend
+
+    @property
+    def title(self) -> str:
+        """Its name in tables: `ONNX Runtime, threads 1`."""
+        return ", ".join([self.info.title, *(f"{name} {_text(value)}" for name, value in self._asked)])
+
+    @property
+    def _asked(self) -> Options:
+        return self.options if self.variant == FP32 else (*self.options, ("precision", self.variant))
+
+    @property
+    def precision(self) -> str:
+        """What it computes products of float32 matrices in."""
+        return str(dict(self.options).get("precision", self.variant))
+
+    def in_precision(self, precision: str) -> Candidate | None:
+        """The same in another precision; None where its backend has it not."""
+        if precision in self.info.lowered:
+            return replace(self, variant=precision)
+        if precision in self.info.precisions:
+            return replace(self, options=(*self.options, ("precision", precision)))
+        return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def candidates_for(
+    wanted: Sequence[str] | Literal["all"] | None, precision: str = FP32, *, on_gpu: bool = False
+) -> tuple[Candidate, ...]:
+    """Who races.
+
+    Args:
+        wanted: texts that `Candidate.parse` reads; `all` for every engine; None for what compiles in seconds and is
+            installed.
+        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
+        on_gpu: whether the model is on a GPU.
+
+    Raises:
+        UsageError: an unknown precision or backend, or a precision that no selected backend supports.
+    """
+    if wanted is None or wanted == "all":
+        racing = tuple(_from_table(on_gpu, everybody=wanted == "all"))
+    else:
+        racing = tuple(map(Candidate.parse, wanted))
+    return (*racing, *_in_precision(racing, precision))
+
+
+def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
+    for info in BACKENDS.values():
+        usual = {"always": True, "installed": info.is_installed, "gpu": on_gpu, "all": False, "never": False}
+        if not (usual[info.races] or (everybody and info.races in ("installed", "all"))):
+            continue
+        yield Candidate(info.name)
+        yield from (Candidate(info.name, options) for options in info.also)
+        if everybody and on_gpu:
+            yield from (Candidate(info.name, options) for options in info.also_on_gpu)
+
+
+def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidate, ...]:
+    """The backends that have lower precisions, once more in each that is asked for."""
+    if precision not in (*PRECISIONS, AUTO):
+        raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
+    asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FP32 else ()
+    plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
+    found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
+    if asked and not found:
+        able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
+        raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
+    return tuple(found)

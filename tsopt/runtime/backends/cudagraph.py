@@ -1,0 +1,140 @@
+"""Runs the Program as one CUDA graph: its kernels are recorded once and started by one call.
+
+A graph reads and writes the memory that it was recorded with. So inputs are copied into it and outputs out of it, one
+caller at a time. What it saves is the time between kernels, which is most of the time of small batches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import cuda
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.serialize import write_program
+from tsopt.compiler.precisions import FP32
+from tsopt.errors import BackendError
+from tsopt.runtime.backends.backend import Unsupported, check_precision
+from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.inputs import blank
+
+WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
+
+
+def missing_gpu() -> str | None:
+    return None if cuda.is_available() else "a GPU, and a torch that is built for it"
+
+
+@dataclass(frozen=True, slots=True)
+class CudaGraphBackend:
+    """torch's own kernels for the GPU, recorded.
+
+    precision: of products: `fp32` as the program has them, and as torch is set for TensorFloat-32 when it is compiled;
+        `tf32`, `bf16`, `fp16`.
+    """
+
+    precision: str = FP32
+    name: str = "cudagraph"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision)
+
+    def missing(self) -> str | None:
+        return missing_gpu()
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return unrecordable(program)
+
+    def compile(self, program: Program) -> Executable:
+        try:
+            with _tensor_float() if self.precision == "tf32" else nullcontext():
+                recorded = Recorded(program.module().forward, blank(program.signature))
+        except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
+            raise BackendError("the model cannot be recorded as a CUDA graph", why=str(error)[:200]) from error
+
+        def save(directory: Path) -> None:
+            write_program(program, directory)  # it is recorded again on load
+
+        return Executable(
+            self.name,
+            program.signature,
+            torch_runner(recorded, program.signature, None),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            precision=self.precision,
+        )
+
+
+def unrecordable(program: Program) -> list[Unsupported]:
+    """What no CUDA graph holds."""
+    found = [
+        Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
+        for name, device in program.signature.devices
+        if not device.startswith("cuda")
+    ]
+    if program.signature.dims:
+        found.append(Unsupported("", "a CUDA graph is recorded for one size"))
+    for node in program.calls():
+        on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
+        if ops.blocks_of(node):
+            found.append(Unsupported(origin_of(node), f"what {ops.name_of(node)} does is decided in the call"))
+        elif ops.is_random(node):
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
+        elif ops.has_effect(node) and not ops.is_settled_check(node):
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))
+        elif on - {"cuda"}:
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} is computed on the CPU"))
+    return found
+
+
+@contextmanager
+def _tensor_float() -> Iterator[None]:
+    """Kernels that are chosen inside may round the factors of float32 products to 10 bits of mantissa."""
+    flags: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [flag.allow_tf32 for flag in flags]
+    try:
+        for flag in flags:
+            flag.allow_tf32 = True
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            flag.allow_tf32 = value
+
+
+class Recorded:
+    """A function of tensors, recorded on inputs that it keeps."""
+
+    def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+        self.inputs = inputs
+        self.lock = threading.Lock()
+        self.stream: Any = cuda.Stream(inputs[0].device) if inputs else cuda.Stream()
+        self.graph: Any = cuda.CUDAGraph()
+        with torch.no_grad():
+            self.stream.wait_stream(cuda.current_stream())
+            with cuda.stream(self.stream):
+                for _ in range(WARM_UP):
+                    forward(*inputs)
+            with cuda.graph(self.graph, stream=self.stream):
+                self.outputs = list(forward(*inputs))
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        caller = cuda.current_stream()
+        with self.lock:
+            self.stream.wait_stream(caller)
+            with cuda.stream(self.stream):
+                for mine, value in zip(self.inputs, values, strict=True):
+                    mine.copy_(value, non_blocking=True)
+                self.graph.replay()
+                found = [value.clone() for value in self.outputs]
+            caller.wait_stream(self.stream)
+        for value in found:  # made on one stream, used on another: its memory must wait for both
+            value.record_stream(caller)
+        return found

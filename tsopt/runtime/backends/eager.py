@@ -1,0 +1,83 @@
+"""Runs the Program with torch itself, op by op: what the passes alone are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.serialize import write_program
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.calling.executable import Executable, Runner
+
+
+@dataclass(frozen=True, slots=True)
+class EagerBackend:
+    """torch's own kernels.
+
+    threads: intra-op threads during a call; None leaves torch's own setting.
+    """
+
+    threads: int | None = None
+    name: str = "eager"
+
+    def missing(self) -> str | None:
+        return None
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return []
+
+    def compile(self, program: Program) -> Executable:
+        forward = program.module().forward
+
+        def save(directory: Path) -> None:
+            write_program(program, directory)
+
+        return Executable(
+            self.name,
+            program.signature,
+            torch_runner(forward, program.signature, self.threads),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options={"threads": self.threads},
+        )
+
+
+def by_torch(program: Program) -> Runner:
+    """The runner of a program by torch's own kernels: for calls that an engine is not asked for."""
+    return torch_runner(program.module().forward, program.signature, None)
+
+
+def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Runner:
+    """Calls flat torch code without gradients, on inputs laid out as captured, with the thread count asked for."""
+    strides = [None if item.type.contiguous else item.type.stride for item in signature.inputs]
+
+    def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with torch.no_grad():
+            return forward(*[_laid_out(t, s) for t, s in zip(inputs, strides, strict=True)])  # type: ignore[no-any-return]
+
+    def run_with_threads(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        before = torch.get_num_threads()
+        if before == threads or threads is None:
+            return run(inputs)
+        torch.set_num_threads(threads)
+        try:
+            return run(inputs)
+        finally:
+            torch.set_num_threads(before)
+
+    return run if threads is None else run_with_threads
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    # NOTE: views in the program were checked for the captured strides; other strides would fail or read wrong places.
+    if stride is None:
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

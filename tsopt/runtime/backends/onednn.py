@@ -1,0 +1,317 @@
+"""Runs the Program with torch, its layers by oneDNN: weights packed once, activation and residual sum in the layer.
+
+These are the kernels that torch.compile's freezing uses. A packed convolution hands on channels-last memory, so the
+layout of a network is decided once and no conversion is left between its layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program, tensor_type
+from tsopt.compiler.graph.serialize import write_program
+from tsopt.errors import NoGain
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.calling.executable import Executable
+
+ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
+LOSES_NAN = "a NaN that reaches a ReLU inside a layer comes out as 0, where PyTorch hands it on"
+# Of the largest value: a kernel further away than that is broken, not rounding.
+CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+Attribute = tuple[str, list[float], str]
+NOTHING: Attribute = ("none", [], "")
+CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
+LAYERS = (*CONVOLUTIONS, aten.linear.default)
+# What reads memory by strides would read other values in another layout.
+BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], Attribute | None]:
+    def read(call: dict[str, Any]) -> Attribute | None:
+        ends = [call[low], call[high]]
+        return ("hardtanh", [float(e) for e in ends], "") if all(isinstance(e, (int, float)) for e in ends) else None
+
+    return read
+
+
+# The activations that a layer can apply itself: op -> how oneDNN knows it, from the arguments of the call.
+ACTIVATIONS: dict[Any, Callable[[dict[str, Any]], Attribute | None]] = {
+    aten.relu.default: lambda call: ("relu", [], ""),
+    aten.relu6.default: lambda call: ("hardtanh", [0.0, 6.0], ""),
+    aten.hardtanh.default: _bounds("min_val", "max_val"),
+    aten.clamp.default: _bounds("min", "max"),
+    aten.sigmoid.default: lambda call: ("sigmoid", [], ""),
+    aten.tanh.default: lambda call: ("tanh", [], ""),
+    aten.silu.default: lambda call: ("swish", [], ""),
+    aten.hardswish.default: lambda call: ("hardswish", [], ""),
+    aten.gelu.default: lambda call: ("gelu", [], str(call["approximate"])),
+    aten.leaky_relu.default: lambda call: ("leaky_relu", [float(call["negative_slope"])], ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OneDnnBackend:
+    """Packed and fused layers.
+
+    threads: intra-op threads during a call; None leaves torch's own setting.
+    """
+
+    threads: int | None = None
+    name: str = "onednn"
+
+    def missing(self) -> str | None:
+        if not torch.backends.mkldnn.is_available():
+            return "a torch that is built with oneDNN (MKL-DNN)"
+        known = all(hasattr(torch.ops.mkldnn, name) for name in ("_convolution_pointwise", "_linear_pointwise"))
+        return None if known else "a torch that has the fused operators of oneDNN"
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        by_strides = next((node for node in program.calls() if node.target in BY_STRIDES), None)
+        if by_strides is not None:
+            return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} reads memory by its strides")]
+        if not any(_is_layer(program, node) for node in program.calls()):
+            return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
+        return []
+
+    def compile(self, program: Program) -> Executable:
+        """Raises NoGain where torch's own kernels are the faster ones for every layer."""
+        lowered = lower(program)
+        if not lowered.packed:
+            raise NoGain("torch's own kernels are as fast for every layer", fix="nothing to do: eager runs them")
+
+        def save(directory: Path) -> None:
+            write_program(program, directory)  # packed weights fit this machine alone: they are packed again on load
+
+        return Executable(
+            self.name,
+            program.signature,
+            torch_runner(lowered.program.module().forward, program.signature, self.threads),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options={"threads": self.threads},
+            notes=[f"{lowered.packed} of {lowered.layers} layers by oneDNN, the others by torch", *lowered.notes],
+        )
+
+
+@dataclass
+class Lowered:
+    """A program whose layers call oneDNN. It runs, but is no Program any more: packed weights have no type."""
+
+    program: Program
+    layers: int = 0
+    packed: int = 0
+    weights: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    faster: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def lower(program: Program) -> Lowered:
+    """Puts oneDNN's kernel for each layer where it is supported, right, and faster on this machine."""
+    made = Lowered(program.copy())
+    graph = made.program.graph
+    for node in list(graph.nodes):
+        if node.target in VIEWS:
+            node.target = aten.reshape.default  # a channels-last value cannot always be viewed
+        if _is_layer(made.program, node):
+            made.layers += 1
+            _lower_layer(made, node)
+    _restore_outputs(made.program)
+    return made
+
+
+def _is_layer(program: Program, node: fx.Node) -> bool:
+    if node.target not in LAYERS:
+        return False
+    call = ops.bind(node)
+    weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
+    if weight is None or weight.dtype not in CLOSE or weight.device.type != "cpu" or not weight.numel():
+        return False
+    if node.target is aten.linear.default and weight.dim() != 2:
+        return False
+    value = call["input"].meta["val"]
+    batched = node.target is aten.linear.default or value.dim() == weight.dim()
+    return bool(batched and value.dim() > 1 and value.numel() and node.meta["val"].numel())
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A layer, and what follows it that the layer can do itself."""
+
+    layer: fx.Node
+    end: fx.Node
+    other: fx.Node | None
+    activation: Attribute
+
+    @property
+    def chain(self) -> list[fx.Node]:
+        """The calls that are replaced, in order."""
+        nodes = [self.layer]
+        while nodes[-1] is not self.end:
+            nodes.append(next(iter(nodes[-1].users)))
+        return nodes
+
+
+def _site(layer: fx.Node) -> Site:
+    end, other, activation = layer, None, NOTHING
+    user = _only_user(end)
+    if user is not None and user.target is aten.add.Tensor and ops.bind(user)["alpha"] == 1:
+        operands = [arg for arg in user.args[:2] if arg is not layer]
+        if len(operands) == 1 and isinstance(operands[0], fx.Node) and _alike(operands[0], layer):
+            end, other = user, operands[0]
+            user = _only_user(end)
+    if user is None or user.target not in ACTIVATIONS or not _alike(user, layer):
+        return Site(layer, end, other, activation)
+    found = ACTIVATIONS[user.target](ops.bind(user))
+    # NOTE: the linear kernel with a residual sum takes no activation after it.
+    if found is None or (other is not None and layer.target is aten.linear.default):
+        return Site(layer, end, other, activation)
+    return Site(layer, user, other, found)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    mine, theirs = a.meta.get("val"), b.meta["val"]
+    return isinstance(mine, torch.Tensor) and (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+
+
+def _lower_layer(made: Lowered, layer: fx.Node) -> None:
+    site = _site(layer)
+    call = ops.bind(layer)
+    program = made.program
+    weight = program.weights[str(call["weight"].target)]
+    rows = call["input"].meta["val"].shape
+    geometry = tuple(str(call[key]) for key in ("stride", "padding", "dilation", "groups") if key in call)
+    packing = (str(call["weight"].target), geometry, tuple(rows))
+    kind = (tuple(weight.shape), call["bias"] is None, site.other is None, str(site.activation), geometry, tuple(rows))
+    if made.faster.get(kind) is False:
+        return
+    try:
+        packed = program.weights[made.weights[packing]] if packing in made.weights else _pack(layer, call, weight)
+        if kind not in made.faster:
+            made.faster[kind] = _is_faster(site, call, weight, packed)
+    except RuntimeError:  # this build of oneDNN has no kernel for the layer: torch runs it as before
+        made.faster[kind] = False
+    if not made.faster[kind]:
+        return
+    name = made.weights.setdefault(packing, f"{call['weight'].target}.packed{len(made.weights)}")
+    program.weights[name] = packed
+    with program.graph.inserting_before(site.end):
+        held = program.graph.create_node("get_attr", name)
+        target, args = _kernel(site, call, call["input"], site.other, held, call["bias"])
+        fused = program.graph.call_function(target, args)
+    fused.meta = dict(site.end.meta)
+    chain = site.chain
+    site.end.replace_all_uses_with(fused)
+    for dead in reversed(chain):
+        program.graph.erase_node(dead)
+    made.packed += 1
+    if site.activation[0] in ("relu", "hardtanh") and not made.notes:
+        made.notes.append(LOSES_NAN)
+
+
+def _pack(layer: fx.Node, call: dict[str, Any], weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.detach().contiguous()
+    sizes = list(call["input"].meta["val"].shape)
+    if layer.target is aten.linear.default:
+        rows = torch.Size(sizes[:-1]).numel()
+        return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+    spatial = weight.dim() - 2
+    padding, stride, dilation = (_each(call[key], spatial) for key in ("padding", "stride", "dilation"))
+    return torch.ops.mkldnn._reorder_convolution_weight(  # type: ignore[no-any-return]
+        weight, padding, stride, dilation, call["groups"], sizes
+    )
+
+
+def _each(value: Sequence[int], count: int) -> list[int]:
+    return list(value) * count if len(value) == 1 else list(value)
+
+
+def _kernel(
+    site: Site, call: dict[str, Any], x: Any, other: Any, weight: Any, bias: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """The fused call on nodes or on tensors."""
+    kind, scalars, algorithm = site.activation
+    if site.layer.target is aten.linear.default:
+        if other is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary, (x, other, weight, bias, "add")
+        return torch.ops.mkldnn._linear_pointwise.default, (x, weight, bias, kind, scalars, algorithm)
+    spatial = len(site.layer.meta["val"].shape) - 2
+    padding, stride, dilation = (_each(call[key], spatial) for key in ("padding", "stride", "dilation"))
+    geometry = (padding, stride, dilation, call["groups"])
+    if other is None:
+        return torch.ops.mkldnn._convolution_pointwise.default, (x, weight, bias, *geometry, kind, scalars, algorithm)
+    unary = None if kind == "none" else kind
+    return torch.ops.mkldnn._convolution_pointwise.binary, (
+        *(x, other, weight, bias, *geometry),
+        *("add", 1.0, unary, scalars, algorithm or None),
+    )
+
+
+def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Times the layer both ways on random values; a kernel that answers something else is out."""
+    draw = torch.Generator().manual_seed(0)
+    x = _sample(tensor_type(call["input"]).shape, weight.dtype, draw)
+    other = None if site.other is None else _sample(tensor_type(site.other).shape, weight.dtype, draw)
+    bias = None if call["bias"] is None else _sample(tensor_type(call["bias"]).shape, weight.dtype, draw)
+    target, args = _kernel(site, call, x, other, packed, bias)
+    chain = site.chain
+
+    def plain() -> Any:
+        values: dict[fx.Node, Any] = {call["input"]: x, call["weight"]: weight.detach()}
+        values |= {node: value for node, value in ((site.other, other), (call["bias"], bias)) if node is not None}
+        for node in chain:
+            made, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            run: Any = node.target
+            values[node] = run(*made, **kwargs)
+        return values[site.end]
+
+    def fused() -> Any:
+        return target(*args)
+
+    with torch.no_grad():
+        wanted = plain()
+        difference = (fused() - wanted).abs().max()
+        if not difference <= CLOSE[weight.dtype] * max(1.0, float(wanted.abs().max())):
+            return False
+        best = [float("inf"), float("inf")]
+        for _ in range(ROUNDS):
+            for position, run in enumerate((plain, fused)):
+                run()
+                start = time.perf_counter()
+                run()
+                best[position] = min(best[position], time.perf_counter() - start)
+    return best[1] < best[0]
+
+
+def _sample(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
+    value = torch.randn(shape, generator=draw).to(dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    # As the value comes out of the layer before: that is where the conversion is saved.
+    return value.contiguous(memory_format=formats[value.dim()]) if value.dim() in formats else value
+
+
+def _restore_outputs(program: Program) -> None:
+    """Outputs leave in the layout that eager gives them."""
+    graph, output = program.graph, program.output_node
+    values = list(program.outputs)
+    for position, (value, item) in enumerate(zip(values, program.signature.outputs, strict=True)):
+        if len(item.type.shape) < 4 or not item.type.contiguous or not ops.is_call(value):
+            continue
+        with graph.inserting_before(output):
+            values[position] = graph.call_function(aten.contiguous.default, (value,))
+    output.args = (tuple(values),)

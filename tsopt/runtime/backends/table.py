@@ -1,0 +1,150 @@
+"""The table of backends: all that is known of one outside of its own file. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from tsopt.compiler.precisions import HALVES
+from tsopt.errors import BackendError, UsageError
+
+Options = tuple[tuple[str, Any], ...]
+TORCH = {"torch": "Tensor"}
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """One backend.
+
+    Attributes:
+        name: in options and bundles; a backend of the user's own goes by its place.
+        place: `package.module:Class`, imported when it is first used.
+        title: its name in tables.
+        races: without being asked for: `always`; where its library is `installed`; for models on a `gpu`. `all`: only
+            with `backends="all"`; `never`: only by name.
+        also: options with which it races a second time, wherever it races.
+        also_on_gpu: the same for models on a GPU, with `backends="all"`.
+        same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
+        lowered: the variants of a program that it runs beside that in `fp32`, made by a pass.
+        precisions: that it computes in by itself, as its option `precision`.
+        through_onnx: it takes the exported ONNX model; its files are one, and are read without torch.
+        exports: the format of `tsopt export` that its file is.
+        code: what its files hold, where reading them executes it; empty where they are data.
+        needs: libraries that reading its files takes, each with a name that it has where it is whole; none where
+            nothing of it is stored.
+    """
+
+    name: str
+    place: str
+    title: str
+    races: Literal["always", "installed", "gpu", "all", "never"] = "never"
+    also: tuple[Options, ...] = ()
+    also_on_gpu: tuple[Options, ...] = ()
+    same_kernels: bool = False
+    lowered: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+    through_onnx: bool = False
+    exports: str = ""
+    code: str = ""
+    needs: Mapping[str, str] = field(default_factory=lambda: TORCH)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of the user's."""
+        return self.name not in BACKENDS
+
+    @property
+    def is_installed(self) -> bool:
+        return all(importlib.util.find_spec(library) is not None for library in self.needs)
+
+    def load(self) -> Any:
+        """Its class. Raises BackendError where that cannot be imported."""
+        module, _, name = self.place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise BackendError(f"the backend {self.name} cannot be imported", why=str(error)) from error
+
+    def options(self) -> list[str]:
+        """The names of its options. Imports its file."""
+        return [item.name for item in fields(self.load()) if item.init and item.name != "name"]
+
+
+PLAIN = BackendInfo(
+    "eager", "tsopt.runtime.backends.eager:EagerBackend", "eager + passes", "always", same_kernels=True, lowered=HALVES
+)
+
+# Literal, so that nothing registers itself and nothing is imported before it is used. They race in this order.
+BACKENDS: dict[str, BackendInfo] = {
+    info.name: info
+    for info in (
+        PLAIN,
+        BackendInfo(
+            "onednn", "tsopt.runtime.backends.onednn:OneDnnBackend", "torch + oneDNN", "always", lowered=HALVES
+        ),
+        BackendInfo(
+            "torchscript",
+            "tsopt.runtime.backends.torchscript:TorchScriptBackend",
+            "TorchScript",
+            "always",
+            exports="torchscript",
+            code="TorchScript",
+        ),
+        BackendInfo(
+            "onnxruntime",
+            "tsopt.runtime.onnx.ort:OnnxRuntimeBackend",
+            "ONNX Runtime",
+            "always",
+            also=((("threads", 1),),),
+            through_onnx=True,
+            exports="onnx",
+            needs={"numpy": "ndarray", "onnxruntime": "InferenceSession"},
+        ),
+        BackendInfo(
+            "openvino",
+            "tsopt.runtime.onnx.openvino:OpenVinoBackend",
+            "OpenVINO",
+            "installed",
+            precisions=HALVES,
+            through_onnx=True,
+            needs={"numpy": "ndarray", "openvino": "Core"},
+        ),
+        BackendInfo(
+            "inductor",
+            "tsopt.runtime.backends.inductor:InductorBackend",
+            "Inductor",
+            "all",
+            also_on_gpu=((("cuda_graph", True),),),
+            lowered=HALVES,
+            code="machine code",
+        ),
+        BackendInfo(
+            "cudagraph",
+            "tsopt.runtime.backends.cudagraph:CudaGraphBackend",
+            "CUDA graph",
+            "gpu",
+            lowered=HALVES,
+            precisions=("tf32",),
+        ),
+        BackendInfo("null", "tsopt.runtime.backends.null:NullBackend", "null", needs={}),
+    )
+}
+
+
+def info_of(name: str) -> BackendInfo:
+    """What is known of a backend: one of the table, or `package.module:Class` for one of the user's own.
+
+    Raises:
+        UsageError: no backend of that name.
+    """
+    if ":" in name:
+        return BackendInfo(name, name, name, lowered=HALVES, code=f"the backend {name}")
+    info = BACKENDS.get(name)
+    if info is None:
+        raise UsageError(
+            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
+        )
+    return info

@@ -1,0 +1,120 @@
+"""Program -> TorchScript: traced, or scripted where it computes with sizes; frozen, optimized for inference.
+
+TorchScript is deprecated upstream; it stays in this one file, and its warnings stay away from the user.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, attribute_name, origin_of
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.backends.eager import by_torch, torch_runner
+from tsopt.runtime.backends.onednn import LOSES_NAN
+from tsopt.runtime.backends.torchscript_source import source_of
+from tsopt.runtime.calling.executable import Executable, Runner
+from tsopt.runtime.checking.inputs import blank
+
+log = logging.getLogger("tsopt")
+FILE = "model.ts"
+LAYER_AND_RELU = {torch.ops.aten.conv2d.default, torch.ops.aten.relu.default}  # what it hands to oneDNN as one
+
+
+@dataclass(frozen=True, slots=True)
+class TorchScriptBackend:
+    """threads: intra-op threads during a call; None leaves torch's own setting."""
+
+    threads: int | None = None
+    name: str = "torchscript"
+
+    def missing(self) -> str | None:
+        return None if hasattr(torch.jit, "trace") else "this torch has no TorchScript any more"
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        flow = [node for node in program.calls() if ops.blocks_of(node)]
+        return [Unsupported(origin_of(node), f"a trace holds one branch of {ops.name_of(node)}") for node in flow]
+
+    def compile(self, program: Program) -> Executable:
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                frozen = torch.jit.freeze(_scripted(program) if program.signature.dims else _traced(program))
+                script = torch.jit.optimize_for_inference(frozen)
+        except Exception as error:  # TorchScript raises whatever its C++ throws
+            raise BackendError(
+                "TorchScript cannot take this model", why=f"{type(error).__name__}: {str(error).strip()[:200]}"
+            ) from error
+
+        def save(place: Path) -> None:
+            # NOTE: what optimize_for_inference made (MKL-DNN constants) cannot be serialized; it is made again on load.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                # NOTE: through memory: torch's own writer aborts the process when the disk is full.
+                buffer = io.BytesIO()
+                torch.jit.save(frozen, buffer)
+                (place / FILE if place.is_dir() else place).write_bytes(buffer.getbuffer())
+
+        return Executable(
+            self.name,
+            program.signature,
+            _raising_as_torch(torch_runner(script, program.signature, self.threads), program),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options={"threads": self.threads},
+            code=True,
+            notes=[LOSES_NAN] if {node.target for node in program.calls()} >= LAYER_AND_RELU else [],
+        )
+
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_runner(directory, signature, options)
+
+
+def _raising_as_torch(run: Runner, program: Program) -> Runner:
+    """TorchScript makes a RuntimeError of whatever a kernel raises, around a traceback of ours."""
+
+    def run_or_raise(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        try:
+            return run(inputs)
+        except RuntimeError as error:
+            log.info("TorchScript fails in a call, which PyTorch makes instead: %s", error)
+            return by_torch(program)(inputs)
+
+    return run_or_raise
+
+
+def _traced(program: Program) -> Any:
+    return torch.jit.trace(program.module().eval(), blank(program.signature), check_trace=False, strict=False)
+
+
+def _scripted(program: Program) -> Any:
+    # A class of its own: TorchScript takes modules of one class with the same attributes for one type.
+    holder: torch.nn.Module = type("Program", (torch.nn.Module,), {})()
+    for name in program.used_weights():
+        holder.register_buffer(attribute_name(name), program.weights[name])
+    script = torch.jit.script(holder.eval())
+    script.define(source_of(program))
+    return script
+
+
+def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+    """Reads a saved module and optimizes it for this machine. Runs code from the file: the caller asked for trust."""
+    device = max((device for _, device in signature.devices), key=lambda device: device != "cpu", default="cpu")
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location=device))
+    except RuntimeError as error:
+        raise ArtifactError("the TorchScript file cannot be read", why=str(error)[:200]) from error
+    return torch_runner(script, signature, options.get("threads"))

@@ -1,0 +1,265 @@
+"""The bundle `name.tsopt/`: written as a whole or not at all, read with every hash checked first.
+
+No pickle. Files that are code (TorchScript) are read only with `trust=True`. Reading an ONNX bundle needs
+neither torch nor onnx, only ONNX Runtime and numpy. What this machine neither wrote nor tried out before is opened in
+a process of its own first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt._version import __version__
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
+from tsopt.runtime.bundles import known
+from tsopt.runtime.bundles.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
+from tsopt.runtime.bundles.onnx_file import check_onnx
+from tsopt.runtime.bundles.opening import CHECK, STATE, check_trust, open_bundle, require
+from tsopt.runtime.bundles.probe import try_out
+from tsopt.runtime.bundles.staging import staged
+from tsopt.runtime.calling.executable import Executable
+
+if TYPE_CHECKING:
+    from tsopt.compiler.calls.example import Example
+    from tsopt.runtime.report import Report
+
+REPORT = "report.json"  # what the race found
+MOST_THREADS = 1024
+
+# What options may be. Those that are not here are not asked for by name, and may be anything plain.
+OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "threads": lambda value: value is None or (type(value) is int and 1 <= value <= MOST_THREADS),
+    "hint": lambda value: value in ("latency", "throughput"),
+    "precision": lambda value: value in PRECISIONS,
+    **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
+    "bounds": lambda value: isinstance(value, list),  # each one is checked where it is read
+}
+
+
+def save(executable: Executable, path: str | Path, model: Callable[..., Any], example: Example, report: Report) -> Path:
+    """Writes a bundle beside its place and moves it there.
+
+    Raises:
+        ArtifactError: the place cannot be written, or holds something that is not a bundle.
+    """
+    target = Path(path)
+    if executable.save is None:
+        raise ArtifactError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
+    _name_to_store(executable)  # before anything is written
+    check_target(target)
+    with staged(target) as staging:
+        executable.save(staging)
+        _write_state(staging / STATE, executable)
+        _check_program(staging, executable)
+        _write_check(staging / CHECK, model, example, executable.state)
+        (staging / REPORT).write_text(json.dumps(report.to_json()))
+        digest = _write_manifest(staging, executable, report)
+    known.remember(digest)
+    return target
+
+
+def _name_to_store(executable: Executable) -> str:
+    """What a bundle names its backend by: a name in the table, or where a backend of the user's own is imported from.
+
+    Raises:
+        ArtifactError: another process could not import it.
+    """
+    info, place = BACKENDS.get(executable.backend), executable.place
+    if info is not None and place in ("", info.place):
+        return info.name
+    module, _, name = place.partition(":")
+    if module in ("", "__main__") or "." in name:
+        raise ArtifactError(
+            f"the backend {executable.backend} cannot be named in a bundle",
+            why=f"no other process can import {place or 'it'}",
+            fix="move its class to the top level of a module that can be imported",
+        )
+    return place
+
+
+def check_target(target: Path) -> None:
+    """Raises ArtifactError where a bundle would overwrite something that is none."""
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError(
+            "the output exists and is not a bundle", where=str(target), fix="remove it or choose another name"
+        )
+    if target.is_dir() and any(target.iterdir()) and not _is_bundle(target):
+        raise ArtifactError(
+            "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
+        )
+
+
+def _is_bundle(directory: Path) -> bool:
+    """Whether a directory holds a manifest of ours and nothing that it does not name."""
+    try:
+        with (directory / MANIFEST).open("rb") as file:
+            manifest = json.loads(file.read(MAX_MANIFEST))
+        names = {MANIFEST, *manifest["members"]}
+        return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def _check_program(staging: Path, executable: Executable) -> None:
+    """What `load` would refuse is not written. Raises ArtifactError."""
+    from tsopt.compiler.graph.serialize import GRAPH, read_program
+
+    if not (staging / GRAPH).exists():
+        return
+
+    try:
+        read_program(staging, executable.state)
+    except ArtifactError as error:
+        raise ArtifactError(
+            f"the program that {executable.backend} runs cannot be kept in a bundle",
+            why="; ".join(filter(None, (error.what, error.why))),
+            fix="choose another backend for it: tsopt.optimize(model, x, backends=('onnxruntime',))",
+        ) from error
+
+
+def _write_state(path: Path, executable: Executable) -> None:
+    from safetensors.torch import save_file
+
+    names = [item.name for item in executable.signature.state_inputs]
+    if names:
+        tensors = zip(names, executable.state, strict=True)
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}, path)
+
+
+def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
+    """The example's inputs and eager's answers: what `tsopt verify` compares with."""
+    import torch
+    from safetensors.torch import save_file
+
+    from tsopt.compiler.calls.effects import outcome_of
+    from tsopt.compiler.calls.structure import flatten, unflatten
+    from tsopt.compiler.protect import protected
+
+    leaves, structure = flatten((example.args, example.kwargs))
+    tensors = {f"input.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(leaves)}
+    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+    with protected(model, written=state):
+        torch.manual_seed(0)
+        outputs, *_ = outcome_of(model, args, kwargs)
+    tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
+    save_file(tensors, path)
+
+
+def _write_manifest(staging: Path, executable: Executable, report: Report) -> str:
+    """Writes the manifest; its digest."""
+    members = {file.name: facts_of(file) for file in sorted(staging.iterdir())}
+    winner = report.row(report.winner)
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "tsopt": __version__,
+        "model": report.model,
+        "backend": _name_to_store(executable),
+        "options": executable.options,
+        "code": executable.code or info_of(_name_to_store(executable)).is_own,
+        "numerics": report.numerics,
+        "precision": executable.precision,
+        "environment": report.environment.to_json(),
+        "signature": executable.signature.to_json(),
+        "claims": {"winner": report.winner, "speedup": report.speedup, "verified": str(winner.accuracy or "")},
+        "notes": list(executable.notes),
+        "members": members,
+    }
+    digest = manifest["sha256"] = digest_of(manifest)
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return digest
+
+
+def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) -> Executable:
+    """Reads a bundle; called as the model was.
+
+    Args:
+        trust: run code from the bundle, where it holds code (TorchScript).
+        probe: open it in a process of its own first, and call it once there, with limits of time and memory. None does
+            so with a bundle that this machine has neither written nor tried out before.
+
+    Raises:
+        ArtifactError: missing, damaged, changed since it was written, from a newer version, not safe to open, or code
+            without trust.
+        BackendError: a library that it needs is missing, broken, or refuses it.
+    """
+    return reading(Path(path), lambda bundle: read(bundle, trust, probe))
+
+
+def read(bundle: Bundle, trust: bool, probe: bool | None) -> Executable:
+    """The executable of a bundle; see `load`."""
+    return vetted(bundle, trust, probe)()
+
+
+def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Executable]:
+    """Checks a bundle before any engine sees it here; what opens it."""
+    directory, manifest = bundle.directory, bundle.manifest
+    with _told(directory):
+        info, options = _backend(directory, manifest), _options(directory, manifest)
+        check_trust(info, directory, trust)
+        signature = Signature.from_json(manifest["signature"])
+        precision = manifest.get("precision", FP32)
+        if precision not in PRECISIONS:
+            raise damaged(directory, f"the precision is {str(precision)[:40]!r}")
+        require(info.name)
+        new = not known.is_known(bundle.digest)
+        if new and info.through_onnx:
+            check_onnx(directory, bundle.sizes)
+        if probe or (new and probe is None):
+            try_out(directory, info.name, options, signature, bundle.sizes, trust)
+            known.remember(bundle.digest)
+
+    def opened() -> Executable:
+        with _told(directory):
+            executable = open_bundle(directory, info.name, options, signature, trust)
+            executable.precision = precision
+            return executable
+
+    return opened
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """Every error becomes one that says what to do."""
+    try:
+        yield
+    except (TsoptError, OSError):
+        raise
+    except ImportError as error:
+        raise BackendError(
+            "a library that the bundle needs cannot be used",
+            where=str(directory),
+            why=str(error)[:300],
+            fix="tsopt doctor shows what is usable",
+        ) from error
+    except Exception as error:  # the files decide what goes wrong; all of it means the same
+        raise damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
+
+
+def _backend(directory: Path, manifest: Mapping[str, Any]) -> BackendInfo:
+    backend = str(manifest["backend"])
+    info = info_of(backend) if ":" in backend else BACKENDS.get(backend)
+    if info is None or not info.needs:
+        raise ArtifactError(
+            f"the bundle needs the backend {backend[:40]!r}",
+            where=str(directory),
+            fix="load it with a version that has it",
+        )
+    return info
+
+
+def _options(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    options = manifest["options"]
+    if not isinstance(options, dict):
+        raise damaged(directory, "the options are not a dictionary")
+    for name, value in options.items():
+        allowed = OPTIONS.get(name, lambda value: value is None or isinstance(value, (bool, int, str)))
+        if not allowed(value):
+            raise damaged(directory, f"the option {name[:40]!r} is {str(value)[:40]!r}")
+    return options

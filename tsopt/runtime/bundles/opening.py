@@ -1,0 +1,136 @@
+"""The files of a bundle as an executable, without a look at its manifest."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tsopt.compiler.calls.signature import Input, Output, Signature, mismatch
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backends.backend import Loads, compile, race_options
+from tsopt.runtime.backends.table import PLAIN, BackendInfo, info_of
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.racing.environment import is_installed
+
+log = logging.getLogger("tsopt")
+CHECK = "check.safetensors"  # the example's inputs and eager's answers
+STATE = "state.safetensors"  # what the model writes in a call, as it was when the bundle was made
+
+
+def check_trust(info: BackendInfo, directory: Path, trust: bool) -> None:
+    """Raises ArtifactError where reading the files of a backend executes them, and nobody has said that it may."""
+    if info.code and not trust:
+        raise ArtifactError(
+            f"the bundle holds {info.code}, which is code",
+            where=str(directory),
+            why="loading it runs what its author wrote",
+            fix="if you know where it comes from: tsopt.load(path, trust=True)",
+        )
+
+
+def require(backend: str) -> None:
+    """Imports what the files of a backend need.
+
+    Raises:
+        BackendError: it is not installed, or it is and cannot be used.
+    """
+    for library, part in info_of(backend).needs.items():
+        try:
+            getattr(importlib.import_module(library), part)
+        except Exception as error:  # a broken installation raises whatever it breaks on
+            if isinstance(error, ModuleNotFoundError) and error.name == library:
+                raise BackendError(
+                    f"the bundle needs {library}, which is not installed", fix=f"pip install {library}"
+                ) from error
+            raise BackendError(
+                f"the bundle needs {library}, which is installed but cannot be used",
+                why=f"{type(error).__name__}: {str(error)[:200]}",
+                fix=f"pip install --force-reinstall {library}",
+            ) from error
+
+
+def open_bundle(
+    directory: Path, backend: str, options: dict[str, Any], signature: Signature, trust: bool
+) -> Executable:
+    """The executable of a bundle's files.
+
+    Raises:
+        ArtifactError: the files are damaged, or code that is not trusted.
+        BackendError: a backend of the user's own cannot be imported, or an engine refuses the files.
+    """
+    info = info_of(backend)
+    check_trust(info, directory, trust)
+    cls = info.load()
+    if not is_loaded_by(cls):
+        return _of_program(directory, info, options.get("threads"), signature)
+    runner = cls.load_runner(directory, signature, options)
+    state = _read_state(directory, signature)
+    place = info.place if info.is_own else ""
+    return Executable(info.name, signature, runner, state=state, options=options, code=bool(info.code), place=place)
+
+
+def is_loaded_by(cls: type[Loads] | type) -> bool:
+    """Whether a backend reads its own files; those of the others hold a Program."""
+    return hasattr(cls, "load_runner")
+
+
+def _of_program(directory: Path, info: BackendInfo, threads: int | None, signature: Signature) -> Executable:
+    from tsopt.compiler.graph.serialize import read_program
+    from tsopt.compiler.graph.stored_ops import fill_uninitialized
+
+    program = read_program(directory, _read_state(directory, signature))
+    fill_uninitialized(program)
+    if info is not PLAIN:
+        try:
+            return compile(program, info.name, share_weights=True, **race_options(info.name, threads))
+        except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
+            log.info("%s: %s", directory, error.what)
+    return compile(program, PLAIN.name, share_weights=True, threads=threads)
+
+
+def _read_state(directory: Path, signature: Signature) -> list[Any]:
+    """State in signature order: torch tensors, or numpy arrays where torch is not installed."""
+    wanted = {item.name: item for item in signature.state_inputs}
+    return fitting(stored_tensors(directory / STATE), wanted, directory / STATE, on=False) if wanted else []
+
+
+def stored_tensors(path: Path) -> dict[str, Any]:
+    """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises ArtifactError."""
+    if not is_installed("torch"):
+        from safetensors.numpy import load_file
+    else:
+        from safetensors.torch import load_file  # type: ignore[assignment]
+    try:
+        return dict(load_file(path))
+    except Exception as error:  # the file decides what goes wrong; all of it means the same
+        raise ArtifactError(
+            f"{path.name} cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"[:300]
+        ) from error
+
+
+def fitting(
+    tensors: Mapping[str, Any], wanted: Mapping[str, Input | Output], path: Path, *, on: bool = True
+) -> list[Any]:
+    """The tensors of these names, each of the type that the signature gives it, in order.
+
+    Args:
+        on: put them on the device of the signature, too.
+
+    Raises:
+        ArtifactError: one is missing, or of another type.
+    """
+    found = []
+    for name, item in wanted.items():
+        value = tensors.get(name)
+        if value is None:
+            raise ArtifactError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
+        type_ = replace(item.type, device="cpu")
+        reason = mismatch(type_, value, item.axes)
+        if reason:
+            raise ArtifactError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
+        found.append(value.to(item.type.device) if on and item.type.device != "cpu" else value)
+    return found

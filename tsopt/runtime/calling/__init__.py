@@ -1,0 +1,1 @@
+"""What the user calls, and what is looked at in a call."""

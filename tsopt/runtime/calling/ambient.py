@@ -1,0 +1,119 @@
+"""What a call is made under that a compiled form does not follow: gradients, transforms, tracing, autocast.
+
+Where one of these is on, the model itself has to be called, or the call refused. Needs no torch to be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tsopt.compiler.calls.structure import flatten
+from tsopt.errors import CaptureError, SignatureError
+
+POLICIES = ("eager", "error")
+
+# As a guard checks them, in the order of what they cost: an expression that is true where one is on.
+FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting()"
+
+
+@functools.cache
+def fast_names() -> dict[str, Callable[[], Any]]:
+    """What the names in FAST stand for. Needs torch."""
+    import torch
+
+    return {
+        "transforms": torch._C._functorch.peek_interpreter_stack,
+        "tracing": torch._C._get_tracing_state,
+        "dispatching": torch._C._len_torch_dispatch_stack,
+        "autocasting": torch._C._is_any_autocast_enabled,
+        "gradients": torch.is_grad_enabled,
+    }
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which torch.compile calls as it is, with all that it calls: there is nothing in it to trace.
+
+    As `torch.compiler.disable`, without a layer around each call. Needs torch.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def objection(values: Iterable[Any]) -> str:
+    """Why a call cannot be served by a compiled form, whatever it was compiled for; empty where it can.
+
+    Args:
+        values: the tensors of the call.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    names = fast_names()
+    if names["transforms"]() is not None:
+        return "a transform of torch.func (grad, jacrev, vmap, ...) goes through the call"
+    if names["tracing"]() is not None:
+        return "torch.jit.trace records the call"
+    if names["dispatching"]():
+        return f"{_innermost(torch)} wants to see the ops of the call"
+    if names["autocasting"]():
+        return "autocast is on, and decides in the call what it computes in"
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, values)):
+        return "forward-mode gradients are wanted"
+    if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
+        return "gradients are wanted for an input"
+    return ""
+
+
+def objection_to(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """`objection`, for the tensors of a call."""
+    try:
+        leaves, _ = flatten((args, kwargs))
+    except CaptureError:  # a call that contains itself: what is wrong with it is not this
+        leaves = []
+    return objection(leaves)
+
+
+class Unserved:
+    """Calls that only the model itself can serve, in the modes of the caller: made, with a warning once, or refused.
+
+    Args:
+        model: what is called.
+        name: of the model, for the warning.
+        policy: one of POLICIES.
+    """
+
+    def __init__(self, model: Callable[..., Any], name: str, policy: str) -> None:
+        self.model, self.name, self.policy = model, name, policy
+        self._said: set[str] = set()
+
+    def __call__(self, reason: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Raises SignatureError where the policy is `error`."""
+        if self.policy == "error":
+            raise SignatureError(
+                "this call needs the model itself",
+                why=reason,
+                fix="call the model for it, or optimize(..., on_gradients='eager')",
+            )
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(f"tsopt: {self.name} runs eager: {reason}", stacklevel=4)
+        return self.model(*args, **kwargs)
+
+
+def _innermost(torch: Any) -> str:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return type(modes[-1]).__name__ if modes else "a mode"
+
+
+def _is_dual(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and torch.autograd.forward_ad.unpack_dual(value).tangent is not None

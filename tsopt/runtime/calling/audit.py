@@ -1,0 +1,248 @@
+"""Audits: now and then a real call is made by eager as well, and compared. What no check at the call sees shows there.
+
+The promise: the first audit is among the first FIRST calls, and from then on there is another as soon as the time that
+all of them have taken is at most a given share of the time served.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.compiler.calls.effects import outcome_of
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precisions import FP32
+from tsopt.compiler.protect import kept, modules_of
+from tsopt.compiler.sizes.specialize import at
+from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.accuracy import LIMITS, Oracle
+from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.held_out import sizes_in
+
+log = logging.getLogger("tsopt")
+SHARE = 0.01  # of the time served
+FIRST = 100  # calls, of which the first audit is one; not of the first half, which often only warm things up
+NEAR, FAR = 8, 1 << 9  # calls between two that are timed, at least and at most
+NEVER = float("inf")
+AUDITED = "audited"
+EAGER_RAISES = "eager raises "
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+LOOK_AT = (
+    "what the model computes with may have changed since it was compiled: attributes, globals, hooks, weights written "
+    "through numpy or .data; if nothing has, the engine is wrong for these inputs"
+)
+
+
+class Audits:
+    """When calls are audited. Whoever serves calls counts `left` down, and asks for a `turn` below zero.
+
+    Args:
+        share: of the time served that audits may take; 0 for none.
+        clock: seconds.
+        choose: an integer from 0 to below its argument; audits are at random calls, so that nothing hides between.
+
+    Attributes:
+        left: calls until one is looked at. Counted down without a lock: what threads lose in between does not matter.
+        count: audits that were made.
+        served, spent: seconds of calls, estimated from those that were timed; seconds of audits.
+    """
+
+    __slots__ = (
+        *("_choose", "_clock", "_expected", "_lock", "_looked", "_since"),
+        *("count", "left", "served", "share", "spent"),
+    )
+
+    def __init__(
+        self,
+        share: float = SHARE,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        choose: Callable[[int], int] | None = None,
+    ) -> None:
+        self.share = check_share(share)
+        # A generator of its own: that of the process is the user's.
+        self._clock, self._choose = clock, choose or random.Random().randrange
+        self._lock, self._looked = threading.Lock(), self._clock()
+        self.count, self.served, self.spent, self._expected, self._since = 0, 0.0, 0.0, 0.0, 0
+        self.left: float = NEVER
+        if share:
+            self._wait(FIRST // 2 + self._choose(FIRST // 2))
+
+    def _wait(self, calls: int) -> None:
+        self._since = calls + 1
+        self.left = calls if self.share else NEVER
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Whether this call is to be audited. The block is the audit; nobody else has a turn meanwhile."""
+        if not self._lock.acquire(blocking=False):
+            self.left = 1
+            yield False
+            return
+        try:
+            self.left = NEVER
+            if self.count and self.spent + self._expected > self.share * self.served:
+                yield False
+                return
+            start = self._clock()
+            try:
+                yield True
+            finally:
+                took = self._clock() - start
+                self.count += 1
+                self.spent += took
+                self._expected = min(took, self._expected or took)  # the first one is cold
+        finally:
+            self.left = 1 if self.share else NEVER
+            self._lock.release()
+
+    def timed(self, call: Callable[[], Any]) -> Any:
+        """Makes the call; its time stands for those since the last one that was timed."""
+        if not self._lock.acquire(blocking=False):
+            return call()
+        try:
+            self.left = NEVER
+            start = self._clock()
+            result = call()
+            end = self._clock()
+            took = max(end - start, 1e-9)
+            # No more than has passed: one call that had to wait for a core does not stand for hundreds.
+            self.served += min(took * self._since, max(end - self._looked, took))
+            self._looked = end
+            missing = (self.spent + self._expected) / self.share - self.served if self.share else NEVER
+            calls = int(min(max(missing / took / 2, NEAR), FAR))
+            self._wait(self._choose(2 * calls))
+            return result
+        except BaseException:
+            self._wait(NEAR)
+            raise
+        finally:
+            self._lock.release()
+
+    def warm(self, audit: Callable[[], object]) -> Audits:
+        """Makes an audit that does not count: the first one is many times as slow as those to come."""
+        if self.share:
+            audit()
+        return self
+
+    def end(self) -> None:
+        """No more audits."""
+        self.share, self.left = 0.0, NEVER
+
+
+def check_share(share: float) -> float:
+    """Raises UsageError for what is not a share."""
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
+        raise UsageError(f"audit={share!r}", fix="the share of the time that audits may take: 0.01; 0 for none")
+    return float(share)
+
+
+def difference(
+    candidate: Callable[..., Any],
+    model: Callable[..., Any],
+    call: Example,
+    *,
+    state: Sequence[torch.Tensor] = (),
+    reference: Program | None = None,
+    precision: str = FP32,
+    runs_python: bool = False,
+) -> str | None:
+    """What a candidate makes of a call otherwise than the model; "" for nothing, None where nothing is decided.
+
+    Both are called on copies of the inputs, from the same random state; what they change is put back.
+
+    Args:
+        state: what calls write beside their inputs.
+        reference: the captured program, which says in float64 what is only rounding.
+        runs_python: the candidate runs Python of the model, which may leave something in its modules.
+
+    Never raises an Exception: an audit is nothing that the caller has asked for.
+    """
+    try:
+        leaves, structure = flatten((call.args, call.kwargs))
+        if any(leaf.is_floating_point() and not bool(leaf.isfinite().all()) for leaf in leaves):
+            return None  # of NaN and infinities only notes are promised
+        modules = modules_of(model)
+        buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
+        written = list({id(tensor): tensor for tensor in (*buffers, *state)}.values())
+
+        def answer(called: Callable[..., Any], modules: Sequence[nn.Module]) -> _Answer:
+            args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+            with kept(modules, written):
+                return _Answer.of(called, args, kwargs, written)
+
+        theirs, mine = answer(model, modules), answer(candidate, modules if runs_python else ())
+        found = theirs.other_than(mine, LIMITS.get(precision))
+        if found and reference is not None and not theirs.error and not mine.error:
+            reference = at(reference, sizes_in(reference.signature, call))
+            verdict = Oracle(model, call, reference, only=AUDITED).judge(candidate, precision=precision)
+            return "" if verdict.ok else verdict.reason.replace(f" on the {AUDITED} input", "")
+        return found
+    except Exception as error:  # whatever the inputs are that cannot be copied or compared
+        log.info("a call could not be audited: %r", error)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a call returned and left behind, in copies; or that it raised."""
+
+    leaves: tuple[torch.Tensor, ...] = ()
+    form: Any = None  # of what it returned and has put into objects of the call
+    paths: dict[int, str] = field(default_factory=dict)
+    written: tuple[torch.Tensor, ...] = ()
+    inputs: int = 0  # of those that are written, how many are inputs
+    error: str = ""
+
+    @classmethod
+    def of(cls, called: Callable[..., Any], args: Any, kwargs: Any, written: Sequence[torch.Tensor]) -> _Answer:
+        given, _ = flatten((args, kwargs))
+        try:
+            leaves, structure, effects = outcome_of(called, args, kwargs)
+        except (TsoptError, *OUT_OF_MEMORY):
+            raise  # it says nothing of the values
+        except Exception as error:  # of the model, or of the engine
+            return cls(error=f"{type(error).__name__}: {str(error)[:200]}")
+        return cls(
+            tuple(leaf.detach().clone() for leaf in leaves),
+            (structure, effects),
+            dict(structure.paths()),
+            tuple(tensor.detach().clone() for tensor in (*given, *written)),
+            len(given),
+        )
+
+    def other_than(self, mine: _Answer, limit: float | None) -> str:
+        """What a candidate has made of the same call otherwise than this answer, which is eager's."""
+        if self.error or mine.error:
+            told = f"{EAGER_RAISES}{self.error}" if self.error else f"it raises {mine.error}, eager does not"
+            return "" if self.error and mine.error else told
+        if len(self.leaves) != len(mine.leaves) or self.form != mine.form:
+            return "it returns, or leaves in its inputs, objects of another form than eager does"
+        for position, (value, reference) in enumerate(zip(mine.leaves, self.leaves, strict=True)):
+            found = compare(value, reference, limit=limit)
+            if not found.ok:
+                return f"{self.paths.get(position) or 'output'}: {found.reason}"
+        for position, (value, reference) in enumerate(zip(mine.written, self.written, strict=True)):
+            found = compare(value, reference, limit=limit)
+            if not found.ok:
+                what = "an input" if position < self.inputs else "the model's state"
+                return f"{what} is not left as eager leaves it: {found.reason}"
+        return ""
+
+
+def executable_difference(executable: Executable, model: Callable[..., Any], call: Example) -> str | None:
+    """`difference` of what a backend has made."""
+    state, reference, precision = executable.state, executable.reference, executable.precision
+    return difference(executable, model, call, state=state, reference=reference, precision=precision)

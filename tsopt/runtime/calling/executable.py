@@ -1,0 +1,245 @@
+"""A compiled program, called as the model was."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.compiler.calls.memory import overlap
+from tsopt.compiler.calls.signature import Signature, mismatch, same_sizes
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.calls.view import INPUT, OUTPUT
+from tsopt.compiler.precisions import FP32
+from tsopt.errors import BackendError, SignatureError
+from tsopt.runtime.calling.ambient import objection, untraced
+from tsopt.runtime.calling.guard import Leaves, leaves_of, other_mode, quick_call
+
+if TYPE_CHECKING:
+    from tsopt.compiler.graph.program import Program
+
+
+Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Executable:
+    """A compiled program, called as the model was.
+
+    Checks that the call fits the signature it was compiled for, runs, checks that the backend kept the
+    output contract, writes state back, and nests the outputs as the model did.
+
+    Args:
+        backend: name of the backend.
+        signature: inputs and outputs.
+        run: flat inputs (the user's, then state) to flat outputs (writes, then the user's).
+        state: the live tensors of the state inputs, in order.
+        save: writes the files that rebuild it into a directory, or its one file to a path that is none;
+            `options` rebuild its session.
+        code: whether reading those files back executes code (then a bundle asks for trust).
+        notes: what a caller should know of how the backend differs from eager.
+        precision: what products are computed in, one of PRECISIONS.
+        reference: the captured program, which audits ask what is only rounding.
+        place: `package.module:Class` of the backend, for bundles of a backend of the user's own.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        signature: Signature,
+        run: Runner,
+        *,
+        state: Sequence[Any] = (),
+        save: Callable[[Path], None] | None = None,
+        options: Mapping[str, Any] | None = None,
+        code: bool = False,
+        notes: Sequence[str] = (),
+        precision: str = FP32,
+        reference: Program | None = None,
+        place: str = "",
+    ) -> None:
+        self.backend, self.place = backend, place
+        self.precision = precision
+        self.signature = signature
+        self.save = save
+        self.options = dict(options or {})
+        self.code = code
+        self.notes = tuple(notes)
+        self.state = list(state)
+        if sys.modules.get("torch") is not None:
+            untraced(type(self).__call__)
+        self.reference = reference
+        self._bare = run
+        self._leaves: Leaves = self._leaves_at_first
+        self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
+        self._axes = [o.axes for o in signature.outputs] if any(o.axes for o in signature.outputs) else []
+        self._writes = len(signature.writes)
+        positions = {item.name: i for i, item in enumerate(signature.inputs)}
+        self._targets = [positions[str(item.writes)] for item in signature.writes]
+        self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
+        returned = signature.returned if sys.modules.get("torch") is not None else ()
+        # Views of results behind those of inputs: what they are views of is settled then.
+        views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
+        self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
+        self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
+        self._runs(run)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.quick is not None and len(args) == 1 and not kwargs:
+            result = self.quick(args[0])
+            if result is not None:
+                return result
+        leaves = self.accepts(args, kwargs)
+        if leaves is None:
+            leaves = self.bind(args, kwargs)
+        return self.run_leaves(leaves, args, kwargs)
+
+    def called_as(self, signature: Signature) -> Executable:
+        """The same, for another nesting of the same tensors."""
+        return Executable(
+            self.backend,
+            signature,
+            self._run,
+            state=self.state,
+            save=self.save,
+            options=self.options,
+            code=self.code,
+            notes=self.notes,
+            precision=self.precision,
+            reference=self.reference,
+            place=self.place,
+        )
+
+    def after(self, check: Callable[[], None] | None) -> Executable:
+        """The same, with a check before each run; None: without the one that it has."""
+        bare = self._bare
+        made = self.called_as(self.signature)
+        made._bare = bare
+
+        def run(inputs: Sequence[Any]) -> Sequence[Any]:
+            check()  # type: ignore[misc]
+            return bare(inputs)
+
+        made._runs(bare if check is None else run)
+        return made
+
+    def _runs(self, run: Runner) -> None:
+        self._run = run
+        self.quick: Callable[[Any], Any] | None = None if self.state else self._quick_at_first
+
+    # Both guards are compiled at the first call that needs them: that takes as long as opening a small bundle.
+    def _quick_at_first(self, value: Any) -> Any:
+        self.quick = quick_call(self.signature, self._run, self._broken)
+        return None if self.quick is None else self.quick(value)
+
+    def _leaves_at_first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        self._leaves = leaves_of(self.signature)
+        return self._leaves(args, kwargs)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The call's tensors in signature order, after a thorough look.
+
+        Raises:
+            SignatureError: the call is of another form, or is made under what a compiled form does not follow.
+        """
+        _check_served(objection(()))  # before sizes are compared, which a tracer would note
+        leaves = self.signature.bind(args, kwargs)
+        torch = sys.modules.get("torch")
+        for item, leaf in zip(self.signature.user_inputs, leaves, strict=True):
+            if torch is not None and not isinstance(leaf, torch.Tensor):
+                kind = f"{type(leaf).__module__} array"
+                raise SignatureError(
+                    f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
+                )
+        given = "an input shares memory with a tensor of the model that the call writes"
+        _check_served(objection(leaves) or other_mode(self.signature) or (given if self._given_state(leaves) else ""))
+        return leaves
+
+    def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
+        leaves = self._leaves(args, kwargs)
+        return None if leaves is None or self._given_state(leaves) else leaves
+
+    def _given_state(self, leaves: Sequence[Any]) -> bool:
+        """Whether a call passes memory that the model keeps its state in, which the call writes."""
+        return bool(self.state) and any(overlap(leaf, kept) for leaf in leaves for kept in self.state)
+
+    def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs on the tensors of a call that fits, in signature order; what the model would return."""
+        outputs = self.run_flat(leaves)
+        return outputs[0] if self._single else self.signature.unbind(outputs, args, kwargs)
+
+    def run_flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs on tensors that fit; the tensors that the signature returns, in its order, without what is written."""
+        inputs = [*leaves, *self.state] if self.state else leaves
+        outputs = self._run(inputs)
+        if len(outputs) != len(self._outputs):
+            raise self._broken(outputs)
+        if not self._as_promised(outputs):
+            raise self._broken(outputs)
+        for position, value in zip(self._targets, outputs, strict=False):
+            _write(inputs[position], value)
+        returned = outputs[self._writes :] if self._writes else outputs
+        return self._as_memory(returned, inputs) if self._views or self._lasting else returned
+
+    def _as_memory(self, returned: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+        """Results as eager hands them out: memory of an input where they are that, and never memory of the engine."""
+        made = list(returned)
+        for position in self._lasting:
+            made[position] = made[position].clone()
+        for position, view in self._views:
+            made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], made[position])
+        return made
+
+    def _as_promised(self, outputs: Sequence[Any]) -> bool:
+        if not self._axes:
+            for value, (dtype, shape) in zip(outputs, self._outputs, strict=True):
+                if value.dtype != dtype or value.shape != shape:
+                    return False
+            return True
+        return all(
+            value.dtype == dtype and same_sizes(tuple(value.shape), shape, axes)
+            for value, (dtype, shape), axes in zip(outputs, self._outputs, self._axes, strict=True)
+        )
+
+    def _broken(self, outputs: Sequence[Any]) -> BackendError:
+        if len(outputs) != len(self._outputs):
+            return BackendError(
+                f"{self.backend} broke the output contract: {len(outputs)} outputs returned for {len(self._outputs)}",
+                fix="use another backend for this model",
+            )
+        for item, value in zip(self.signature.outputs, outputs, strict=True):
+            reason = mismatch(item.type, value, item.axes)
+            if reason:
+                return BackendError(
+                    f"{self.backend} returned something else than the model: output {item.name!r} {reason}",
+                    fix="use another backend for this model",
+                )
+        return BackendError(f"{self.backend} broke the output contract")
+
+
+def _check_served(reason: str) -> None:
+    if reason:
+        raise SignatureError(
+            "a compiled form cannot serve this call",
+            why=reason,
+            fix="call the model itself; under torch.no_grad(), where no gradients are wanted",
+        )
+
+
+def _expectation(type_: TensorType) -> tuple[Any, Any, tuple[int, ...], Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        numpy = importlib.import_module("numpy")
+        return numpy.ndarray, type_.dtype, type_.shape, None
+    return torch.Tensor, getattr(torch, type_.dtype), type_.shape, torch.device(type_.device)
+
+
+def _write(target: Any, value: Any) -> None:
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(target, torch.Tensor):
+        target[...] = value
+        return
+    with torch.no_grad():
+        target.copy_(value)

@@ -1,0 +1,249 @@
+"""Decides fast whether a call is of the captured form: straight code, generated from the Signature.
+
+What it does not know, or does not take, goes to the thorough check, which finds the words. Straight code, because on a
+model of ten microseconds every layer of calls is a hundredth.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tsopt.compiler.calls.memory import overlap
+from tsopt.compiler.calls.signature import DERIVED, Dim, Input, Output, Signature, dim_of
+from tsopt.compiler.calls.structure import Structure
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.capture.question import Question
+from tsopt.runtime.calling import ambient
+
+Leaves = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any] | None]
+
+
+def leaves_of(signature: Signature) -> Leaves:
+    """A function of `(args, kwargs)`: the tensors of a call that fits, in signature order; None for any other call."""
+    writer = _Writer(signature)
+    if not writer.call():
+        return lambda args, kwargs: None
+    writer.checks()
+    names = ", ".join(f"v{i}" for i in range(len(signature.user_inputs)))
+    return writer.function("leaves", "args, kwargs", [f"return ({names}{',' if names else ''})"])
+
+
+def quick_call(
+    signature: Signature,
+    run: Callable[[Sequence[Any]], Sequence[Any]],
+    broken: Callable[[Sequence[Any]], Exception],
+) -> Callable[[Any], Any] | None:
+    """The whole call of a model that takes one tensor and returns one; None from it: the call does not fit.
+
+    None for a model of another form.
+
+    Args:
+        run: flat tensors in and out.
+        broken: the error about outputs that are not as promised.
+    """
+    args, kwargs = signature.outer.children
+    if [child.kind for child in args.children] != ["leaf"] or kwargs.children:
+        return None
+    if signature.result.kind != "leaf" or signature.effects or len(signature.inputs) != 1 or signature.writes:
+        return None
+    if signature.outputs[0].view is not None or signature.outputs[0].lasting:
+        return None
+    writer = _Writer(signature)
+    writer.checks()
+    failed = " or ".join(["len(found) != 1", *writer.differs("found[0]", signature.outputs[0])])
+    end = [f"if {failed}:", "    raise broken(found)", "return found[0]"]
+    run_it = "found = run((v0,))"
+    return writer.function("quick", "v0", [run_it, *end], run=run, broken=broken)
+
+
+def watcher() -> Callable[[], bool]:
+    """A function that tells whether any condition of `ambient.FAST` holds. Needs torch."""
+    scope: dict[str, Any] = dict(ambient.fast_names())
+    exec(compile(f"def is_on(): return {ambient.FAST}", "<what is around a call>", "exec"), scope)
+    found: Callable[[], bool] = scope["is_on"]
+    return found
+
+
+class _Writer:
+    """Lines of Python that return None for a call that does not fit.
+
+    Nothing of the signature becomes part of the text but numbers and positions: the rest is bound by name.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"overlap": overlap, "Question": Question}
+        self._containers: list[str] = []
+        self._seen: set[int] = set()
+        self._torch = sys.modules.get("torch")
+        if self._torch is not None:
+            self.names |= ambient.fast_names() | {"forward": self._torch.autograd.forward_ad}
+
+    def function(self, name: str, parameters: str, then: Sequence[str], **names: Any) -> Any:
+        """Compiles what was written, then `then`, as a function."""
+        body = [f"        {line}" for line in self.lines] or ["        pass"]
+        # A nested tensor has no shape, and says so by an error.
+        text = [f"def {name}({parameters}):", "    try:", *body, "    except (RuntimeError, KeyError, TypeError):"]
+        text += ["        return None", *(f"    {line}" for line in then)]
+        scope = self.names | names
+        exec(compile("\n".join(text), "<the guard of a call>", "exec"), scope)
+        return scope[name]
+
+    def bound(self, value: Any) -> str:
+        """A name for a value."""
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def unless(self, condition: str) -> None:
+        self.lines.append(f"if {condition}: return None")
+
+    def call(self) -> bool:
+        """Takes `(args, kwargs)` apart; False for a call of a form that is left to the thorough check."""
+        args, kwargs = self.signature.outer.children
+        self.unless(f"len(args) != {len(args.children)} or len(kwargs) != {len(kwargs.children)}")
+        known = all(self.part(f"args[{i}]", child) for i, child in enumerate(args.children))
+        keyed = zip(kwargs.keys, kwargs.children, strict=True)
+        known = known and all(self.part(f"kwargs[{self.bound(key)}]", child) for key, child in keyed)
+        for later, name in enumerate(self._containers):  # one object in two places is another form
+            for other in self._containers[:later]:
+                self.unless(f"{name} is {other}")
+        return known
+
+    def part(self, place: str, node: Structure) -> bool:
+        if node.kind == "leaf":
+            self._leaf(place, node.index)
+            return True
+        if node.kind == "const":
+            return self._const(place, node.value)
+        if node.kind not in ("tuple", "list", "dict") or node.cls not in (tuple, list, dict):
+            return False
+        name = f"p{len(self.lines)}"
+        self.lines.append(f"{name} = {place}")
+        self.unless(f"type({name}) is not {self.bound(node.cls)} or len({name}) != {len(node.children)}")
+        if node.kind != "tuple":
+            self._containers.append(name)
+        if node.kind == "dict":
+            self.unless(f"tuple({name}) != {self.bound(node.keys)}")
+            keys = [self.bound(key) for key in node.keys]
+        else:
+            keys = list(map(str, range(len(node.children))))
+        return all(self.part(f"{name}[{key}]", child) for key, child in zip(keys, node.children, strict=True))
+
+    def _leaf(self, place: str, index: int) -> None:
+        if index in self._seen:  # one tensor in two places
+            self.unless(f"{place} is not v{index}")
+        else:
+            self._seen.add(index)
+            self.lines.append(f"v{index} = {place}")
+
+    def _const(self, place: str, value: Any) -> bool:
+        if value is None or type(value) is bool:
+            self.unless(f"{place} is not {value}")
+            return True
+        plain = type(value) in (int, str) or (type(value) is float and value != 0 and math.isfinite(value))
+        if plain:
+            name = f"p{len(self.lines)}"
+            self.lines.append(f"{name} = {place}")
+            self.unless(f"type({name}) is not {self.bound(type(value))} or {name} != {self.bound(value)}")
+        return plain
+
+    def checks(self) -> None:
+        """What the tensors, and the thread, must be."""
+        if self._torch is not None:
+            self.unless(ambient.FAST)  # first: a tracer wants to know of every size that is compared
+        self._sizes: set[str] = set()
+        inputs = self.signature.user_inputs
+        for position, item in enumerate(inputs):
+            self._input(f"v{position}", item)
+        self._apart(inputs)
+        if self._torch is None:
+            return
+        real = ("float", "bfloat", "complex")
+        floats = [f"v{i}" for i, item in enumerate(inputs) if item.type.dtype.startswith(real)]
+        if floats:
+            # An attribute is read faster than a function is called.
+            self.unless(f"({' or '.join(f'{name}.requires_grad' for name in floats)}) and gradients()")
+            self.unless("forward._current_level >= 0")
+        for mode, on in self.signature.modes:
+            if mode in MODES:
+                self.unless(f"{self.bound(MODES[mode]())}() is not {on}")
+
+    def _input(self, name: str, item: Input) -> None:
+        kind = self._torch.Tensor if self._torch is not None else importlib.import_module("numpy").ndarray
+        self.unless(" or ".join([f"type({name}) is not {self.bound(kind)}", *self.differs(name, item)]))
+        for axis, size in enumerate(item.axes):
+            if size is not None:
+                self._size(f"{name}.shape[{axis}]", size)
+        for question in item.asked:
+            if question.name == "requires_grad" and not question.answer:
+                self.unless(f"{name}.requires_grad" if self._torch is not None else "False")
+            else:
+                self.unless(f"not {self.bound(question)}.answered_by({name})")
+
+    def differs(self, name: str, item: Input | Output) -> list[str]:
+        """Conditions under which a value is not of a type; sizes that have a name are another matter."""
+        type_: TensorType = item.type
+        if self._torch is None:
+            found = [f"{name}.dtype != {self.bound(type_.dtype)}"]
+        else:
+            found = [f"{name}.dtype is not {self.bound(getattr(self._torch, type_.dtype))}"]
+        if item.axes:
+            found.append(f"len({name}.shape) != {len(type_.shape)}")
+            sizes = zip(type_.shape, item.axes, strict=True)
+            found += [f"{name}.shape[{axis}] != {size}" for axis, (size, free) in enumerate(sizes) if free is None]
+        else:
+            found.append(f"{name}.shape != {self.bound(type_.shape)}")
+        if self._torch is not None and isinstance(item, Input):
+            found.append(f"{name}.layout is not {self.bound(self._torch.strided)}")
+            device = self._torch.device(type_.device)
+            found.append(f"not {name}.is_cpu" if device.type == "cpu" else f"{name}.device != {self.bound(device)}")
+        return found
+
+    def _size(self, place: str, size: str) -> None:
+        """The first axis of a Dim gives its size, all others must have the same."""
+        dim, more = dim_of(size)
+        if dim == DERIVED:
+            return
+        name = f"s{[item.name for item in self.signature.dims].index(dim)}"
+        if name in self._sizes:
+            self.unless(f"{place} != {name} + {more}" if more else f"{place} != {name}")
+            return
+        self._sizes.add(name)
+        self.lines.append(f"{name} = {place} - {more}" if more else f"{name} = {place}")
+        found: Dim = next(item for item in self.signature.dims if item.name == dim)
+        outside = f"{name} < {found.low}" if found.high is None else f"not {found.low} <= {name} <= {found.high}"
+        self.unless(outside + (f" or {name} % {found.step}" if found.step > 1 else ""))
+
+    def _apart(self, inputs: Sequence[Input]) -> None:
+        if not self.signature.aliasing:
+            return
+        written = self.signature.written_inputs
+        for later in range(len(inputs)):
+            for position in range(later):
+                is_written = position in written or later in written
+                pair = f"v{position}", f"v{later}"
+                self.unless(f"overlap({', '.join(pair)})" if is_written else " is ".join(pair))
+
+
+def _inference_mode() -> Callable[[], bool]:
+    import torch
+
+    return torch.is_inference_mode_enabled
+
+
+# Modes of the thread that a model may ask for, and who knows. Gradients are always off in what a program stands for.
+MODES: dict[str, Callable[[], Callable[[], bool]]] = {"inference mode": _inference_mode}
+
+
+def other_mode(signature: Signature) -> str:
+    """Why the modes of the thread are not those of the example; empty where they are, or the model did not ask."""
+    if sys.modules.get("torch") is None:
+        return ""
+    differing = (name for name, on in signature.modes if name in MODES and MODES[name]()() is not on)
+    return next((f"the model asks for {name}, which is another than at the example" for name in differing), "")

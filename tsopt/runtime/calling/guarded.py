@@ -1,0 +1,126 @@
+"""What the values of a call must be for an engine to compute what torch computes, checked before each call.
+
+Importable without torch: a bundle checks its calls as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.errors import ArtifactError, BackendError, IndexOutOfRange, IndexRefused
+from tsopt.runtime.calling.executable import Runner
+
+INDEX, REFUSED, RANGE = "index", "refused", "range"  # eager raises IndexError; RuntimeError; nothing at all
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The whole numbers that an input may hold, both ends included.
+
+    Attributes:
+        input: its position among the inputs of the signature.
+        kind: what eager does with others: `index` and `refused` raise IndexError and RuntimeError, `range` computes.
+        also: one number more, such as the target that a loss ignores.
+        of, axis, below, above: where the ends depend on a size of the call, whose: each end is moved by so many times
+            the size of this axis of this input.
+    """
+
+    input: int
+    low: int
+    high: int
+    kind: str = RANGE
+    also: int | None = None
+    of: int = 0
+    axis: int = 0
+    below: int = 0
+    above: int = 0
+
+    def admits(self, values: Sequence[Any]) -> bool:
+        value = values[self.input]
+        array = value if hasattr(value, "__array_interface__") else value.numpy(force=True)
+        if not array.size:
+            return True
+        low, high = self.low, self.high
+        if self.below or self.above:
+            size = int(values[self.of].shape[self.axis])
+            low, high = low + self.below * size, high + self.above * size
+        if self.also is not None:
+            array = array[array != self.also]
+            if not array.size:
+                return True
+        return bool(low <= array.min() and array.max() <= high)
+
+    def error(self, names: Sequence[str]) -> Exception:
+        name = names[self.input]
+        if self.kind == RANGE:
+            return BackendError(
+                f"the input {name!r} holds numbers that this engine does not compute with as PyTorch does",
+                why=f"it was checked for numbers from {self.low} to {self.high}",
+                fix="call the model itself with these, or optimize it on a machine where PyTorch is installed",
+            )
+        cls = IndexOutOfRange if self.kind == INDEX else IndexRefused
+        return cls(f"the input {name!r} holds an index that does not exist", why="PyTorch refuses this call as well")
+
+
+def guarded(
+    run: Runner, bounds: Sequence[Bound], signature: Signature, otherwise: Callable[[], Runner] | None = None
+) -> Runner:
+    """A runner that is asked only for calls within bounds.
+
+    Args:
+        otherwise: makes the runner of the program by torch, which answers all others, or raises what eager raises;
+            None: others are an error.
+    """
+    if not bounds:
+        return run
+    names = [item.name for item in signature.inputs]
+    made: list[Runner] = []
+
+    def checked(values: Sequence[Any]) -> Sequence[Any]:
+        for bound in bounds:
+            if not bound.admits(values):
+                if otherwise is None:
+                    raise bound.error(names)
+                if not made:
+                    made.append(otherwise())
+                return made[0](values)
+        return run(values)
+
+    return checked
+
+
+def to_options(bounds: Sequence[Bound]) -> dict[str, Any]:
+    """What a bundle keeps of bounds, among the options of its session."""
+    return {"bounds": [asdict(bound) for bound in bounds]} if bounds else {}
+
+
+def from_options(options: Mapping[str, Any], signature: Signature) -> list[Bound]:
+    """The bounds of a bundle.
+
+    Raises:
+        ArtifactError: they are not what `to_options` writes, or not of this signature.
+    """
+    found = options.get("bounds", [])
+    known = {field.name for field in fields(Bound)}
+    if not isinstance(found, list) or not all(isinstance(item, dict) and set(item) == known for item in found):
+        raise ArtifactError("the bundle's bounds of values are damaged", fix="export the model again")
+    bounds = [Bound(**item) for item in found]
+    if not all(_is_sound(bound, signature) for bound in bounds):
+        raise ArtifactError("the bundle's bounds do not fit its signature", fix="export the model again")
+    return bounds
+
+
+def _is_sound(bound: Bound, signature: Signature) -> bool:
+    numbers = (bound.input, bound.low, bound.high, bound.of, bound.axis, bound.below, bound.above)
+    if not all(type(number) is int for number in numbers) or bound.kind not in (INDEX, REFUSED, RANGE):
+        return False
+    if bound.also is not None and type(bound.also) is not int:
+        return False
+    count = len(signature.inputs)
+    if not (0 <= bound.input < count and 0 <= bound.of < count):
+        return False
+    rank = len(signature.inputs[bound.of].type.shape)
+    return not (bound.below or bound.above) or 0 <= bound.axis < rank

@@ -1,0 +1,366 @@
+"""Optimized: what `optimize` hands back. Runs the winner; a call of another form is captured once, or goes eager."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.structure import Structure, flatten
+from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.protect import modules_of
+from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
+from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.bundles import artifact
+from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
+from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.guard import leaves_of
+from tsopt.runtime.calling.watch import Weights
+from tsopt.runtime.checking.accuracy import verify
+from tsopt.runtime.report import Report
+
+log = logging.getLogger("tsopt")
+POLICIES = ("capture", "eager", "error")
+MAX_FORMS = 16  # kept at a time, those that were called last
+CHANGED = "the weights of {} have changed since `optimize`"
+NOW_AND_THEN = 16  # calls of eager, where it won, between looks at the weights
+ABSENT = object()  # where a call has no positional argument
+MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
+
+
+Form = tuple[Structure, tuple[Any, ...]]  # what calls that can be served alike have in common
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = False) -> Form:
+    """What is the same in calls that can be served alike.
+
+    Args:
+        aliasing: tell apart calls whose tensors share memory in other ways.
+    """
+    leaves, structure = flatten((args, kwargs))
+    shared = overlaps(leaves) if aliasing and not any(map(unlike_a_tensor, leaves)) else ()
+    return structure, (*map(_kind, leaves), *shared)
+
+
+def _kind(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or unlike_a_tensor(leaf) is not None:
+        return type(leaf), str(getattr(leaf, "layout", ""))
+    return TensorType.of(leaf)
+
+
+class Forms:
+    """What was made for forms of call; those that were called last are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Form, Callable[..., Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, form: Form) -> Callable[..., Any] | None:
+        """Raises TypeError for a form with a constant that cannot be hashed: it cannot be recognized again."""
+        found = self._kept.get(form)
+        if found is not None:
+            with contextlib.suppress(KeyError):  # another thread may just have put it away
+                self._kept.move_to_end(form)
+        return found
+
+    def keep(self, form: Form, made: Callable[..., Any]) -> None:
+        if len(self._kept) >= MAX_FORMS:
+            self._kept.popitem(last=False)
+        self._kept[form] = made
+
+
+class Optimized:
+    """A drop-in for the model it was made from: called the same, returns the same, without gradients.
+
+    Attributes:
+        report: what was raced and why the winner won.
+        program: the optimized program.
+        backend: name of the winner's backend; `eager` when the model itself is the fastest.
+        executable: the winner; None when that is the model itself, also since an audit has found a difference.
+        example: the call that it was made for.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        program: Program,
+        executable: Executable | None,
+        report: Report,
+        example: Example,
+        another: Callable[[Example], Executable],
+        on_new_signature: str = "capture",
+        on_gradients: str = "eager",
+        *,
+        audits: Audits | None = None,
+        weights: Weights | None = None,
+        share_weights: bool = False,
+    ) -> None:
+        self.model, self.program, self.report = model, program, report
+        self.backend = "eager" if executable is None else executable.backend
+        self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
+        self._another, self._policy = another, on_new_signature
+        self._unserved = Unserved(model, report.model, on_gradients)
+        self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
+        self._forms = Forms()
+        self._captures = 0
+        self._lock = threading.Lock()
+        self._audits = audits or Audits(0)
+        self._weights, self._shares = weights, share_weights
+        self._flags = [module.training for module in modules_of(model)]
+        if executable is None:
+            self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
+            self._audits.left = NOW_AND_THEN if weights is not None else NEVER
+        else:
+            self.executable = self._refusing(executable)
+
+    @untraced
+    def __call__(self, first: Any = ABSENT, /, *more: Any, **kwargs: Any) -> Any:
+        # The first argument is separate: the most frequent call, of one tensor, then builds no tuple.
+        audits = self._audits
+        audits.left = left = audits.left - 1
+        executable = self.executable
+        if left >= 0 and executable is not None:
+            quick = executable.quick
+            if quick is not None and not more and not kwargs:
+                result = quick(first)
+                if result is not None:
+                    return result
+        args = more if first is ABSENT else (first, *more)
+        if left < 0:
+            return self._looked_at(args, kwargs)
+        if executable is None:
+            return self._by_the_model(args, kwargs)
+        leaves = executable.accepts(args, kwargs)
+        if leaves is not None:
+            return executable.run_leaves(leaves, args, kwargs)
+        return self._thorough(executable, args, kwargs)
+
+    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._leaves(args, kwargs) is None:
+            reason = objection_to(args, kwargs)
+            if reason:
+                return self._unserved(reason, args, kwargs)
+            if self._policy == "error":  # whether a form is refused must not depend on who won
+                self.program.signature.bind(args, kwargs)
+        return self._eager(*args, **kwargs)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        if self.executable is None:
+            return self._eager_looked_at(args, kwargs)
+        with self._audits.turn() as audited:
+            found = self._audit(args, kwargs) if audited else ""
+        if found:
+            self._retire(found)
+        return self._audits.timed(lambda: self(*args, **kwargs))
+
+    def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        executable = None if objection_to(args, kwargs) else self.serving(args, kwargs)
+        if executable is None or [module.training for module in modules_of(self.model)] != self._flags:
+            return None  # in training mode the model says nothing of what it was
+        if self._weights is not None and self._weights.touched() and self._weights.changed():
+            self._outlived()
+            return None
+        with torch.no_grad():
+            found = executable_difference(executable, self.model, Example(args, kwargs))
+        if found and self._weights is not None and not self._shares and self._weights.changed():
+            self._outlived()
+            return None
+        return found
+
+    def _outlived(self) -> None:
+        """The model has other weights than what was made of it, which goes on: nothing is left to compare it with."""
+        if not self._shares:
+            self._audits.end()
+            self._say(f"{CHANGED.format(self.report.model)}: calls keep those of then")
+
+    def _refusing(self, executable: Executable) -> Executable:
+        """Where weights are shared, what was made refuses to run once somebody has written to them."""
+        if not self._shares or self._weights is None:
+            return executable
+        weights, name = self._weights, self.report.model
+
+        def check() -> None:
+            if weights.touched():
+                raise WeightsChangedError(
+                    CHANGED.format(name),
+                    why="with share_weights=True some of what was made has the new ones, and some the old ones",
+                    fix="optimize it again, or leave share_weights out",
+                )
+
+        return executable.after(check)
+
+    def unwatched(self) -> None:
+        """For who looks after the model's weights itself: nothing here does any more."""
+        self._weights = None
+        self.executable = None if self.executable is None else self.executable.after(None)
+        if self.executable is None:
+            self._audits.end()
+
+    def _check_weights(self, *, thoroughly: bool) -> None:
+        """Raises WeightsChangedError where the model itself would not serve with the weights of what was made of it."""
+        weights = self._weights
+        if self.executable is None or weights is None or not (thoroughly or weights.touched()):
+            return
+        if weights.changed():
+            raise WeightsChangedError(
+                CHANGED.format(self.report.model),
+                why="calls of the forms that were made before keep the weights of then; for others they are gone",
+                fix="optimize the model again",
+            )
+
+    def _retire(self, found: str) -> None:
+        """Eager from now on, for every form: what is wrong with one may be with all."""
+        self.executable, self.backend = None, "eager"
+        self._audits.end()
+        self._say(f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}")
+
+    def _say(self, text: str) -> None:
+        if text not in self.report.audits:
+            self.report = self.report.with_audit(text)
+            warnings.warn(f"tsopt: {text}", stacklevel=4)
+
+    def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
+        """What would serve a call, of what was made so far; None where that is the model itself."""
+        executable = self.executable
+        if executable is None or executable.accepts(args, kwargs) is not None:
+            return executable
+        with contextlib.suppress(SignatureError):
+            executable.bind(args, kwargs)
+            return executable
+        try:
+            found = self._forms.get(form_of(args, kwargs, aliasing=self.program.signature.aliasing))
+        except (TypeError, TsoptError):  # what cannot be told is not served by what was made
+            return None
+        return found if isinstance(found, Executable) else None
+
+    def _eager_looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._audits.left = NOW_AND_THEN
+        if self._weights is not None and self._weights.touched():
+            self._audits.end()
+            self._say(f"{CHANGED.format(self.report.model)}: eager runs, with the new ones")
+        return self(*args, **kwargs)
+
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = objection_to(args, kwargs)
+        if reason:
+            return self._unserved(reason, args, kwargs)
+        try:
+            leaves = executable.bind(args, kwargs)
+        except SignatureError:
+            if self._policy == "error":
+                raise
+            return self._by_form(args, kwargs)
+        return executable.run_leaves(leaves, args, kwargs)
+
+    def _by_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._form(args, kwargs)
+        if not isinstance(found, Executable):
+            return found(*args, **kwargs)
+        try:
+            leaves = found.bind(args, kwargs)
+        except SignatureError as error:  # the model asks what no capture answers as this call does
+            self._note("a call", f"eager, because: {error.what}")
+            return self._eager(*args, **kwargs)
+        return found.run_leaves(leaves, args, kwargs)
+
+    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        found = self._form_found(args, kwargs)
+        if not isinstance(found, Executable):
+            self._check_weights(thoroughly=False)
+        return found
+
+    def _form_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        if self._policy == "eager":
+            return self._eager
+        form = form_of(args, kwargs, aliasing=self.program.signature.aliasing)
+        try:
+            found = self._forms.get(form)
+        except TypeError:
+            return self._eager
+        if found is None:
+            with self._lock:
+                found = self._forms.get(form) or self._add(form, Example(args, kwargs))
+        return found
+
+    def _add(self, form: Form, example: Example) -> Callable[..., Any]:
+        if self._captures >= MAX_CAPTURES:
+            self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
+            return self._eager
+        self._check_weights(thoroughly=True)
+        self._captures += 1
+        made = self._capture(example, ", ".join(str(kind) for kind in form[1] if isinstance(kind, TensorType)))
+        self._forms.keep(form, made)
+        return made
+
+    def _capture(self, example: Example, form: str) -> Callable[..., Any]:
+        try:
+            executable = self._another(example)
+        except TsoptError as error:
+            self._note(form, f"eager, because: {error.what}")
+            return self._eager
+        self._note(form, f"captured for {executable.backend}")
+        return self._refusing(executable)
+
+    def _note(self, form: str, outcome: str) -> None:
+        log.info("call of another form, %s: %s", form, outcome)
+        if (form, outcome) not in self.report.signatures:
+            self.report = self.report.with_signature(form, outcome)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a bundle that `tsopt.load` reads; atomically: a complete bundle or none.
+
+        When eager won, the optimized program is stored, to be run by torch, once it has been verified.
+
+        Raises:
+            ArtifactError: the path cannot be written or holds something else.
+            AccuracyError: eager won, because the program computes something else.
+            WeightsChangedError: eager won, or weights are shared, and the model's weights have changed since.
+        """
+        executable = self.executable or self.verified("eager")
+        # With other weights the model is not what the bundle is to be compared with.
+        outlived = self._weights is not None and self._weights.changed()
+        model = executable if self.executable is not None and outlived else self.model
+        return artifact.save(executable, path, model, self.example, self.report)
+
+    def verified(self, backend: str, **options: Any) -> Executable:
+        """The optimized program on another backend, verified against the model: for a file in a format of its own.
+
+        Raises:
+            BackendError: the backend cannot take it, or it fails.
+            AccuracyError: it computes something else.
+            WeightsChangedError: the model's weights have changed since: those of then are not all there any more.
+        """
+        self._check_weights(thoroughly=True)
+        executable = compile(self.program, backend, **options)
+        try:
+            verify(self.model, executable, self.example, program=self.program)
+        except AccuracyError as error:
+            if self._weights is None or not self._weights.touched():
+                raise
+            raise WeightsChangedError(
+                CHANGED.format(self.report.model),
+                why="what was made of them then is not what the model computes now",
+                fix="optimize the model again",
+            ) from error
+        return executable
+
+    def __repr__(self) -> str:
+        return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

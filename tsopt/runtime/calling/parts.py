@@ -1,0 +1,324 @@
+"""A model in parts: dynamo finds graphs, the Python between them stays, each graph is optimized at its first call.
+
+For models that are no single graph. The result runs, and cannot be saved: the Python in it is the user's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from tsopt.compiler.calls.example import Example, example
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.protect import InEvalMode, modules_of, protected
+from tsopt.compiler.quiet import silent
+from tsopt.errors import ArtifactError, BackendError, CaptureError, NotReady, TsoptError
+from tsopt.runtime.calling.ambient import Unserved, objection_to
+from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
+from tsopt.runtime.calling.optimized import CHANGED, Optimized
+from tsopt.runtime.calling.watch import Weights
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.race import EAGER, Progress, device_wait, with_timing
+from tsopt.runtime.racing.timing import cold_start, measure
+from tsopt.runtime.report import Report, Row
+
+log = logging.getLogger("tsopt")
+PARTS = "in parts"
+SCRIPT = "TorchScript, frozen"  # for TorchScript, which dynamo does not read
+KEYS = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}  # row -> backend
+# Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
+# capture for each would cost more than it gains.
+PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
+Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
+
+
+class InParts:
+    """A drop-in for a model that is not a single graph: its parts are optimized, the Python between them stays.
+
+    Attributes:
+        report: what was raced, what the parts are, and why there is no single graph.
+        backend: `parts`, `torchscript` for a model that is TorchScript; `eager` when the model itself is the fastest.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        run: Callable[..., Any],
+        report: Report,
+        audits: Audits | None = None,
+        on_gradients: str = "eager",
+    ) -> None:
+        self.model, self.report = model, report
+        self._unserved = Unserved(model, report.model, on_gradients)
+        self._audits = Audits(0) if audits is None or report.winner == EAGER else audits
+        self._flags = [module.training for module in modules_of(model)]
+        self.backend = KEYS[report.winner]
+        self._run = model if report.winner == EAGER else run
+        # The Python between parts reads the model's weights as they are, and parts notice new ones; a script keeps its.
+        self._weights = Weights(model) if self.backend == "torchscript" and self._audits.share else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reason = objection_to(args, kwargs)
+        if reason:
+            return self._unserved(reason, args, kwargs)
+        self._audits.left -= 1
+        if self._audits.left < 0:
+            return self._looked_at(args, kwargs)
+        with torch.no_grad():
+            return self._run(*args, **kwargs)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        with self._audits.turn() as audited:
+            found = self.difference(args, kwargs) if audited else ""
+        if found:
+            self._audits.end()
+            text = f"{CHANGED.format(self.report.model)}: calls keep those of then"
+            if self._weights is None or not self._weights.changed():
+                self._run, self.backend = self.model, "eager"
+                text = f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}"
+            self.report = self.report.with_audit(text)
+            warnings.warn(f"tsopt: {text}", stacklevel=3)
+        return self._audits.timed(lambda: self(*args, **kwargs))
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What it makes of a call otherwise than the model, as `audit.difference` says it."""
+        if [module.training for module in modules_of(self.model)] != self._flags:
+            return None  # in training mode the model says nothing of what it was
+        with torch.no_grad():
+            return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
+
+    def unwatched(self) -> None:
+        """For who audits it, and looks after the model's weights, itself."""
+        self._audits.end()
+
+    def save(self, path: str | Path) -> Path:
+        """Raises ArtifactError: there is no file for the Python between the parts."""
+        raise ArtifactError(
+            "a model in parts cannot be saved", where=str(path), why=self.report.frontend, fix="make it a single graph"
+        )
+
+    def verified(self, backend: str, **options: Any) -> Any:
+        """Raises BackendError: there is no program for a backend to take."""
+        raise BackendError(f"a model in parts is not a program for {backend}", why=self.report.frontend)
+
+    def __repr__(self) -> str:
+        return f"<tsopt.InParts {self.report.model} on {self.backend}, {self.report.why}>"
+
+
+def optimize_in_parts(
+    model: Callable[..., Any],
+    example_input: Example,
+    optimize: Optimize,
+    *,
+    script: Any = None,
+    because: CaptureError | None,
+    seconds: float,
+    seed: int,
+    audits: Audits | None = None,
+    progress: Progress,
+    on_gradients: str = "eager",
+) -> InParts:
+    """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
+
+    A model that is TorchScript is optimized by TorchScript instead.
+
+    Args:
+        script: the model as TorchScript, to be taken instead of it.
+        because: why it is not a single graph, where that has been tried.
+        on_gradients: what calls do that need the model itself.
+
+    Raises:
+        CaptureError: dynamo fails on the model as well.
+        AccuracyError: the model fails on its example, or nothing about it can be verified.
+    """
+    graphs: list[Graph] = []
+    known: dict[Any, Graph] = {}
+
+    def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        progress(f"part {len(graphs) + 1}")
+        graphs.append(Graph(graph, optimize, known))
+        return graphs[-1]
+
+    state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
+    with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
+        title, run = _compiled(model if script is None else script, backend)
+        progress(EAGER)
+        oracle = Oracle(model, example_input, None, seed=seed, state=state)
+        inputs = [expected.call() for expected in oracle.expected[:3]]
+        try:
+            with torch.no_grad(), protected(model):
+                cold = cold_start(run, inputs, device_wait(example_input))
+            verdict = oracle.judge(run)
+        except Exception as error:  # dynamo's own, or the model's under it
+            said = (str(error).splitlines() or [""])[0][:200]
+            raise CaptureError("dynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
+        rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold, key=KEYS[title])]
+        if not verdict.ok:
+            rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
+        else:
+            with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
+                timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=device_wait(example_input))
+            rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
+            # Fresh inputs: what the race measured must not be all that is right.
+            verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
+            if not verdict.ok:
+                rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
+    return InParts(model, run, _report(model, rows, graphs, because), audits, on_gradients)
+
+
+def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
+    """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
+    if isinstance(model, torch.jit.ScriptFunction):
+        return SCRIPT, model
+    if isinstance(model, torch.jit.ScriptModule) and model.training:
+        raise NotReady(
+            "the TorchScript is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        # Of a copy: what is frozen shares the weights that nothing folds with what it was frozen from.
+        return SCRIPT, torch.jit.optimize_for_inference(torch.jit.freeze(copy.deepcopy(model)))
+    if isinstance(model, InEvalMode):
+        return PARTS, InEvalMode(cast(nn.Module, torch.compile(model.module, backend=backend, dynamic=False)))
+    return PARTS, torch.compile(model, backend=backend, dynamic=False)
+
+
+def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: CaptureError | None) -> Report:
+    gain, title = rows[1].speedup, rows[1].name
+    wins = rows[1].status == "ok" and gain is not None and gain.verdict == "faster"
+    distinct = list({id(item.fast or item): item for item in graphs}.values())
+    parts = tuple(
+        f"part {number}: "
+        + (f"{item.fast.report.nodes[1]} op nodes, {item.fast.report.winner} wins" if item.fast else item.refused)
+        for number, item in enumerate(distinct, 1)
+    )
+    count = sum(item.fast is not None for item in distinct)
+    rows[1] = replace(rows[1], notes=parts)
+    nodes = [item.fast.report.nodes for item in distinct if item.fast]
+    why = "no single graph" if because is None else "; ".join(filter(None, (because.what, because.where)))
+    return Report(
+        getattr(model, "__name__", type(model).__name__),
+        tuple(rows),
+        title if wins else EAGER,
+        f"{gain} as fast as eager" if wins else f"{title} is not faster beyond noise",
+        (),
+        (sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
+        0.0,
+        environment(),
+        "ROUNDING",
+        frontend=(
+            f"as TorchScript with its own optimizations: {why}"
+            if title == SCRIPT
+            else f"in parts, {count} of {len(distinct)} optimized, the Python between them stays: {why}"
+        ),
+    )
+
+
+class Graph:
+    """One graph of dynamo: optimized at its first call without gradients, run as it is where gradients are wanted.
+
+    Parameters and buffers, which dynamo passes in each call, are taken as constants for as long as they are the same
+    tensors and nobody has written them.
+
+    Attributes:
+        fast: the optimized graph; None before the first call, and where it could not be optimized.
+        refused: why it could not be.
+    """
+
+    def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
+        self.graph, self.optimize = graph, optimize
+        self._as_it_is = graph.forward  # not the module, which prints what it raises
+        self.known = {} if known is None else known  # by what decides about them
+        self.fast: Optimized | None = None
+        self.refused = ""
+        self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
+        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
+        self._tried = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._as_it_is(*args)
+        if not self._tried:
+            with self._lock:
+                if not self._tried:
+                    self._optimize(args)
+                    self._tried = True
+        if self.fast is None or not self._same_weights(args):
+            return self._as_it_is(*args)
+        return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
+
+    def _optimize(self, args: Sequence[Any]) -> None:
+        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
+        values = [value for i, value in enumerate(args) if i not in weights]
+        training = any(module.training for module in self.graph.modules() if module is not self.graph)
+        if training or not any(isinstance(value, torch.Tensor) for value in values):
+            self.refused = "it is in training mode" if training else "nothing to compute"
+            return
+        key = self._key(values, weights)
+        twin = self.known.get(key)
+        if twin is not None and twin._same_weights(args):
+            self.fast, self._places, self._weights = twin.fast, twin._places, twin._weights
+            return
+        try:
+            found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                self.fast = fast = found(_Bound(self.graph, weights), example(*values))
+            fast.unwatched()  # what is noticed here is run as it is
+        except TsoptError as error:
+            log.info("a graph of torch.compile stays as it is: %s", error)
+            self.refused = error.what
+            return
+        written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
+        self._places = frozenset(weights)
+        self._weights = {i: (value, value._version) for i, value in weights.items() if id(value) not in written}
+        self.known[key] = self
+
+    def _key(self, values: Sequence[Any], weights: Mapping[int, torch.Tensor]) -> Any:
+        """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
+        types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
+        own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
+        return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
+
+    def _same_weights(self, args: Sequence[Any]) -> bool:
+        return all(args[i] is value and value._version == version for i, (value, version) in self._weights.items())
+
+
+class _Bound(nn.Module):
+    """The graph with its weights, called with the rest."""
+
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
+        self.graph = graph
+        self.places = tuple(weights)
+        for i, value in weights.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"weight_{i}", value)
+            else:
+                self.register_buffer(f"weight_{i}", value)
+        self.training = False
+
+    def forward(self, *values: Any) -> Any:
+        rest = iter(values)
+        count = len(self.places) + len(values)
+        return self.graph.forward(
+            *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
+        )
+
+
+def _is_static(value: Any) -> bool:
+    """Whether dynamo passes this tensor because a module owns it."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return False
+    return isinstance(value, nn.Parameter) or hasattr(value, "_dynamo_static_input_type")

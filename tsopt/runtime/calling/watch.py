@@ -1,0 +1,303 @@
+"""Whether a model is what it was when something was made of it: as far as that can be seen at every call.
+
+Seen: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced, added or
+removed; training flags; what its Python reads (`reads.py`), as attributes, globals or closures, and what lists, dicts
+and plain objects among that hold. Not seen: values written past torch, through numpy or `.data`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.compiler.protect import modules_of
+from tsopt.runtime.calling.reads import HOOKS, TABLES, Reads, reads_of
+
+PLAIN = (list, dict, set, deque, OrderedDict, defaultdict)
+CONTENTS = 64  # values in a container that is compared; longer ones are for audits
+CONTAINERS = 512  # and how many of them
+ABSENT = object()
+Slot = tuple[Mapping[str, Any], str]
+_version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
+_cell: Any = attrgetter("cell_contents")
+_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+class Watch:
+    """A model as it is now, all that its Python reads included.
+
+    Args:
+        written: tensors that the model writes itself, whose values do not count.
+
+    Attributes:
+        modules: of the model, and those that its functions hold.
+        asks: names that its code reads.
+        written: as given.
+    """
+
+    def __init__(self, model: Any, written: Iterable[torch.Tensor] = ()) -> None:
+        reads = reads_of(model)
+        self.modules, self.asks = reads.modules, frozenset(reads.names)
+        self.written: list[torch.Tensor] = list(written)
+        self._found = _Found(reads)
+        self._flags = [module.training for module in self.modules]
+        self._now()
+
+    def _now(self) -> None:
+        """Takes down what is there."""
+        found, written = self._found, {id(tensor) for tensor in self.written}
+        self._views = [held.values() if isinstance(held, dict) else held for held in found.containers]
+        self._held = [*chain.from_iterable(self._views)]
+        self._values = [place[name] for place, name in found.slots]
+        self._classes = [getattr(cls, name) for cls, name in found.classes]
+        self._cells = [_content(cell) for cell in found.cells]
+        self._functions = [_function(function) for function in found.functions]
+        self._sizes = [*map(len, found.tables)]
+        # Tensors by what holds them: whatever code reads, however it is reached.
+        held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and _has_place(tensor)}
+        self._tensors = [*unique.values()]
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._shaped = [tensor for tensor in self._tensors if tensor.dim() > 1]
+        self._versions = [*map(_version, self._counted)]
+        self._places = [*map(_place, self._tensors)]
+        self._strides = [*map(_strides, self._shaped)]
+
+    def leave_out(self, written: Iterable[torch.Tensor]) -> None:
+        """Tensors whose values do not count any more."""
+        self.written += written
+        out = {id(tensor) for tensor in self.written}
+        kept = [i for i, tensor in enumerate(self._tensors) if id(tensor) not in out]
+        places = [self._places[i] for i in kept]
+        versions = {id(t): v for t, v in zip(self._counted, self._versions, strict=True)}
+        strides = {id(t): s for t, s in zip(self._shaped, self._strides, strict=True)}
+        self._tensors, self._places = [self._tensors[i] for i in kept], places
+        self._counted = [tensor for tensor in self._counted if id(tensor) not in out]
+        self._shaped = [tensor for tensor in self._shaped if id(tensor) not in out]
+        self._versions = [versions[id(tensor)] for tensor in self._counted]
+        self._strides = [strides[id(tensor)] for tensor in self._shaped]
+
+    def changed(self) -> bool:
+        """Whether anything is not what it was. Microseconds, and one of them for each two or three tensors."""
+        found = self._found
+        try:
+            # NOTE: lists compare by identity first, so that tensors are not compared with themselves by value.
+            same = (
+                [*map(_version, self._counted)] == self._versions
+                and [*map(_place, self._tensors)] == self._places
+                and [*map(_strides, self._shaped)] == self._strides
+                and [*chain.from_iterable(self._views)] == self._held
+                and not any(found.empty)
+                and [place[name] for place, name in found.slots] == self._values
+                and [getattr(cls, name) for cls, name in found.classes] == self._classes
+                and [*map(len, found.tables)] == self._sizes
+                and (not found.cells or [*map(_cell, found.cells)] == self._cells)
+                and (not found.functions or [*map(_function, found.functions)] == self._functions)
+            )
+        except Exception:  # a name that is gone, a tensor that is compared with another one: neither is what it was
+            same = False
+        return not same and not self._is_only_more()
+
+    def _is_only_more(self) -> bool:
+        """Whether all that differs is attributes that nothing reads; they are part of what is there from now on."""
+        found = self._found
+        if [*map(len, found.tables)] == self._sizes:
+            return False
+        shadows = any(
+            name in self.asks and name not in known
+            for table, known in zip(found.tables, found.known, strict=True)
+            for name in table
+        )
+        if shadows or any(len(t) < n for t, n in zip(found.tables, self._sizes, strict=True)):
+            return False
+        self._sizes = [*map(len, found.tables)]
+        return not self.changed()
+
+    def training_changed(self) -> bool:
+        """Whether modules are in training mode that were not, or the other way round."""
+        return [module.training for module in self.modules] != self._flags
+
+    def leave_out_changes(self) -> None:
+        """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""
+        found = self._found
+        held = iter(self._held)
+        kept = []
+        for container, view in zip(found.containers, self._views, strict=True):
+            # As many as there were: those that are there now may be more.
+            before = [next(held) for _ in range(found.lengths[id(container)])]
+            if len(before) == len(container) and all(map(_same, view, before)):
+                kept.append(container)
+        slots = [
+            slot
+            for slot, before in zip(found.slots, self._values, strict=True)
+            if _same(slot[0].get(slot[1], ABSENT), before)
+        ]
+        tables = [
+            (table, known)
+            for table, known, size in zip(found.tables, found.known, self._sizes, strict=True)
+            if len(table) == size
+        ]
+        found.containers, found.slots = kept, slots
+        found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
+        found.empty = [table for table in found.empty if not table]
+        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _same(_content(c), before)]
+
+    def renew(self) -> None:
+        """From now on what counts is how things are now."""
+        self._flags = [module.training for module in self.modules]
+        self._found.measure()
+        self._now()
+
+
+class _Found:
+    """Where to look.
+
+    containers: lists, and dicts whose values count: tables of parameters, buffers, modules, and of hooks.
+    empty: tables that held nothing.
+    slots: single values in dictionaries.
+    tensors: what containers hold.
+    tables: attributes of each module, and `known`, the names among them.
+    """
+
+    def __init__(self, reads: Reads) -> None:
+        self.containers: list[Any] = []
+        self.empty: list[Any] = []
+        self.slots: list[Slot] = []
+        self.tensors: list[torch.Tensor] = []
+        self.cells: list[CellType] = reads.cells
+        self.functions, self.classes = reads.functions, reads.classes
+        self.tables = [module.__dict__ for module in reads.modules]
+        self.known = [frozenset(table) for table in self.tables]
+        self._seen: set[int] = set()
+        held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
+        for module in reads.modules:
+            table = module.__dict__
+            held += [table[name] for name in (*TABLES, *HOOKS) if isinstance(table.get(name), dict)]
+            self.slots += [(table, name) for name in table if name in reads.names and name not in TABLES]
+        self.slots += reads.places
+        self.containers = [table for table in held if table]
+        self.empty = [table for table in held if not table]
+        values = [place[name] for place, name in self.slots]
+        values += [getattr(cls, name) for cls, name in self.classes]
+        values += [_content(cell) for cell in self.cells]
+        self._below(values, reads.names)
+        self.measure()
+
+    def _below(self, values: list[Any], names: set[str]) -> None:
+        """What containers and plain objects hold, however deep, as long as it is little."""
+        todo = values[::-1]
+        while todo and len(self._seen) < CONTAINERS:
+            value = todo.pop()
+            if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
+                continue
+            self._seen.add(id(value))
+            if isinstance(value, torch.Tensor):
+                self.tensors.append(value)
+            elif type(value) in PLAIN:
+                if len(value) <= CONTENTS:
+                    (self.containers if value else self.empty).append(value)
+                    todo += value.values() if isinstance(value, dict) else value
+            elif isinstance(value, tuple):
+                todo += value[:CONTENTS]
+            elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FunctionType):
+                attributes = vars(value)
+                own = [name for name in attributes if name in names]
+                self.slots += [(attributes, name) for name in own]
+                todo += [attributes[name] for name in own]
+
+    def measure(self) -> None:
+        self.lengths = {id(container): len(container) for container in self.containers}
+
+
+class Weights:
+    """The weights of a model at one time, known again by their values.
+
+    Args:
+        also: tensors that the model computes with beside its own; `written`: those that it writes in its calls.
+        exact: take down what the values are, which reads all of them once; otherwise only who has written is noticed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        also: Iterable[torch.Tensor] = (),
+        written: Iterable[torch.Tensor] = (),
+        *,
+        exact: bool = True,
+    ) -> None:
+        self._model, self._also = model, list(also)
+        self._out = [*written]
+        self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors()]
+        self._digest = self._now() if exact else None
+
+    def _tensors(self) -> list[torch.Tensor]:
+        out = {_address(tensor) for tensor in self._out}
+        own = tensors_of(self._model)
+        mine = {_address(tensor) for tensor in own}
+        tensors = [*own, *(tensor for tensor in self._also if _address(tensor) not in mine)]
+        return [tensor for tensor in tensors if _has_place(tensor) and _address(tensor) not in out]
+
+    def touched(self) -> bool:
+        """Whether somebody has written to one of them, or put another in its place, as far as torch knows."""
+        return any(_touch(tensor) != touch for tensor, touch in self._seen)
+
+    def changed(self) -> bool:
+        """Whether their values are others, whoever has written them. Reads all of them."""
+        if self._digest is None:
+            return self.touched()
+        if self._now() != self._digest:
+            return True
+        self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
+        return False
+
+    def _now(self) -> list[tuple[Any, int]]:
+        return [((tensor.dtype, tensor.shape), _checksum(tensor)) for tensor in self._tensors()]
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    with torch.no_grad():
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _touch(tensor: torch.Tensor) -> tuple[int, int]:
+    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def _address(tensor: torch.Tensor) -> Any:
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if _has_place(tensor) and tensor.numel() else id(tensor)
+
+
+def _has_place(tensor: torch.Tensor) -> bool:
+    """Whether it has memory that can be told by an address."""
+    lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
+    return not lazy and tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return ABSENT
+
+
+def _same(value: Any, before: Any) -> bool:
+    try:
+        return value is before or bool(value == before)
+    except Exception:  # of arrays, whose comparison is one for each element
+        return False
+
+
+def tensors_of(model: Any) -> Sequence[torch.Tensor]:
+    """The parameters and buffers of a module, each once; none of a function."""
+    held = [tensor for m in modules_of(model) for tensor in (*m._parameters.values(), *m._buffers.values())]
+    return [*{id(tensor): tensor for tensor in held if tensor is not None}.values()]

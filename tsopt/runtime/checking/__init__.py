@@ -1,0 +1,1 @@
+"""Whether a candidate computes what the model does: inputs, comparisons, the verdict."""

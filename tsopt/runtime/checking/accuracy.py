@@ -1,0 +1,433 @@
+"""Does a candidate compute what the model computes? Eager's answers on input sets, and the verdict on a candidate."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from tsopt.compiler.calls.effects import Effect, outcome_of
+from tsopt.compiler.calls.example import Example, as_example
+from tsopt.compiler.calls.structure import Structure, flatten
+from tsopt.compiler.graph.origin import user_frame
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.values import Values, laid_out
+from tsopt.compiler.precisions import FP32
+from tsopt.compiler.protect import protected
+from tsopt.errors import AccuracyError, BackendError
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, compare
+from tsopt.runtime.checking.inputs import EXTREME, SPECIAL, ZEROS, InputSet, input_sets
+from tsopt.runtime.checking.limits import at_most
+from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
+
+ORDER = ("bits", "element", "float64", "decision", "limit")
+# Of the relative difference to eager (root of the sum of squares), where a lower precision was asked for. Inputs that
+# are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
+WIDER = {"large": 10.0}
+UNUSUAL = "differs from eager where there are NaN, infinities or denormals"
+TIED = "differs from eager where all inputs are zero"  # ties may be broken in another order
+AGAIN = 2  # calls after the first, on the example
+WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other differences may be ties
+FEW = 2  # input sets: the example, and values drawn from it
+# Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
+PATIENCE, SLOWER = 20.0, 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All outputs on all input sets.
+
+    max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
+    test: the weakest test that was needed: bits < element < float64 < decision < limit.
+    inputs: the input sets compared; `skipped` those that eager itself refuses or answers with no finite value.
+    notes: what differs from eager on NaN and infinities, where those do not decide.
+    """
+
+    ok: bool
+    test: str
+    max_difference: float
+    inputs: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return f"wrong: {self.reason}"
+        how = {
+            "bits": "bit-equal",
+            "element": "equal within rounding",
+            "float64": "as close to float64 as eager",
+            "decision": "equal but for ties within rounding",
+            "limit": "as near to eager as its precision allows",
+        }[self.test]
+        return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What eager answered on one input set, and what it left in its inputs and in the model's state.
+
+    leaves: what it returned, then what it has put into objects of the call.
+    again: its answers to the same call made again, and again, each on what the one before has left in the model.
+    """
+
+    inputs: InputSet
+    leaves: tuple[torch.Tensor, ...]
+    structure: Structure
+    effects: tuple[Effect, ...]
+    written: tuple[torch.Tensor, ...]
+    again: tuple[tuple[torch.Tensor, ...], ...] = ()
+
+    @property
+    def unusual(self) -> bool:
+        """Whether NaN and infinities are what it is about: given, or what eager makes of extremes."""
+        kind = self.inputs.kind
+        floats = [leaf for leaf in self.leaves if leaf.is_floating_point()]
+        made_up = kind == ZEROS or kind.startswith(EXTREME)
+        return kind == SPECIAL or (made_up and not all(bool(leaf.isfinite().all()) for leaf in floats))
+
+    def call(self) -> Example:
+        """The call, to be made again and again."""
+        leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))
+        written = not all(map(bit_equal, leaves, self.written))
+        return replace(self.inputs.clone(), written=written)
+
+    def name(self, position: int) -> str:
+        """What one of the leaves is called."""
+        labels = {index: f"{path}.new" for effect in self.effects for index, path in effect.labels()}
+        return (labels | dict(self.structure.paths())).get(position) or "output"
+
+
+class Oracle:
+    """Eager's answers on a number of input sets, computed once, and the verdict on whoever claims to equal them.
+
+    Args:
+        model: the user's model; called under protection, in `seeds` of its own.
+        program: the captured program before any pass: the float64 reference.
+        state: what the model may write beside its inputs; the program says it where there is one.
+        few: two input sets, where there are several oracles.
+        strict_specials: what differs on NaN and infinities is wrong, not a note.
+        only: a name for the example, where that is the only input set and is called once, whatever its answers are.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        example: Example,
+        program: Program | None,
+        *,
+        seed: int = 0,
+        state: Sequence[torch.Tensor] = (),
+        few: bool = False,
+        strict_specials: bool = False,
+        only: str = "",
+    ) -> None:
+        self.program, self.only = program, only
+        self.strict_specials = strict_specials
+        self.seed = seed
+        self.expected: list[Expected] = []
+        self.skipped: list[str] = []
+        self._wide: dict[str, dict[fx.Node, Any] | None] = {}
+        self._patience = PATIENCE
+        self._state = list(program.state.values()) if program is not None else list(state)
+        if program is not None and not program.signature.aliasing:
+            example = example.apart()
+        made_up = [InputSet(only, example)] if only else input_sets(example, seed, None if few else program)
+        for inputs in made_up[: FEW if few else None]:
+            self._ask(model, inputs, self._state)
+        if all(expected.unusual for expected in self.expected):
+            raise AccuracyError(
+                "the model gives no finite value on any input, so nothing can be verified",
+                why="; ".join(self.skipped)[:300],
+                fix="pass an example_input of the kind that the model was made for",
+            )
+
+    def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
+        is_example = inputs.kind in ("example", self.only)
+        start = time.perf_counter()
+        try:
+            # A loop that values end may go on for ever on values that nobody has meant.
+            with self._frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
+                call = inputs.clone()
+                given, _ = flatten((call.args, call.kwargs))
+                leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
+                leaves = [leaf.detach().clone() for leaf in leaves]
+                written = tuple(tensor.detach().clone() for tensor in (*given, *self._state))
+                again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example and not self.only else 0))
+        except Exception as error:  # the model's own refusal of an input that we made up
+            if is_example:
+                raise AccuracyError(
+                    "the model fails on the example input",
+                    where=user_frame(error),
+                    why=f"{type(error).__name__}: {str(error)[:200]}",
+                ) from error
+            self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
+            return
+        if is_example:
+            self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
+        floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
+        decided = any(bool(leaf.isfinite().any()) for leaf in floats)
+        if inputs.kind not in (SPECIAL, self.only) and floats and not decided:
+            self.skipped.append(f"{inputs.kind}: eager returns no finite value")
+            return
+        self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, again))
+
+    def _frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
+        return _Seeded(protected(model, written=state), self.seed, kind)
+
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
+        """The verdict on a candidate.
+
+        Args:
+            precision: what it computes products in.
+
+        Raises:
+            Exception: whatever the candidate raises.
+        """
+        done: list[str] = []
+        notes: list[str] = []
+        test, worst = "bits", 0.0
+        first: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for expected in self.expected:
+            kind = expected.inputs.kind
+            decides = exact or self.strict_specials or not expected.unusual
+            limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
+            try:
+                found = self._judged(candidate, expected, exact, limit, first)
+            except Exception as error:
+                if decides:
+                    raise
+                notes.append(f"{UNUSUAL}: it raises {type(error).__name__}")
+                continue
+            if not found.ok and not self._is_wrong(expected, found, exact):
+                notes.append(f"{UNUSUAL if expected.unusual else TIED}: {found.reason}")
+                continue
+            if not decides:
+                continue
+            done.append(kind)
+            worst = max(worst, found.max_difference)
+            if not found.ok:
+                return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), found.reason)
+            test = max(test, found.test, key=ORDER.index)
+        if not all(bit_equal(leaf, kept) for leaf, kept in first):
+            reason = "an output of the first call was overwritten by a later one"
+            return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
+        said = tuple(dict.fromkeys(notes))[:1]  # one example says it
+        return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
+
+    def _is_wrong(self, expected: Expected, found: Comparison, exact: bool) -> bool:
+        """Whether a difference is wrong; otherwise it is a note."""
+        if exact or self.strict_specials:
+            return True
+        return not expected.unusual and (expected.inputs.kind != ZEROS or found.test in WRONG_ON_ZEROS)
+
+    def _judged(
+        self,
+        candidate: Callable[..., Any],
+        expected: Expected,
+        exact: bool,
+        limit: float | None,
+        first: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Comparison:
+        """The comparison on one input set. The outputs of the first call are kept in `first`."""
+        kind = expected.inputs.kind
+        with self._frozen(None, self._state, kind):
+            call = expected.inputs.clone()
+            given, _ = flatten((call.args, call.kwargs))
+            leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
+            spoilt = self._spoilt(expected, [*given, *self._state], exact, limit)
+            kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            again = [_answers(candidate, expected.inputs) for _ in expected.again]
+        first += [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)] if not first else []
+        failure = _structure_fault(structure, effects, leaves, expected) or spoilt
+        if failure:
+            return Comparison(False, "type", 0.0, f"{failure} ({kind} input)")
+        test, worst = "bits", 0.0
+        noted: Comparison | None = None
+        for position, (value, reference) in enumerate(zip(leaves, expected.leaves, strict=True)):
+            found = self._compare(value, reference, position, expected, exact, limit)
+            if kind != "large" and not kind.startswith(EXTREME):  # of ordinary size
+                worst = max(worst, found.max_difference)
+            if not found.ok:
+                reason = f"{expected.name(position)} on the {kind} input: {found.reason}"
+                failed = Comparison(False, found.test, worst, reason)
+                if self._is_wrong(expected, found, exact):
+                    return failed
+                noted = noted or failed
+                continue
+            test = max(test, found.test, key=ORDER.index)
+        if noted is not None:
+            return noted
+        failure = _forgetful(expected, kept, again, exact, limit)
+        return Comparison(not failure, "type" if failure else test, worst, failure)
+
+    def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
+        """What a candidate wrote otherwise than eager, to its inputs or to the model's state."""
+        inputs = len(expected.written) - len(self._state)
+        for position, (value, reference) in enumerate(zip(after, expected.written, strict=True)):
+            found = compare(value, reference, exact=exact, limit=limit)
+            if not found.ok:
+                what = "an input" if position < inputs else "the model's state"
+                return f"{what} is not left as eager leaves it: {found.reason}"
+        return ""
+
+    def _compare(
+        self,
+        value: torch.Tensor,
+        reference: torch.Tensor,
+        position: int,
+        expected: Expected,
+        exact: bool,
+        limit: float | None,
+    ) -> Comparison:
+        found = compare(
+            value, reference, exact=exact, limit=limit, reference64=lambda: self._wide_output(expected, position)
+        )
+        if found.ok or found.test == "type" or exact or reference.dtype in TOLERANCES or self.program is None:
+            return found
+        wide = self._wide_values(expected)
+        output = self._outputs()[position]
+        if wide is not None and decided_within_rounding(self.program, output, wide, value, reference):
+            return replace(found, ok=True, test="decision", reason="")
+        return found
+
+    def _outputs(self) -> list[fx.Node]:
+        program = self.program
+        return [] if program is None else program.outputs[len(program.signature.writes) :]
+
+    def _wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
+        wide = self._wide_values(expected)
+        return None if wide is None else wide[self._outputs()[position]]
+
+    def _wide_values(self, expected: Expected) -> dict[fx.Node, Any] | None:
+        if self.program is None:
+            return None
+        kind = expected.inputs.kind
+        if kind not in self._wide:
+            leaves, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+            self._wide[kind] = (
+                Reference64(self.program).run(leaves) if self._is_of_the_model(expected, leaves) else None
+            )
+        return self._wide[kind]
+
+    def _is_of_the_model(self, expected: Expected, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether the captured program gives eager's own answers: float64 of another program decides nothing."""
+        program = self.program
+        if program is None:
+            return False
+        with self._frozen(None, self._state, expected.inputs.kind):
+            values = Values.on(program, laid_out(program, [leaf.clone() for leaf in leaves]))
+            mine = [values[node] for node in self._outputs()]
+        return all(
+            isinstance(value, torch.Tensor) and compare(value, reference).ok
+            for value, reference in zip(mine, expected.leaves, strict=False)
+        )
+
+
+class _Seeded(AbstractContextManager[Any]):
+    """A context entered with the same random state each time, so that dropout draws the same.
+
+    Python's and numpy's differ from one kind of input to the next: what was drawn while tracing is not drawn again.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], seed: int, kind: str) -> None:
+        self.inner, self.seed, self.kind = inner or nullcontext(), seed, kind
+
+    def __enter__(self) -> None:
+        self.inner.__enter__()
+        torch.manual_seed(self.seed)
+        random.seed(f"{self.seed} {self.kind}")
+        np.random.seed(random.getrandbits(32))
+
+    def __exit__(self, *details: Any) -> bool | None:
+        return self.inner.__exit__(*details)
+
+
+def _answers(called: Callable[..., Any], inputs: InputSet) -> tuple[torch.Tensor, ...]:
+    call = inputs.clone()
+    leaves, *_ = outcome_of(called, call.args, call.kwargs)
+    return tuple(leaf.detach().clone() for leaf in leaves)
+
+
+def _forgetful(
+    expected: Expected,
+    first: Sequence[torch.Tensor],
+    again: Sequence[Sequence[torch.Tensor]],
+    exact: bool,
+    limit: float | None,
+) -> str:
+    """What a candidate answers otherwise than eager when it is called again: what Python counts is in no graph."""
+    for number, (mine, theirs) in enumerate(zip(again, expected.again, strict=True), 2):
+        if len(mine) != len(theirs):
+            return f"call {number} in a row returns {len(mine)} tensors, eager {len(theirs)}"
+        for position, (value, reference) in enumerate(zip(mine, theirs, strict=True)):
+            # Where eager answers the same again, so must the candidate, whatever its own first answer was judged by.
+            same = bit_equal(reference, expected.leaves[position])
+            found = compare(value, first[position] if same else reference, exact=exact, limit=limit)
+            if not found.ok:
+                name = expected.name(position)
+                return f"{name} in call {number} in a row: {found.reason}"
+    return ""
+
+
+def _structure_fault(structure: Structure, effects: Sequence[Effect], leaves: Sequence[Any], expected: Expected) -> str:
+    if effects != expected.effects:
+        changed, by_eager = (", ".join(map(str, found)) or "nothing" for found in (effects, expected.effects))
+        return f"an input is not left as eager leaves it: {changed} changed, by eager {by_eager}"[:300]
+    if len(leaves) != len(expected.leaves):
+        return f"{len(leaves)} output tensors, eager returns {len(expected.leaves)}"
+    theirs = expected.structure
+    return "" if structure == theirs else f"output of the form {structure}, eager returns {theirs}"[:300]
+
+
+def verify(
+    model: Callable[..., Any],
+    candidate: Callable[..., Any],
+    example_input: Any,
+    *,
+    program: Program | None = None,
+    exact: bool = False,
+    precision: str = FP32,
+    seed: int = 1,
+) -> Verdict:
+    """Compares a candidate with the model on inputs like the example.
+
+    Args:
+        program: the captured program, for the float64 reference; captured here when None.
+        exact: the values must be equal to the bit.
+        precision: what the candidate computes products in; below `fp32` its outputs may be further away.
+
+    Raises:
+        AccuracyError: it computes something else.
+        BackendError: it fails.
+    """
+    example = as_example(example_input)
+    if program is None:
+        from tsopt.compiler.capture.capture import capture
+
+        program = capture(model, example, allow_nan=True)
+    oracle = Oracle(model, example, program, seed=seed)
+    try:
+        verdict = oracle.judge(candidate, exact=exact, precision=precision)
+    except Exception as error:  # the candidate's own failure
+        raise BackendError(
+            "the candidate fails where the model does not", why=f"{type(error).__name__}: {error}"
+        ) from error
+    if not verdict.ok:
+        raise AccuracyError("the candidate does not compute what the model computes", why=verdict.reason)
+    return verdict
+
+
+def is_exact(program: Program, candidate: Candidate) -> bool:
+    """Whether bits are promised: torch's own kernels under EXACT rewrites alone."""
+    return candidate.info.same_kernels and candidate.precision == FP32 and program.numerics == Numerics.EXACT

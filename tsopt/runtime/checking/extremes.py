@@ -1,0 +1,187 @@
+"""The ends of each dtype, and numbers as they are in the world: where an engine that computes in fewer bits is wrong.
+
+Made only for inputs of a program in which no value decides how much is computed, or can end the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.ranges import PLACES, RULES, Range, base_name, of_dtype, recorded
+from tsopt.runtime.onnx.indices import USES, affine, uses_of
+from tsopt.runtime.onnx.narrow import PRODUCTS
+
+EXTREME = "extreme"
+ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
+
+# Times in seconds and milliseconds, hashes, the ends of int32, what float32 and float64 hold, the ends of bytes.
+WHOLE = (
+    *(2**31, 1_700_000_000_123, 2**53 + 1, 255, -(2**31) - 1, 2**24 + 1, 1_700_000_000, 2**31 - 1, -128, 2**40),
+    *(2**32 + 5, -1, 128, 0x5BD1E995_9E3779B9, -(2**53) - 1, 65_536, 1, 0, 127, 32_767, -(2**24) - 1, 256),
+)
+REAL = {
+    torch.float64: (
+        1.7e9 + 0.25,
+        3e9,
+        2.0**53,
+        1 + 2.0**-40,
+        1.7e12 + 0.5,
+        16_777_217.0,
+        255.0,
+        -0.0,
+        0.1,
+        -3e9,
+        1e-300,
+    ),
+    torch.float32: (3e9, 1.7e9, 255.0, -3e9, 65_504.0, 2.0**24 + 2, 0.1, -128.5, 1.7e12, 256.5, -0.0),
+    torch.float16: (65_504.0, 2047.0, 255.0, -65_504.0, 1e-7, 0.1, -0.0, -128.5),
+    torch.bfloat16: (3e9, 257.0, 65_536.0, -3e9, 0.1, -0.0, -128.5),
+}
+# Values decide how much these make or how long they take, or they are not checked before memory is read or written.
+VALUES_DECIDE = frozenset(
+    {
+        "bincount",
+        "repeat_interleave",
+        "nonzero",
+        "unique",
+        "unique2",
+        "masked_select",
+        "embedding_bag",
+        "segment_reduce",
+    }
+    | {"max_unpool2d", "max_unpool3d", "histc", "item", "local_scalar_dense", "tensor_split", "combinations"}
+)
+REDUCTIONS = frozenset({"mean", "var", "std", "all", "any", "prod", "cumprod", "norm", "cummax", "cummin", "equal"})
+# Integer division of the lowest number by -1, and by zero, ends the process.
+DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gcd", "lcm"})
+# Of floats: here the size of a number decides another one than itself.
+CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fmod", "floor_divide"})
+
+
+def extreme_values(
+    program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """The values of all inputs, with extremes in place of one of them, or of all.
+
+    Those of an input that is an index are the first and the last that exist.
+    """
+    if len(leaves) != len(program.signature.user_inputs) or not _is_safe(program):
+        return
+    indices = _indices(program)
+    wanted = [position for position, leaf in enumerate(leaves) if _is_tried(leaf, program)]
+
+    def changed(position: int, number: int = 0) -> torch.Tensor:
+        leaf, limit = leaves[position], indices.get(position)
+        return extreme(leaf, generator, number) if limit is None else index_within(leaf, generator, limit)
+
+    for position in wanted:
+        leaf, name = leaves[position], program.signature.user_inputs[position].name
+        rounds = min(ROUNDS, -(-len(numbers_of(leaf.dtype)) // leaf.numel())) if position not in indices else 1
+        for number in range(rounds):
+            values = [*leaves[:position], changed(position, number), *leaves[position + 1 :]]
+            yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", values
+    if len(wanted) > 1:
+        yield EXTREME, [changed(i) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+
+
+def _indices(program: Program) -> dict[int, Range]:
+    """The inputs that are indices, by position, and those that exist: eager refuses all others."""
+    values = recorded(program)
+    positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
+    found: dict[int, Range] = {}
+    for use in uses_of(program, values):
+        source = affine(use.index, values)
+        if source is not None:
+            position = positions[source.input]
+            found[position] = found.get(position, of_dtype(values[source.input].dtype)) & source.inverse(use.range)
+    return found
+
+
+def index_within(leaf: torch.Tensor, generator: torch.Generator, limit: Range) -> torch.Tensor:
+    """A tensor like another one, of indices that exist, the first and the last among them."""
+    if limit.low > limit.high:
+        return leaf
+    low, high = int(limit.low), int(limit.high)
+    values = torch.randint(low, high + 1, (leaf.numel(),), generator=generator)
+    ends = torch.tensor([low, high])[: leaf.numel()]
+    values[: len(ends)] = ends
+    return _like(leaf, values.to(leaf.dtype).reshape(leaf.shape).to(leaf.device))
+
+
+def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
+    """What is tried of a dtype; nothing of one whose numbers are not kept apart here."""
+    if dtype in REAL:
+        return REAL[dtype]
+    if dtype.is_floating_point or dtype.is_complex or dtype not in _INTEGERS:
+        return ()
+    info = torch.iinfo(dtype)
+    return tuple(dict.fromkeys((info.max, info.min, *(n for n in WHOLE if info.min <= n <= info.max), info.min + 1)))
+
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> torch.Tensor:
+    """A tensor like another one, of the numbers of its dtype in any order."""
+    known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype)
+    count = leaf.numel()
+    places = (torch.arange(count) + number * count) % len(known)
+    return _like(leaf, known[places][torch.randperm(count, generator=generator)].reshape(leaf.shape).to(leaf.device))
+
+
+def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if any(step == 0 for step in leaf.stride()):
+        return values
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)
+
+
+def _is_tried(leaf: torch.Tensor, program: Program) -> bool:
+    """Whether extremes of an input show what ordinary numbers do not: of float32, where it becomes a whole number."""
+    if not leaf.numel() or not numbers_of(leaf.dtype):
+        return False
+    return leaf.dtype != torch.float32 or any(_cuts(node) for node in program.calls())
+
+
+def _cuts(node: fx.Node) -> bool:
+    made = node.meta.get("val")
+    taken = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
+    if not isinstance(made, torch.Tensor) or not any(value.is_floating_point() for value in taken):
+        return False
+    name = base_name(node)
+    return name in CUTTING or (name in ("to", "to_copy", "type_as") and not made.dtype.is_floating_point)
+
+
+def _is_safe(program: Program) -> bool:
+    """Whether any whole number may be given to a program: eager refuses what it does not take, and survives."""
+    return not any(_is_unsafe(node) for node in program.calls())
+
+
+def _is_known(name: str, node: fx.Node) -> bool:
+    """Whether it is known what becomes of a whole number: others may take it for a place in memory, unchecked."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return pointwise or name in RULES or name in PLACES or name in USES or name in PRODUCTS or name in REDUCTIONS
+
+
+def _is_unsafe(node: fx.Node) -> bool:
+    values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
+    if ops.blocks_of(node):
+        return True  # a loop goes on for as long as a value says
+    if not any(value.dtype in _INTEGERS for value in values):
+        return False
+    name = base_name(node)
+    if name == "getitem" or ops.is_number(node) or ops.is_settled_check(node):
+        return False
+    if name in VALUES_DECIDE or not _is_known(name, node):
+        return True
+    if name not in DIVISIONS:
+        return False
+    call = ops.bind(node)
+    if name in ("div", "divide") and call.get("rounding_mode") is None:
+        return False  # of floats
+    divisor = call.get("other")
+    return not (isinstance(divisor, (int, float)) and divisor not in (0, -1))

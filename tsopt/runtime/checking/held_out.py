@@ -1,0 +1,303 @@
+"""Sizes that a program for many sizes was not traced with: which are tried, and what becomes of its promise there.
+
+A range is promised when the program was run at its ends and between them, and was right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Dim, Signature, dim_of
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precisions import FP32
+from tsopt.compiler.sizes.dims import resized
+from tsopt.compiler.sizes.generalize import NotGeneral
+from tsopt.compiler.sizes.specialize import at, traced_sizes, type_at
+from tsopt.errors import AccuracyError, CaptureError
+from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.accuracy import Oracle, Verdict
+
+BETWEEN = 7  # a size that few models have for other reasons
+FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
+LEAST = 8  # and this far at least
+LARGEST = 1 << 30  # bytes of inputs
+TIMED = 3  # input sets that timing rotates through
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Eager's answers at sizes that the program was not traced with."""
+
+    sizes: Mapping[str, int]
+    oracle: Oracle
+
+    def __str__(self) -> str:
+        return _said(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """The verdict on candidates at the sizes of the example, and at all others that were tried."""
+
+    oracle: Oracle
+    elsewhere: Sequence[HeldOut] = ()
+
+    @property
+    def inputs(self) -> list[Example]:
+        """Calls that the model takes, to start and to time candidates with."""
+        return [expected.call() for expected in self.oracle.expected[:TIMED]]
+
+    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
+        """Raises Exception: whatever the candidate raises."""
+        verdict = self.oracle.judge(candidate, exact=exact, precision=precision)
+        for item in self.elsewhere:
+            if not verdict.ok:
+                break
+            found = item.oracle.judge(candidate, exact=exact, precision=precision)
+            if not found.ok:
+                verdict = replace(found, reason=f"at {item}: {found.reason}")
+        return verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A program, and for one of many sizes what its promise was tried at.
+
+    Attributes:
+        program: its Dims have the ranges that were checked.
+        elsewhere: the sizes, with eager's answers.
+        notes: where a range is smaller than what was asked for, and why.
+    """
+
+    program: Program
+    elsewhere: tuple[HeldOut, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def checked_with(self, optimized: Program) -> Sized:
+        """This, where the passes have left it right at all sizes that were tried.
+
+        Raises:
+            NotGeneral: they have not.
+        """
+        run = compile(optimized, "eager", share_weights=True)
+        for item in self.elsewhere:
+            failure = _failure(run, item.oracle)
+            if failure:
+                raise NotGeneral("what the passes make is right only at some sizes", why=f"at {item}: {failure}")
+        return self
+
+    @property
+    def checked(self) -> str:
+        """`batch: 1..32, checked at 1, 2, 7, 32`."""
+        parts = []
+        for dim in self.program.signature.dims:
+            sizes = sorted({item.sizes[dim.name] for item in self.elsewhere})
+            parts.append(f"{dim}, checked at {', '.join(map(str, sizes))}")
+        return "; ".join(parts)
+
+
+def settled(model: Callable[..., Any], program: Program, *examples: Example, seed: int) -> Sized:
+    """Runs a captured program by torch at the ends of its ranges and between them, and makes its promise fit.
+
+    Args:
+        examples: calls; the values of the first are taken for other sizes as well.
+
+    Raises:
+        CaptureError: it is not right between the ends.
+    """
+    asked = _Asked(model, examples[0], seed)
+    run = compile(program, "eager", share_weights=True)
+    program = _tied(asked, program, run, examples)
+    known = [sizes_in(program.signature, item) for item in examples]
+    search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
+    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
+    program = replace(program, signature=replace(program.signature, dims=dims))
+    elsewhere = []
+    for sizes in _corners(dims):
+        oracle = None if _too_large(program.signature, sizes) else asked.at(program, sizes)
+        if oracle is None:  # ends that the model takes one by one, and not together
+            continue
+        failure = _failure(search.run, oracle)
+        if failure:
+            raise CaptureError(
+                f"what was captured is not right at {_said(sizes)}",
+                why=failure,
+                fix="leave the sizes out of dynamic: others are captured when they are called",
+            )
+        elsewhere.append(HeldOut(sizes, oracle))
+    if dims and not elsewhere:
+        raise CaptureError(
+            "no size beside that of the example could be tried",
+            why="the model fails there, or its inputs would be larger than 1 GB",
+            fix="leave dynamic out: each size is captured when it is called",
+        )
+    return Sized(program, tuple(elsewhere), tuple(search.notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The model, asked at other sizes than those of a call."""
+
+    model: Callable[..., Any]
+    example: Example
+    seed: int
+
+    def at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
+        """Eager's answers; None where the model fails."""
+        call = call_at(program.signature, self.example, sizes)
+        state = list(program.state.values())
+        try:
+            reference = at(program, sizes)
+        except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
+            reference = None
+        try:
+            return Oracle(self.model, call, reference, seed=self.seed, few=True, state=state)
+        except AccuracyError:
+            return None
+
+
+def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
+    """The program, with one Dim for sizes that are the same wherever the model runs and the program is right.
+
+    The graph need not say that they are: a mask that is read by positions may have more rows than the tokens, and
+    kernels read what they need of keys and values that do not fit.
+    """
+    traced = traced_sizes(program.signature)
+    known = [traced, *(sizes_in(program.signature, item) for item in examples)]
+    captured = program
+    for first, second in itertools.combinations(traced, 2):
+        dims = {dim.name: dim for dim in program.signature.dims}
+        if first not in dims or second not in dims or any(sizes[first] != sizes[second] for sizes in known):
+            continue
+        apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
+        if not all(_right(asked, captured, run, sizes) for sizes in apart) and _right(asked, captured, run, traced):
+            program = replace(program, signature=program.signature.tied(dims[first], dims[second]))
+    return program
+
+
+def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
+    """Whether the model runs at these sizes, and the program as it does."""
+    oracle = asked.at(program, sizes)
+    return oracle is not None and not _failure(run, oracle)
+
+
+def _beside(dim: Dim, size: int) -> int:
+    """Another size of a Dim, next to one of its own."""
+    return size + dim.step if dim.admits(size + dim.step) else size - dim.step
+
+
+def _too_large(signature: Signature, sizes: Mapping[str, int]) -> bool:
+    types = [type_at(item, sizes) for item in signature.user_inputs]
+    return sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST
+
+
+def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
+    """The sizes of a call."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
+
+
+def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) -> Example:
+    """The same call at other sizes."""
+    places = {
+        (position, axis): sizes[dim] + more
+        for position, item in enumerate(signature.user_inputs)
+        for axis, name in enumerate(item.axes)
+        if name is not None
+        for dim, more in [dim_of(name)]
+    }
+    return resized(example, places)
+
+
+def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
+    """All at their lowest, all at their highest, and between them in two ways."""
+    picked = {dim.name: _picked(dim) for dim in dims}
+    found = []
+    for order in ((0, 0), (1, 2), (2, 1), (3, 3)):
+        sizes = {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
+        if sizes not in found:
+            found.append(sizes)
+    return found
+
+
+def _picked(dim: Dim) -> tuple[int, int, int, int]:
+    assert dim.high is not None
+    step = dim.step
+    second = min(dim.low + step, dim.high)
+    between = -(-BETWEEN // step) * step
+    if not second < between < dim.high:
+        between = (second + dim.high) // 2 // step * step
+    return dim.low, second, max(between, second), dim.high
+
+
+@dataclass
+class _Search:
+    """Looks for the ends of ranges.
+
+    Attributes:
+        run: the captured program by torch.
+        usual: the sizes of the example.
+        notes: ends that were asked for and cannot be.
+    """
+
+    asked: _Asked
+    program: Program
+    run: Callable[..., Any]
+    usual: Mapping[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    def range_of(self, dim: Dim, known: Sequence[int]) -> Dim:
+        """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
+        low = -(-dim.low // dim.step) * dim.step or dim.step
+        high = max(FURTHER * max(known), LEAST) if dim.high is None else dim.high
+        high = max(high // dim.step * dim.step, low)
+        return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
+
+    def _lowest(self, dim: Dim, low: int, known: int) -> int:
+        tried = low
+        while tried < known:
+            why = self._why_not({**self.usual, dim.name: tried})
+            if not why:
+                break
+            if tried == low:
+                self.notes.append(f"not {dim.name} {tried}: {why}")
+            tried = min(max(tried + dim.step, 2 * tried), known) if tried > 1 else tried + dim.step
+        return tried
+
+    def _highest(self, dim: Dim, high: int, known: int) -> int:
+        tried = high
+        while tried > known:
+            why = self._why_not({**self.usual, dim.name: tried})
+            if not why:
+                break
+            if tried == high and dim.high is not None:
+                self.notes.append(f"not {dim.name} {tried}: {why}")
+            tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
+        return tried
+
+    def _why_not(self, sizes: Mapping[str, int]) -> str:
+        if _too_large(self.program.signature, sizes):
+            return "its inputs would be larger than 1 GB, which is not tried"
+        oracle = self.asked.at(self.program, sizes)
+        return "the model itself fails" if oracle is None else _failure(self.run, oracle)
+
+
+def _failure(run: Callable[..., Any], oracle: Oracle) -> str:
+    """Why a candidate is not right; nothing where it is."""
+    try:
+        verdict = oracle.judge(run)
+    except Exception as error:  # the program's, where the model has none
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return "" if verdict.ok else verdict.reason
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,126 @@
+"""Inputs of the same kind as the example: what a verdict is tried on, what timing rotates through, what is traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.calls.types import TensorType, contiguous_strides
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.checking.extremes import EXTREME as EXTREME
+from tsopt.runtime.checking.extremes import extreme_values
+
+SPECIAL, ZEROS = "special", "zeros"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """A call to try: how it was made, and the call."""
+
+    kind: str
+    example: Example
+
+    def clone(self) -> Example:
+        """The same values in other memory: what a model writes to its input stays there."""
+        leaves, structure = flatten((self.example.args, self.example.kwargs))
+        args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
+        return Example(args, kwargs)
+
+
+def blank(signature: Signature) -> tuple[torch.Tensor, ...]:
+    """Zeros for every input of a signature, laid out as captured: what tracers and exporters want to see."""
+
+    def zeros(kind: TensorType) -> torch.Tensor:
+        stride = contiguous_strides(kind.shape) if kind.contiguous else kind.stride
+        return torch.empty_strided(kind.shape, stride, dtype=getattr(torch, kind.dtype), device=kind.device).zero_()
+
+    return tuple(zeros(item.type) for item in signature.inputs)
+
+
+def exported(program: Program) -> ExportedProgram:
+    """The program through torch.export once more: what exporters and torch's compiler take. Flat in, a tuple out."""
+    signature = program.signature
+    shapes = tuple({axis: Dim.AUTO for axis, name in enumerate(item.axes) if name} for item in signature.inputs)
+    return torch.export.export(
+        program.module(), blank(signature), dynamic_shapes=shapes if signature.dims else None, strict=False
+    )
+
+
+def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
+    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
+    `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and `zeros`,
+    such as padding.
+
+    In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
+    program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
+    the world: of one input at a time, because one may be an index, and of all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    leaves, structure = flatten((example.args, example.kwargs))
+
+    def rebuilt(kind: str, values: Sequence[Any]) -> InputSet:
+        args, kwargs = unflatten(structure, values)
+        return InputSet(kind, Example(args, kwargs))
+
+    sets = [InputSet("example", example)]
+    sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (1, 2)]
+    if any(leaf.is_floating_point() for leaf in leaves):
+        for kind, scale in (("random", 1.0), ("large", 100.0), ("tiny", 1e-3)):
+            sets.append(rebuilt(kind, [_normal(leaf, scale, generator) for leaf in leaves]))
+        sets.append(rebuilt(SPECIAL, [_special(leaf, generator) for leaf in leaves]))
+        sets.append(rebuilt(ZEROS, [_zeros(leaf, generator) for leaf in leaves]))
+    else:
+        sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
+    if program is not None:
+        sets += [rebuilt(kind, values) for kind, values in extreme_values(program, leaves, generator)]
+    return sets
+
+
+def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.numel() == 0:
+        return leaf
+    flat = leaf.detach().reshape(-1)
+    if leaf.is_floating_point() and bool((flat == flat[0]).all()):
+        return _normal(leaf, 1.0, generator)
+    places = torch.randint(flat.numel(), (flat.numel(),), generator=generator).to(flat.device)
+    return _like(leaf, flat[places].reshape(leaf.shape))
+
+
+def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> torch.Tensor:
+    if not leaf.is_floating_point() or leaf.numel() == 0:
+        return _drawn(leaf, generator)
+    values = leaf.detach().float()
+    spread = float(values.std()) if leaf.numel() > 1 else 0.0
+    noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+    return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
+
+
+def _zeros(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return _like(leaf, torch.zeros_like(leaf)) if leaf.is_floating_point() else _drawn(leaf, generator)
+
+
+def _special(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    values = _normal(leaf, 1.0, generator)
+    if not leaf.is_floating_point():
+        return values
+    tiny = torch.finfo(leaf.dtype).smallest_normal / 2
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, tiny, -tiny], dtype=leaf.dtype, device=leaf.device)
+    flat = values.clone().reshape(-1)
+    # One place in eight: enough for each of them, and most of the values stay ordinary.
+    places = torch.arange(0, flat.numel(), 8 if flat.numel() >= 8 * len(odd) else 1, device=leaf.device)
+    flat[places] = odd[torch.arange(len(places), device=leaf.device) % len(odd)]
+    return _like(leaf, flat.reshape(leaf.shape))
+
+
+def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if values.stride() == leaf.stride() or any(step == 0 for step in leaf.stride()):
+        return values
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)

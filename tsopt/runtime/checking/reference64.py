@@ -1,0 +1,104 @@
+"""The captured program in float64: its values without float32's rounding, and the decisions that depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.checking.compare import TOLERANCES
+
+
+class Reference64:
+    """The captured program in float64, node by node; the values behind discrete outputs are kept."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def run(self, leaves: Sequence[torch.Tensor]) -> dict[fx.Node, Any] | None:
+        """The value of every node that an output or a decision needs; None when an op has no float64."""
+        signature = self.program.signature
+        inputs = iter([*leaves, *[self.program.state[i.name] for i in signature.state_inputs]])
+        keep = set(self.program.output_node.all_input_nodes)
+        keep |= {source for node in list(keep) for source in _decision_sources(node)}
+        values: dict[fx.Node, Any] = {}
+        uses = {node: len(node.users) for node in self.program.graph.nodes}
+        try:
+            with torch.no_grad():
+                for node in self.program.graph.nodes:
+                    self._step(node, values, inputs)
+                    for source in node.all_input_nodes:
+                        uses[source] -= 1
+                        if not uses[source] and source not in keep:
+                            values.pop(source, None)
+        except (RuntimeError, NotImplementedError, TypeError, IndexError):
+            return None  # no float64 kernel, or a value that float64 takes elsewhere: there is no better reference
+        return values
+
+    def _step(self, node: fx.Node, values: dict[fx.Node, Any], inputs: Any) -> None:
+        if node.op == "placeholder":
+            values[node] = _widen(next(inputs))
+        elif node.op == "get_attr":
+            values[node] = _widen(self.program.weights[str(node.target)])
+        elif ops.is_call(node) and not ops.is_check(node):  # what is checked are dtypes, which are others here
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            target: Any = node.target
+            values[node] = target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
+
+
+def _widen(value: torch.Tensor) -> torch.Tensor:
+    if value.is_floating_point():
+        return value.detach().double()
+    return value.detach().to(torch.complex128) if value.is_complex() else value.detach()
+
+
+def _widen_dtype(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
+    return value
+
+
+CHOICES = ("aten.argmax.default", "aten.argmin.default")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+
+
+def _decision_sources(node: fx.Node) -> list[fx.Node]:
+    return [arg for arg in node.args if isinstance(arg, fx.Node)]
+
+
+def decided_within_rounding(
+    program: Program, output: fx.Node, values: Mapping[fx.Node, Any], result: torch.Tensor, reference: torch.Tensor
+) -> bool:
+    """Whether a discrete output differs only where the float64 margin of the decision is within rounding."""
+    margin = _margin(output, values, result, reference)
+    if margin is None or margin[0].shape != result.shape:
+        return False
+    gap, size = margin
+    rtol, atol, _ = TOLERANCES[torch.float32]
+    return bool((gap[result != reference] <= (atol + rtol * size)[result != reference]).all())
+
+
+def _margin(
+    output: fx.Node, values: Mapping[fx.Node, Any], result: torch.Tensor, reference: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """How far apart the two decisions are in float64, and the size of what was compared."""
+    name = str(output.target)
+    if name in CHOICES:
+        bound = ops.bind(output)
+        value, dim = values[bound["self"]], bound["dim"]
+        if dim is None:
+            value, dim = value.reshape(-1), 0
+        mine, eager = (
+            i if bound["keepdim"] and bound["dim"] is not None else i.unsqueeze(dim) for i in (result, reference)
+        )
+        a, b = value.gather(dim, mine), value.gather(dim, eager)
+        return (a - b).abs().reshape(result.shape), b.abs().reshape(result.shape)
+    if name.split(".")[1:2] and name.split(".")[1] in COMPARISONS and len(output.args) == 2:
+        a, b = (values[arg] if isinstance(arg, fx.Node) else torch.as_tensor(arg) for arg in output.args)
+        a, b = torch.broadcast_tensors(a.double(), b.double())
+        return (a - b).abs(), torch.maximum(a.abs(), b.abs())
+    return None

@@ -1,0 +1,66 @@
+"""Many calls of a candidate in a row on fresh inputs, for what is wrong once in a hundred calls.
+
+Gross differences only: what rounding may do is for the verdict to say, which looks at each value of a few inputs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.precisions import FP32
+from tsopt.runtime.calling.audit import EAGER_RAISES, difference
+from tsopt.runtime.calling.executable import Executable
+
+CALLS = 300  # of which what is wrong once in a hundred calls survives 5 in a hundred times
+GROSS = {FP32: "tf32"}  # the tolerance, where the candidate computes in full precision: 1 % of the output
+
+
+def unsteady(
+    executable: Executable,
+    model: Callable[..., Any],
+    example: Example,
+    *,
+    seed: int = 0,
+    seconds: float,
+    calls: int = CALLS,
+    clock: Callable[[], float] = time.monotonic,
+) -> str:
+    """What is wrong in one of many calls with values drawn from the example's; an empty text for nothing.
+
+    Args:
+        seconds: for how long to go on at most; one call is made whatever it takes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    leaves, structure = flatten((example.args, example.kwargs))
+    precision = GROSS.get(executable.precision, executable.precision)
+    end = clock() + seconds
+    with torch.no_grad():
+        for number in range(1, calls + 1):
+            args, kwargs = unflatten(structure, drawn(leaves, generator))
+            found = difference(executable, model, Example(args, kwargs), state=executable.state, precision=precision)
+            if found and not found.startswith(EAGER_RAISES):
+                return f"call {number} in a row on fresh inputs: {found}"
+            if clock() > end:
+                break
+    return ""
+
+
+def drawn(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
+    """Tensors with the values of others at random places: an index stays an index."""
+    return [_drawn(leaf.detach(), generator) for leaf in leaves]
+
+
+def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.numel() < 2:
+        return leaf
+    places = torch.randint(leaf.numel(), (leaf.numel(),), generator=generator).to(leaf.device)
+    values = leaf.reshape(-1)[places].reshape(leaf.shape)
+    if any(step == 0 for step in leaf.stride()):
+        return values
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)

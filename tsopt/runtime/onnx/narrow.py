@@ -1,0 +1,407 @@
+"""Where an engine computes a dtype in fewer bits than PyTorch: what is refused, and what is checked at each call.
+
+An engine says which whole numbers it holds exactly, by dtype, and by op where its kernel goes wrong beyond them.
+Interval arithmetic shows whether a program stays within that. Where it does for inputs of ordinary size, those are
+checked at the call; where it does not, the program is refused by the name of the value. A value that only looks
+something up is left alone: PyTorch refuses the numbers that an engine would cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.calls.signature import Signature, dim_of
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.ranges import (
+    ANY,
+    FLAG,
+    Range,
+    Ranges,
+    Values,
+    base_name,
+    of_dtype,
+    ranges_of,
+    recorded,
+    wrapped,
+)
+from tsopt.compiler.sizes.specialize import Sizes, evaluate
+from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.calling.guarded import RANGE, Bound
+from tsopt.runtime.onnx.indices import Affine, Use, affine, is_index_only, uses_of
+
+# What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,
+# any position and any class; what needs still smaller ones is not worth a check that ordinary calls would fail.
+LADDER = (31, 24, 15)
+LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this size is larger than any that is tried
+CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
+FLOPS = 2e11  # in a second and a thread: faster than any core is
+NEVER = 1 << 30  # threads: so fast that no check is worth its time
+AS_BOOL, CASTS = "bool", frozenset({"to", "to_copy", "type_as"})  # a cast to bool has an entry of its own
+SHARE = 0.01  # of a call, for checks that nobody has asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What an engine computes otherwise than PyTorch.
+
+    Attributes:
+        dtypes: the numbers that it holds of a dtype, where those are not all.
+        by_op: the numbers that an op may take and make.
+        absent: dtypes of which it keeps less than they hold, and what it takes them for.
+        rounds: float ops that it makes of a quotient, which is rounded before it is cut.
+    doubles: ops that it computes in float32 where they are of float64.
+    """
+
+    name: str
+    dtypes: Mapping[torch.dtype, Range] = field(default_factory=dict)
+    by_op: Mapping[str, Range] = field(default_factory=dict)
+    absent: Mapping[torch.dtype, str] = field(default_factory=dict)
+    rounds: frozenset[str] = frozenset()
+    doubles: frozenset[str] = frozenset()
+
+
+def signed(bits: int) -> Range:
+    """The numbers of so many bits and a sign, without the lowest."""
+    return Range(-(2**bits) + 1, 2**bits - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What an engine makes of a program: why it is refused, what is checked at each call, and what callers are told."""
+
+    refused: tuple[Unsupported, ...] = ()
+    bounds: tuple[Bound, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """A program at some sizes."""
+
+    values: Values
+    sizes: Sizes
+    uses: list[Use]
+    lookups: frozenset[fx.Node]  # inputs, weights and values that are indices and nothing else
+
+    @classmethod
+    def of(cls, program: Program, sizes: Sizes | None) -> _At:
+        values = recorded(program) if sizes is None else evaluate(program, sizes)
+        whole = (node for node in program.graph.nodes if _is_whole(values.get(node)))
+        return cls(
+            values, sizes or {}, uses_of(program, values), frozenset(n for n in whole if is_index_only(n, values))
+        )
+
+
+def examine(program: Program, engine: Engine, check_indices: bool = False, threads: int = 1) -> Examined:
+    """What an engine makes of a program.
+
+    Args:
+        check_indices: look at indices at each call, whatever that costs; otherwise where it is not noticed.
+        threads: that a call has; 0: torch's own number.
+    """
+    places = _places(program)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    demands = _demands(places)
+    refused: list[Unsupported] = []
+    limits: dict[fx.Node, Range] | None = None
+    for allowed in _ladder(inputs, demands, engine):
+        found = [item for place in places for item in _faults(program, place, allowed(place), engine)]
+        if not found:
+            limits = dict(zip(inputs, allowed(places[0]), strict=True))
+            break
+        refused = refused or found
+        if not any(_is_whole(places[0].values[node]) for node in inputs):
+            break
+    if limits is None:
+        return Examined(tuple(dict.fromkeys(refused)))
+    checked = {node: limit for node, limit in limits.items() if _is_bounding(node, limit, places[0])}
+    bounds, unchecked = _bounds(program, places, demands, checked, check_indices, threads)
+    sizes = dict.fromkeys(_size(limit) for limit in checked.values())
+    notes = [f"{engine.name} runs calls whose integers are within {size} of zero, PyTorch all others" for size in sizes]
+    if unchecked:
+        notes.append(
+            f"{engine.name} accepts indices that do not exist, negative ones and others, where PyTorch raises "
+            f"IndexError or RuntimeError: {', '.join(unchecked[:3])}{', ...' if len(unchecked) > 3 else ''}; "
+            "check_indices=True looks at them"
+        )
+    return Examined((), tuple(bounds), tuple(notes))
+
+
+def _places(program: Program) -> list[_At]:
+    """The program as recorded; one for many sizes at the ends of their ranges."""
+    dims = program.signature.dims
+    if not dims:
+        return [_At.of(program, None)]
+    ends = [{dim.name: dim.low for dim in dims}]
+    # NOTE: sizes that are the same at one end may be told apart at the other.
+    ends.append({dim.name: LARGEST_SIZE // dim.step * dim.step if dim.high is None else dim.high for dim in dims})
+    try:
+        return [_At.of(program, sizes) for sizes in ends]
+    except Exception:  # an op refuses an end that nobody has tried
+        return [_At.of(program, None)]
+
+
+def _ladder(
+    inputs: Sequence[fx.Node], demands: Mapping[fx.Node, list[tuple[Use, Affine]]], engine: Engine
+) -> Iterator[Any]:
+    """What may be asked of inputs, the least first: a function of the place."""
+
+    def allowed(bits: int | None, demanded: bool) -> Any:
+        def at(place: _At) -> list[Range]:
+            return [limit(node, place) for node in inputs]
+
+        def limit(node: fx.Node, place: _At) -> Range:
+            value = place.values[node]
+            found = of_dtype(value.dtype)
+            if not _is_whole(value) or node in place.lookups:
+                return found
+            found &= engine.dtypes.get(value.dtype, ANY)
+            if bits is not None and value.dtype.itemsize >= 4:
+                found &= signed(bits)
+            if demanded:
+                for use, source in demands.get(node, ()):
+                    found &= source.inverse(_use_at(place, use).range)
+            return found
+
+        return at
+
+    yield allowed(None, False)
+    for bits in LADDER:
+        yield allowed(bits, False)
+    yield allowed(LADDER[0], True)
+    yield allowed(LADDER[1], True)
+
+
+def _use_at(place: _At, use: Use) -> Use:
+    return next(other for other in place.uses if other.call is use.call and other.index is use.index)
+
+
+def _is_whole(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not (value.dtype.is_floating_point or value.dtype.is_complex)
+        and value.dtype != torch.bool
+    )
+
+
+def _demands(places: Sequence[_At]) -> dict[fx.Node, list[tuple[Use, Affine]]]:
+    """By input: as what it is used as an index, all of it."""
+    found: dict[fx.Node, list[tuple[Use, Affine]]] = {}
+    for use in places[0].uses:
+        source = affine(use.index, places[0].values)
+        if source is not None and use.also is None:
+            found.setdefault(source.input, []).append((use, source))
+    return found
+
+
+# ---- what does not fit --------------------------------------------------------------------------------------
+
+
+def _faults(program: Program, place: _At, inputs: Sequence[Range], engine: Engine) -> Iterator[Unsupported]:
+    ranges = ranges_of(program, place.values, inputs)
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if blocks := ops.blocks_of(node):
+            for block in blocks:
+                yield from _faults_within(node, block, engine)
+            continue
+        why = _fault(node, place, ranges, engine)
+        if why:
+            yield Unsupported(origin_of(node) or _name(program, node), f"{engine.name} {why}")
+
+
+def _faults_within(call: fx.Node, block: Program, engine: Engine) -> Iterator[Unsupported]:
+    """Of a branch or a loop, whose values may be anything."""
+    place = _At.of(block, None)
+    inputs = [of_dtype(node.meta["val"].dtype) for node in block.graph.nodes if node.op == "placeholder"]
+    for found in _faults(block, place, inputs, engine):
+        yield replace(found, where=origin_of(call) or found.where)
+
+
+def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
+    value, name = place.values.get(node), base_name(node) or node.op
+    if not isinstance(value, torch.Tensor):
+        return _fault_of_operands(node, name, place, ranges, engine) if ops.is_call(node) else ""
+    if value.dtype in engine.absent:
+        return f"computes {_of(value.dtype)} in {engine.absent[value.dtype]}"
+    if name in engine.rounds and value.dtype.is_floating_point and _cuts(node):
+        return f"computes {name} from a rounded quotient"
+    if name in engine.doubles and any(_is_double(place.values.get(source)) for source in node.all_input_nodes):
+        return f"computes {name} of float64 in float32"
+    narrow = engine.dtypes.get(value.dtype)
+    if narrow is not None and node not in place.lookups and ranges[node] not in narrow:
+        return f"holds {_of(value.dtype)} up to {_size(narrow)}, and {name} may make more of it"
+    if not ops.is_call(node) or value.dtype.is_floating_point:
+        return ""
+    return _fault_of_operands(node, name, place, ranges, engine)
+
+
+def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, engine: Engine) -> str:
+    made = place.values.get(node)
+    if name in CASTS and isinstance(made, torch.Tensor) and made.dtype == torch.bool:
+        name = AS_BOOL
+    limit = engine.by_op.get(name)
+    if limit is None:
+        return ""
+    found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if _is_whole(place.values.get(n))]
+    found += [ranges[node]] if found and node in ranges else []
+    if all(item in limit for item in found):
+        return ""
+    return f"computes {name} of whole numbers correctly only {_within(limit)}"
+
+
+def _within(limit: Range) -> str:
+    if limit == FLAG:
+        return "where they are 0 and 1"
+    return f"from 0 to {_size(limit)}" if limit.low == 0 else f"up to {_size(limit)}"
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
+def _cuts(node: fx.Node) -> bool:
+    """Whether a quotient is rounded and then cut. By a power of two it is not rounded."""
+    if base_name(node) == "div" and node.kwargs.get("rounding_mode") is None:
+        return False
+    divisor = node.args[1] if len(node.args) > 1 else None
+    return not (isinstance(divisor, (int, float)) and divisor != 0 and abs(math.frexp(divisor)[0]) == 0.5)
+
+
+def _of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(found: Range) -> str:
+    most = max(abs(found.low), abs(found.high))
+    return f"2^{int(most - 1).bit_length()}" if most < math.inf else "any size"
+
+
+def _name(program: Program, node: fx.Node) -> str:
+    return program.value_names().get(node, "").removeprefix("%")
+
+
+# ---- what is checked at the call ----------------------------------------------------------------------------
+
+
+def _is_bounding(node: fx.Node, limit: Range, place: _At) -> bool:
+    value = place.values[node]
+    return _is_whole(value) and of_dtype(value.dtype) not in limit
+
+
+def _bounds(
+    program: Program,
+    places: Sequence[_At],
+    demands: Mapping[fx.Node, list[tuple[Use, Affine]]],
+    limits: Mapping[fx.Node, Range],
+    check_indices: bool,
+    threads: int,
+) -> tuple[list[Bound], list[str]]:
+    """The checks, and the indices that are not looked at."""
+    positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
+    bounds = [Bound(positions[node], int(limit.low), int(limit.high), RANGE) for node, limit in limits.items()]
+    ranges = [ranges_of(program, place.values, _usual(program, limits)) for place in places]
+    ready = _seconds(program, places[0], threads) * SHARE
+    unchecked: list[str] = []
+    for use in places[0].uses:
+        if all(_exists(use, place, found) for place, found in zip(places, ranges, strict=True)):
+            continue
+        source = affine(use.index, places[0].values)
+        made = None if source is None else _bound(program, places, use, source, positions[source.input])
+        if made is not None and source is not None:
+            cost = CHECK_SECONDS + CHECK_SECONDS_EACH * places[-1].values[source.input].numel()
+            if check_indices or source.input in limits or cost < ready:
+                ready -= 0 if check_indices or source.input in limits else cost
+                bounds.append(made)
+                continue
+        unchecked.append(origin_of(use.call) or base_name(use.call))
+    inner = [n for call in program.calls() for block in ops.blocks_of(call) for n in uses_of(block, recorded(block))]
+    unchecked += [origin_of(use.call) or base_name(use.call) for use in inner]
+    return _merged(bounds), list(dict.fromkeys(unchecked))
+
+
+def _merged(bounds: Sequence[Bound]) -> list[Bound]:
+    """One look at an input for all its fixed ends: those of an index, which say what eager raises, are the first."""
+    fixed: dict[int, Bound] = {}
+    rest: list[Bound] = []
+    for bound in sorted(bounds, key=lambda bound: bound.kind == RANGE):
+        if bound.also is not None or bound.above:
+            rest.append(bound)
+            continue
+        first = fixed.setdefault(bound.input, bound)
+        fixed[bound.input] = replace(first, low=max(first.low, bound.low), high=min(first.high, bound.high))
+    return [*fixed.values(), *dict.fromkeys(rest)]
+
+
+def _usual(program: Program, limits: Mapping[fx.Node, Range]) -> list[Range]:
+    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return [limits.get(node, of_dtype(node.meta["val"].dtype)) for node in nodes]
+
+
+def _exists(use: Use, place: _At, ranges: Ranges) -> bool:
+    """Whether whatever the index is exists, by its range; a negative one only where the engine need not count."""
+    here = _use_at(place, use)
+    return wrapped(ranges[here.index], place.values[here.index].dtype) in here.range
+
+
+def _bound(program: Program, places: Sequence[_At], use: Use, source: Affine, position: int) -> Bound | None:
+    """The check of an input that is an index; None where its size is not one of the call's."""
+    if program.signature.dims and len(places) == 1:
+        return None
+    here = [_use_at(place, use) for place in places]
+    if len({item.size for item in here}) == 1:
+        found = source.inverse(here[0].range)
+        return Bound(position, int(found.low), int(found.high), use.error, use.also)
+    sized = _size_of(program.signature, places, [item.size for item in here])
+    if sized is None or source.factor != 1:
+        return None
+    of, axis, more = sized
+    # The index lies from 0, or -(size + more), to size + more - 1; the input is what it was before the offset.
+    low = -source.offset - (more if use.negative else 0)
+    below = -1 if use.negative else 0
+    return Bound(position, low, more - 1 - source.offset, use.error, use.also, of, axis, below, 1)
+
+
+def _size_of(signature: Signature, places: Sequence[_At], sizes: Sequence[int]) -> tuple[int, int, int] | None:
+    """An input and an axis of it whose size is this one, and how much is to be added."""
+    for position, item in enumerate(signature.inputs):
+        for axis, name in enumerate(item.axes):
+            if name is None:
+                continue
+            dim, more = dim_of(name)
+            apart = {size - (place.sizes[dim] + more) for size, place in zip(sizes, places, strict=True)}
+            if len(apart) == 1:
+                return position, axis, apart.pop()
+    return None
+
+
+# ---- what a call takes at least -----------------------------------------------------------------------------
+
+PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
+
+
+def _seconds(program: Program, place: _At, threads: int) -> float:
+    """A time that no machine stays below: that of the products."""
+    return sum(_flops(node, place.values) for node in program.calls()) / (FLOPS * (threads or torch.get_num_threads()))
+
+
+def _flops(node: fx.Node, values: Values) -> float:
+    name, made = base_name(node), values.get(node)
+    if not isinstance(made, torch.Tensor) or not node.all_input_nodes:
+        return 0
+    taken = [values[n] for n in node.all_input_nodes if isinstance(values.get(n), torch.Tensor)]
+    if name in PRODUCTS:
+        return 2.0 * made.numel() * max((t.shape[-1] for t in taken[:1] if t.dim()), default=1)
+    if name.startswith("conv") and len(taken) > 1:
+        return 2.0 * made.numel() * taken[1][0].numel() if len(taken[1]) else 0
+    if name == "scaled_dot_product_attention":
+        return 4.0 * made.numel() * max(tensor.shape[-2] for tensor in taken if tensor.dim() > 1)
+    return 0

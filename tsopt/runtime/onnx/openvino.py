@@ -1,0 +1,149 @@
+"""Program -> ONNX -> OpenVINO, a runtime of its own for CPUs. Needs the package `openvino`.
+
+Importable without torch: a bundle runs where only OpenVINO is installed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.precisions import FP32
+from tsopt.errors import ArtifactError, BackendError, UsageError
+from tsopt.runtime.backends.backend import Unsupported, check_precision, to_install
+from tsopt.runtime.calling.executable import Executable, Runner
+from tsopt.runtime.calling.guarded import from_options, guarded, to_options
+from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
+
+if TYPE_CHECKING:
+    from tsopt.compiler.graph.program import Program
+    from tsopt.runtime.onnx.narrow import Examined
+
+HINTS = ("latency", "throughput")
+PRECISION_HINTS = {FP32: "f32", "bf16": "bf16", "fp16": "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVinoBackend:
+    """OpenVINO on the CPU.
+
+    threads: inference threads; None takes torch's number at compile time, so that both race with the same.
+    hint: `latency` or `throughput`.
+    precision: `fp32`, where OpenVINO by itself would compute in bfloat16 if the processor can; `bf16`, `fp16`.
+    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
+    """
+
+    threads: int | None = None
+    hint: str = "latency"
+    precision: str = FP32
+    check_indices: bool = False
+    name: str = "openvino"
+
+    def __post_init__(self) -> None:
+        check_precision(self.name, self.precision)
+        if self.hint not in HINTS:
+            raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
+
+    def missing(self) -> str | None:
+        return to_install("openvino", "onnx", "onnxscript")
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        return refusals(program, "OpenVINO") or list(self._examined(program).refused)
+
+    def _examined(self, program: Program) -> Examined:
+        from tsopt.runtime.onnx.engines import OPENVINO
+        from tsopt.runtime.onnx.narrow import examine
+
+        return examine(program, OPENVINO, self.check_indices, self.threads or 0)
+
+    def compile(self, program: Program) -> Executable:
+        import torch
+
+        from tsopt.runtime.backends.eager import by_torch
+        from tsopt.runtime.onnx.export import to_onnx
+
+        model = to_onnx(program)
+        threads = self.threads or torch.get_num_threads()
+        options = {"threads": threads, "hint": self.hint, "precision": self.precision}
+
+        def save(place: Path) -> None:
+            model.save(place / FILE if place.is_dir() else place)
+
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            save(Path(directory))
+            runner = load_runner(Path(directory), program.signature, options)
+        examined = self._examined(program)
+        state = [program.state[item.name] for item in program.signature.state_inputs]
+        return Executable(
+            self.name,
+            program.signature,
+            guarded(runner, examined.bounds, program.signature, lambda: by_torch(program)),
+            state=state,
+            save=save,
+            options=options | to_options(examined.bounds),
+            notes=examined.notes,
+            precision=self.precision,
+        )
+
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_runner(directory, signature, options)
+
+
+def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+    """Compiles a stored model for this machine.
+
+    Raises:
+        BackendError: OpenVINO refuses it.
+        ArtifactError: it is not the model of this signature.
+    """
+    import openvino
+
+    config: dict[str, Any] = {
+        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FP32)],
+        "PERFORMANCE_HINT": str(options["hint"]).upper(),
+    }
+    if options.get("threads"):
+        config["INFERENCE_NUM_THREADS"] = options["threads"]
+    try:
+        compiled = openvino.Core().compile_model(str(directory / FILE), "CPU", config)
+    except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
+        raise _failed("OpenVINO refuses the exported model", error) from error
+    return guarded(_runner(compiled, signature), from_options(options, signature), signature)
+
+
+def _failed(what: str, error: Exception) -> BackendError:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return BackendError(what, why=lines[-1][:200] if lines else "")
+
+
+def _runner(compiled: Any, signature: Signature) -> Runner:
+    """Flat values in and out. A request serves one call at a time, so each thread has its own."""
+    if len(compiled.inputs) != len(signature.inputs) or len(compiled.outputs) != len(signature.outputs):
+        raise ArtifactError("the ONNX model does not fit its signature")
+    import numpy as np
+
+    own = threading.local()
+    count = len(signature.outputs)
+    from_numpy = tensor_maker()
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        request = getattr(own, "request", None)
+        if request is None:
+            request = own.request = compiled.create_infer_request()
+        arrays = values if from_numpy is None else [value.numpy(force=True) for value in values]
+        # NOTE: the request reads dense inputs where they are, and answers in memory of its own, which the next call
+        # writes again: so outputs are copied.
+        try:
+            request.infer({i: np.asarray(array, order="C") for i, array in enumerate(arrays)}, share_inputs=True)
+        except Exception as error:
+            raise _failed("OpenVINO cannot run this call", error) from error
+        found = [request.get_output_tensor(i).data.copy() for i in range(count)]
+        return found if from_numpy is None else [from_numpy(value) for value in found]
+
+    return run

@@ -1,0 +1,283 @@
+"""Program -> ONNX Runtime session. Guards what the exporter and the runtime get wrong without saying so.
+
+Importable without torch: a bundle runs where only ONNX Runtime is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.compiler.calls.signature import Signature
+from tsopt.errors import ArtifactError, BackendError
+from tsopt.runtime.backends.backend import Unsupported, to_install
+from tsopt.runtime.calling.executable import Executable, Runner
+from tsopt.runtime.calling.guarded import from_options, guarded, to_options
+from tsopt.runtime.racing.environment import is_installed
+
+if TYPE_CHECKING:
+    from tsopt.compiler.graph.program import Program
+    from tsopt.runtime.onnx.narrow import Examined
+
+FILE = "model.onnx"
+ON_CPU = ("CPUExecutionProvider",)
+CANNOT_RUN = "ONNX Runtime cannot run this call"
+SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
+DTYPES = frozenset(
+    {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxRuntimeBackend:
+    """ONNX Runtime on the CPU, and on the GPU of the model where the runtime is built for it.
+
+    threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
+    opset: ONNX opset; None takes the exporter's default.
+    fused: use the runtime's own operators for attention, RMS norm and SiLU.
+    spinning: let idle threads wait busily for their next piece of work, at the cost of whoever else needs the cores.
+    parallel: run independent parts of the graph at once.
+    arena: keep memory from call to call.
+    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
+    """
+
+    threads: int | None = None
+    opset: int | None = None
+    fused: bool = True
+    spinning: bool = True
+    parallel: bool = False
+    arena: bool = True
+    check_indices: bool = False
+    name: str = "onnxruntime"
+
+    def missing(self) -> str | None:
+        return to_install("onnxruntime", "onnx", "onnxscript")
+
+    def unsupported(self, program: Program) -> list[Unsupported]:
+        found = refusals(program, "ONNX Runtime", ("cpu", "cuda")) or list(self._examined(program).refused)
+        if _is_on_gpu(program.signature):
+            import onnxruntime as ort
+
+            from tsopt.runtime.onnx.ort_cuda import refusals_on_gpu
+
+            found += refusals_on_gpu(program, ort.get_available_providers())
+        return found
+
+    def _examined(self, program: Program) -> Examined:
+        from tsopt.runtime.onnx.engines import ONNX_RUNTIME
+        from tsopt.runtime.onnx.narrow import NEVER, examine
+
+        # A GPU would have to be waited for: there indices are looked at only where that was asked for.
+        threads = NEVER if _is_on_gpu(program.signature) else self.threads or 0
+        return examine(program, ONNX_RUNTIME, self.check_indices, threads)
+
+    def compile(self, program: Program) -> Executable:
+        import torch
+
+        from tsopt.compiler.sizes.generalize import through
+        from tsopt.runtime.backends.eager import by_torch
+        from tsopt.runtime.onnx.export import four_axes, to_onnx
+        from tsopt.runtime.onnx.ort_bfloat16 import widened
+        from tsopt.runtime.onnx.ort_kernels import with_own_operators
+
+        def lowered(program: Program) -> Program:
+            program = program if _is_on_gpu(program.signature) else widened(program)
+            return with_own_operators(four_axes(program)) if self.fused else program
+
+        model = to_onnx(through(program, lowered), self.opset)
+        proto, weights = model.detached()
+        options = {
+            "threads": self.threads or torch.get_num_threads(),
+            **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
+        }
+        session = open_session(proto, options, weights, _providers(program.signature))
+        examined = self._examined(program)
+        options |= to_options(examined.bounds)
+        run = session_runner(session, program.signature)
+
+        def save(place: Path) -> None:
+            model.save(place / FILE if place.is_dir() else place)
+
+        return Executable(
+            self.name,
+            program.signature,
+            guarded(run, examined.bounds, program.signature, lambda: by_torch(program)),
+            state=[program.state[item.name] for item in program.signature.state_inputs],
+            save=save,
+            options=options,
+            notes=examined.notes,
+        )
+
+    @staticmethod
+    def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+        return load_session(directory / FILE, signature, options)
+
+
+def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
+    """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
+    from tsopt.compiler.graph import ops
+    from tsopt.compiler.graph.control import all_calls
+    from tsopt.compiler.graph.program import origin_of
+
+    found: list[Unsupported] = []
+    ends = [(item.name, item.type) for item in program.signature.inputs]
+    ends += [(item.name, item.type) for item in program.signature.outputs]
+    for name, kind in ends:
+        if kind.dtype not in DTYPES:
+            found.append(Unsupported(name, f"{runtime} has no {kind.dtype} at its interface"))
+        if kind.device.partition(":")[0] not in devices:
+            where = {"cpu": "the CPU", "cuda": "a GPU"}
+            places = " or ".join(where[device] for device in devices)
+            found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on {places}"))
+    for node in all_calls(program):
+        if ops.is_random(node) and not ops.is_uninitialized(node):
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
+        elif ops.has_effect(node) and not ops.is_settled_check(node):
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
+        elif ops.may_trap(node):
+            found.append(
+                Unsupported(
+                    origin_of(node), f"an integer division by a computed value can kill the process in {runtime}"
+                )
+            )
+    return found
+
+
+def _providers(signature: Signature) -> Sequence[Any]:
+    """Who runs a session for these inputs and outputs."""
+    if not _is_on_gpu(signature):
+        return ON_CPU
+    if tensor_maker() is None:
+        raise BackendError("a model on a GPU needs PyTorch to be called", fix="pip install torch")
+    from tsopt.runtime.onnx.ort_cuda import providers_for
+
+    return providers_for(signature)
+
+
+def _is_on_gpu(signature: Signature) -> bool:
+    return any(device.startswith("cuda") for _, device in signature.devices)
+
+
+def open_session(
+    model: bytes | str,
+    options: Mapping[str, Any],
+    weights: Mapping[str, Any] | None = None,
+    providers: Sequence[Any] = ON_CPU,
+) -> Any:
+    """A session with all graph optimizations.
+
+    Args:
+        options: `threads`, and those of SESSION that are not as usual.
+        weights: arrays for the model's external initializers, handed over without a copy.
+        providers: execution providers, each a name or a name with options; the first is asked first.
+
+    Raises:
+        BackendError: the runtime refuses the model, or cannot start the first provider.
+    """
+    import numpy as np
+    import onnxruntime as ort
+
+    wanted = ort.SessionOptions()
+    wanted.log_severity_level = 4
+    threads = options.get("threads")
+    if isinstance(threads, int):
+        wanted.intra_op_num_threads = threads
+    chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
+    wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
+    wanted.enable_cpu_mem_arena = chosen["arena"]
+    if chosen["parallel"]:
+        wanted.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    # NOTE: ONNX Runtime reads this memory for as long as the session lives, and copies what is not contiguous.
+    arrays = {name: np.ascontiguousarray(array) for name, array in (weights or {}).items()}
+    values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
+    if values:
+        wanted.add_external_initializers(list(values), list(values.values()))
+    first = providers[0] if isinstance(providers[0], str) else providers[0][0]
+    if first not in ort.get_available_providers():
+        raise BackendError(
+            f"this ONNX Runtime is built without {first}", fix="pip install onnxruntime-gpu in its place"
+        )
+    try:
+        session = ort.InferenceSession(model, wanted, providers=list(providers))
+    except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
+        raise _failed("ONNX Runtime refuses the exported model", error) from error
+    if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
+        raise BackendError(
+            f"ONNX Runtime cannot start its {first}",
+            why="a library that it needs is missing",
+            fix="install the CUDA and cuDNN that this version of onnxruntime-gpu asks for",
+        )
+    return _Session(session, arrays)
+
+
+def _failed(what: str, error: Exception) -> BackendError:
+    return BackendError(what, why=f"{type(error).__name__}: {str(error)[:300]}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A session and the memory that it reads its weights from."""
+
+    session: Any
+    weights: dict[str, Any]
+
+
+def session_runner(held: Any, signature: Signature) -> Runner:
+    """Flat tensors in and out of a session through shared memory; numpy arrays where torch is not installed."""
+    session = held.session
+    inputs = [item.name for item in session.get_inputs()]
+    outputs = [item.name for item in session.get_outputs()]
+    if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
+        raise ArtifactError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
+    if _is_on_gpu(signature):
+        from tsopt.runtime.onnx.ort_cuda import bound_runner
+
+        return bound_runner(held, signature)
+    # The session under the Python class: `session.run` checks names that are known to fit, which costs a
+    # microsecond a call. Both take (outputs, feed, options); the class is used where there is nothing under it.
+    run: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
+    from_numpy = tensor_maker()
+    only = inputs[0] if len(inputs) == 1 else None
+
+    # NOTE: `held` is a default of each, because the session's weights live only as long as it does.
+    # Each has its own `try`, which costs nothing; another function around `run` would cost each call.
+    def arrays(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        try:
+            return run(outputs, dict(zip(inputs, values, strict=True)), None)
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
+
+    if from_numpy is None:
+        return arrays
+
+    def tensors(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        feed = {name: value.numpy(force=True) for name, value in zip(inputs, values, strict=True)}
+        try:
+            return [from_numpy(value) for value in run(outputs, feed, None)]
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
+
+    def tensor(values: Sequence[Any], held: Any = held) -> Sequence[Any]:
+        try:
+            return (from_numpy(run(outputs, {only: values[0].numpy(force=True)}, None)[0]),)
+        except Exception as error:
+            raise _failed(CANNOT_RUN, error) from error
+
+    return tensor if len(inputs) == len(outputs) == 1 else tensors
+
+
+def tensor_maker() -> Callable[[Any], Any] | None:
+    """What makes a tensor over an array's memory; None where torch is not installed, and arrays are all there is."""
+    if not is_installed("torch"):
+        return None
+    import torch
+
+    return torch.from_numpy
+
+
+def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
+    """The runner of a stored model."""
+    run = session_runner(open_session(str(path), options, providers=_providers(signature)), signature)
+    return guarded(run, from_options(options, signature), signature)

@@ -1,0 +1,228 @@
+"""What races found, kept from run to run: who won for a program on a machine, and how the others did.
+
+An entry is JSON and holds no code. Nothing in it is believed: the backend that it names is one of those that the caller
+lets race, and it is compiled, verified and timed against eager again before it is handed back. That eager won is taken
+over a few times at most, until the best of the others is timed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tsopt._version import __version__
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.checking.accuracy import ORDER, Verdict
+from tsopt.runtime.racing import cache_files
+from tsopt.runtime.racing.cache_directory import directory, objection
+from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
+from tsopt.runtime.racing.endings import MISSING, REFUSED
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
+from tsopt.runtime.report import MODEL, Row
+
+__all__ = ["Entry", "clear", "directory", "entries", "find", "forget", "keep", "key_of", "objection"]
+
+log = logging.getLogger("tsopt")
+FORMAT = 2
+MOST = 1000  # entries; the oldest go
+GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
+AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
+KEPT = ("ok", "wrong", "failed", MISSING, *REFUSED)  # statuses of rows: another day is as this one was
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a race found.
+
+    Attributes:
+        winner: key of the winner's row.
+        seconds: how long the race was to time.
+        when: it was, in seconds since 1970.
+        recalls: how often it was taken over since somebody was timed against eager again.
+        checked: when that was; 0 when it was not.
+    """
+
+    rows: tuple[Row, ...]
+    winner: str
+    why: str
+    seconds: float
+    when: float
+    recalls: int = 0
+    checked: float = 0.0
+
+    @property
+    def date(self) -> str:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.when))
+
+
+def key_of(
+    captured: Program, optimized: Program, candidates: Iterable[Candidate], threads: int | None, *more: str
+) -> str | None:
+    """The name of the entry for a race: what decides its outcome, but for the values of the weights.
+
+    None for a race with a backend of the user's own: its code may be another tomorrow.
+
+    Args:
+        more: what else was asked for.
+    """
+    racing = tuple(candidates)
+    if any(candidate.info.is_own for candidate in racing):
+        return None
+    what = {
+        "format": FORMAT,
+        "tsopt": __version__,
+        "programs": [captured.fingerprint(), optimized.fingerprint()],
+        "environment": environment().to_json(),
+        "candidates": [candidate.key for candidate in racing],
+        "asked": more,
+        "threads": threads,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float | None = None) -> Entry | None:
+    """The entry of a race that timed for as long, or None. One that is damaged is removed.
+
+    Args:
+        candidates: who may win.
+        now: seconds since 1970; the system's clock when it is None.
+    """
+    try:
+        raw = cache_files.read(key)
+        if raw is None:
+            return None
+        entry = _entry(json.loads(raw), key, time.time() if now is None else now)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        log.info("a damaged entry of the cache is removed: %s (%s)", key, error)
+        forget(key)
+        return None
+    if entry.winner not in (MODEL, *(candidate.key for candidate in candidates)) or entry.seconds < seconds:
+        return None
+    return entry
+
+
+def keep(key: str, entry: Entry) -> None:
+    """Writes an entry, whole or not at all; a cache that cannot be written is no error."""
+    raw = json.dumps(_json(entry, key)).encode()
+    if len(raw) > LARGEST:
+        return
+    try:
+        cache_files.write(key, raw)
+        cache_files.drop_oldest(MOST)
+    except (OSError, ValueError) as error:
+        log.info("nothing is kept: %s", error)
+
+
+def _json(entry: Entry, key: str) -> dict[str, Any]:
+    return {"format": FORMAT, "key": key, **asdict(entry)}
+
+
+def _entry(data: Any, key: str, now: float) -> Entry:
+    """An entry from JSON. Raises what `find` catches for anything that `keep` has not written."""
+    if data.pop("format") != FORMAT or data.pop("key") != key:
+        raise ValueError("the entry of something else")
+    rows = tuple(_row(row) for row in _items(data.pop("rows")))
+    seconds, when, checked = (_number(data.pop(name)) for name in ("seconds", "when", "checked"))
+    recalls = _count(data.pop("recalls"))
+    entry = Entry(rows, seconds=seconds, when=when, recalls=recalls, checked=checked, **_texts(Entry, data))
+    if max(entry.when, entry.checked) > now + AHEAD:
+        raise ValueError("an entry from the future")
+    _check_winner(entry)
+    return entry
+
+
+def _check_winner(entry: Entry) -> None:
+    """Raises ValueError where the winner is not the one that the rows make win."""
+    keys = [row.key for row in entry.rows]
+    if len(set(keys)) != len(keys) or entry.winner not in keys:
+        raise ValueError("not the rows of a race")
+    first, *others = entry.rows
+    if first.status != "ok" or first.timing is None or first.speedup is not None:
+        raise ValueError("not the row of a baseline")
+    if any(row.status == "ok" and (row.timing is None or row.speedup is None) for row in others):
+        raise ValueError("somebody was right and was not timed")
+    faster = [row.key for row in others if row.verdict == "faster"]
+    if entry.winner not in (faster or keys[:1]):
+        raise ValueError("not who won")
+
+
+def _row(data: dict[str, Any]) -> Row:
+    timing, gain, accuracy, cold = (data.pop(key) for key in ("timing", "speedup", "accuracy", "cold"))
+    return Row(
+        status=_one_of(KEPT, data.pop("status")),
+        timing=None if timing is None else _timing(timing),
+        speedup=None if gain is None else _speedup(gain),
+        accuracy=None if accuracy is None else _verdict(accuracy),
+        compile_seconds=_number(data.pop("compile_seconds")),
+        cold=None if cold is None else ColdStart(_number(cold["first"]), _count(cold["slow_calls"])),
+        **_texts(Row, data),
+    )
+
+
+def _timing(data: dict[str, Any]) -> Timing:
+    found = Timing(tuple(map(_number, _items(data["samples"]))), _count(data["calls_per_sample"]))
+    if not found.is_sound:
+        raise ValueError("not the times of calls")
+    return found
+
+
+def _speedup(data: dict[str, Any]) -> Speedup:
+    ratio, low, high = (_number(data[name]) for name in ("ratio", "low", "high"))
+    return Speedup(ratio, low, high, _count(data["rounds"]))
+
+
+def _verdict(data: dict[str, Any]) -> Verdict:
+    ok, difference = data.pop("ok"), data.pop("max_difference")  # of one that is wrong: anything
+    if type(ok) is not bool or type(difference) not in (int, float):
+        raise TypeError("not a verdict")
+    test = _one_of((*ORDER, "type"), data.pop("test"))
+    return Verdict(ok=ok, test=test, max_difference=float(difference), **_texts(Verdict, data))
+
+
+def _texts(cls: type[Row | Verdict | Entry], data: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a class that are texts or tuples of texts. Raises ValueError for a name that it does not have."""
+    types = {field.name: str(field.type) for field in fields(cls)}
+    if not set(data) <= set(types):
+        raise ValueError(f"not of a {cls.__name__}: {sorted(data)}")
+    return {
+        name: tuple(map(_text, _items(value))) if types[name].startswith("tuple") else _text(value)
+        for name, value in data.items()
+    }
+
+
+def _number(value: Any) -> float:
+    """A number of seconds, milliseconds or times."""
+    if type(value) not in (int, float) or not 0 <= value <= GREATEST:
+        raise ValueError(f"not a number of a race: {str(value)[:40]}")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= GREATEST:
+        raise ValueError(f"not a count: {str(value)[:40]}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
+
+
+def _items(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("not a list")
+    return value
+
+
+def _one_of(known: Sequence[str], value: Any) -> str:
+    if value not in known:
+        raise ValueError(f"none of {', '.join(known)}")
+    return str(value)

@@ -1,0 +1,127 @@
+"""The directory of the cache: small files in it, private to the user, each whole or not there. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from tsopt.runtime.bundles import known
+from tsopt.runtime.racing.cache_directory import directory, objection
+
+LARGEST = 1 << 20  # bytes of an entry
+SUFFIX, UNFINISHED = ".json", ".new"  # end the names of an entry, and of one that is being written
+
+
+def read(key: str) -> bytes | None:
+    """An entry; None where there is none.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: what is there is not a file of an entry's size.
+    """
+    if objection():
+        return None
+    place = _file(key)
+    try:
+        _check(place.lstat())  # before it is opened: to open a device may do something
+        # NOTE: never through a link, which could lead to anybody's file, and without waiting for the other end of a
+        # pipe: what is there may have been put in its place meanwhile.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with os.fdopen(os.open(place, flags), "rb") as file:
+            _check(os.fstat(file.fileno()))
+            return file.read(LARGEST)
+    except FileNotFoundError:
+        return None
+
+
+def _check(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is not a regular file")
+    if found.st_size > LARGEST:
+        raise ValueError(f"it has {found.st_size} bytes")
+
+
+def write(key: str, raw: bytes) -> None:
+    """Puts an entry in its place, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the directory is one that others may write into.
+    """
+    directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = objection()
+    if reason:
+        raise ValueError(reason)
+    file, name = tempfile.mkstemp(dir=directory(), suffix=UNFINISHED)
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(raw)
+        os.replace(name, _file(key))
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def forget(key: str) -> None:
+    """Removes an entry, or what is in its place, if that can be removed."""
+    with contextlib.suppress(OSError):
+        _file(key).unlink()
+
+
+def entries() -> list[Path]:
+    """The files of the entries, the oldest first."""
+    found = []
+    for path in _named(SUFFIX):
+        with contextlib.suppress(OSError):  # another process may just have removed it
+            facts = path.lstat()
+            if stat.S_ISREG(facts.st_mode):
+                found.append((facts.st_mtime, path))
+    return [path for _, path in sorted(found)]
+
+
+def size() -> int:
+    """Bytes of all entries."""
+    total = 0
+    for path in entries():
+        with contextlib.suppress(OSError):
+            total += path.lstat().st_size
+    return total
+
+
+def drop_oldest(most: int) -> None:
+    """Removes entries until so many are left."""
+    for path in entries()[:-most]:
+        path.unlink(missing_ok=True)
+
+
+def clear() -> int:
+    """Removes all entries, what is in place of one, and what is known of bundles; how many entries there were.
+
+    Raises:
+        OSError: for one that cannot be removed.
+    """
+    count = len(entries())
+    for path in (*_named(SUFFIX), *_named(UNFINISHED)):
+        if path.is_dir() and not path.is_symlink():
+            continue  # not ours: nothing here makes one
+        path.unlink(missing_ok=True)
+    known.forget_all()
+    return count
+
+
+def _named(suffix: str) -> list[Path]:
+    """What is in the directory under such a name."""
+    if objection():
+        return []
+    try:
+        with os.scandir(directory()) as found:
+            return [Path(item.path) for item in found if item.name.endswith(suffix)]
+    except OSError:  # there is none, or it cannot be listed
+        return []
+
+
+def _file(key: str) -> Path:
+    return directory() / f"{key}{SUFFIX}"
