@@ -55,6 +55,18 @@ def test_a_title_names_the_engine_and_what_was_asked_of_it():
         Candidate("tensorrt").title  # noqa: B018
 
 
+def test_a_precision_is_a_variant_of_the_program_or_an_option_of_the_engine():
+    assert Candidate.parse("eager?precision=bf16") == Candidate("eager", variant="bf16")
+    assert Candidate.parse("openvino?precision=bf16") == Candidate("openvino", (("precision", "bf16"),))
+    assert Candidate.parse("eager?precision=fp32") == Candidate("eager")
+    assert Candidate.parse("a.b:C?precision=int4") == Candidate("a.b:C", (("precision", "int4"),))
+    assert {Candidate.parse(f"{name}?precision=bf16").precision for name in ("eager", "openvino")} == {"bf16"}
+
+
+def test_who_is_named_twice_races_once():
+    assert keys(("eager", "onednn", "eager?precision=fp32")) == ["eager", "onednn"]
+
+
 def test_what_compiles_in_seconds_races_unasked_and_openvino_where_it_is_installed(openvino_is_installed):
     openvino_is_installed(None)
     assert keys(None) == USUAL

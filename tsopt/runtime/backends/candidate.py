@@ -45,8 +45,8 @@ class Candidate:
                 raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
             options[key] = int(value) if value.lstrip("-").isdigit() else CONSTANTS.get(value.lower(), value)
         info, precision = info_of(name), options.get("precision", FP32)
-        if (info.lowered or info.precisions) and precision not in (FP32, *info.lowered, *info.precisions):
-            known = dict.fromkeys((FP32, *info.precisions, *info.lowered))
+        known = dict.fromkeys((FP32, *info.precisions, *info.lowered))
+        if len(known) > 1 and precision not in known and not info.is_own:
             raise UsageError(f"{name} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
         if precision in info.lowered or (precision == FP32 and not info.precisions):
             options.pop("precision", None)
@@ -109,7 +109,7 @@ def candidates_for(
         racing = tuple(_from_table(on_gpu, everybody=wanted == "all"))
     else:
         racing = tuple(map(Candidate.parse, wanted))
-    return (*racing, *_in_precision(racing, precision))
+    return tuple(dict.fromkeys((*racing, *_in_precision(racing, precision))))
 
 
 def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
