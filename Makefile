@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+QUICK := tests/test_layering.py tests/test_errors.py tests/test_optimize.py tests/compiler \
+	tests/passes/test_algebra.py tests/passes/test_cse.py tests/runtime/backends/test_candidate.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types fuzz bench clean
+.PHONY: help demo test slow quick lint types fuzz bench clean
 
 help: ## show this
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,8 +21,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime side by side
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
-test: lint types ## lint, types, tests
+test: lint types ## lint, types, tests but the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=25 --durations-min=2
+
+slow: $(READY) ## the tests that `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow
+
+quick: lint ## the tests of one minute, for the inner loop
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" $(QUICK)
 
 lint: $(READY) ## ruff
 	$(BIN)/ruff check .

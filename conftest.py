@@ -7,6 +7,21 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test under `sliced(count)` so many stay in `make test`, spread evenly; the others are slow."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sliced") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in cases.values():
+        count = of_one[0].get_closest_marker("sliced").args[0]  # type: ignore[union-attr]
+        kept = {i * len(of_one) // count for i in range(count)}
+        for i, item in enumerate(of_one):
+            if i not in kept:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing that takes no care of being right: no test believes what a race in this process measures."""

@@ -1,7 +1,7 @@
 """Tiny models of many architectures: right by torch and by ONNX Runtime or refused by name, and left as they were.
 
-The first of each kind that is one graph in every run, all with TSOPT_FUZZ=1; TSOPT_ARCHITECTURES chooses: `3/8`, `all`,
-or names. The whole table, with what `optimize` makes of each, is bench/results/coverage.md.
+The first of each kind that is one graph, three of them in every run, all with TSOPT_FUZZ=1; TSOPT_ARCHITECTURES
+chooses: `3/8`, `all`, or names. The whole table, with what `optimize` makes of each, is bench/results/coverage.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bench.architectures import ARCHITECTURES
 from bench.untouched import changed, state_of
 from tsopt.runtime.checking.accuracy import Oracle
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def chosen():
@@ -65,6 +65,7 @@ def test_there_are_enough_and_the_lists_are_about_them():
     assert len(NOT_ONE_GRAPH) + len(NOT_BY_ONNX_RUNTIME) <= 0.2 * len(ARCHITECTURES)
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", chosen())
 def test_it_is_right_or_refused_by_name_and_left_as_it_was(name):
     transformers.logging.set_verbosity_error()

@@ -128,10 +128,12 @@ def test_what_cannot_be_sent_runs_eager_and_says_why():
     refused(tsopt.hybridize(model, **QUICK), "it cannot be sent to another process; TypeError: cannot pickle")
 
 
+@pytest.mark.slow
 def test_what_is_no_single_graph_runs_eager_and_says_why():
     refused(tsopt.hybridize(Decides().eval(), **QUICK), "a Python decision depends on the values of a tensor")
 
 
+@pytest.mark.slow
 def test_parts_run_eager_and_it_says_why():
     net = tsopt.hybridize(Decides().eval(), **QUICK, frontend="parts")
     refused(net, "Python between graphs stays where it is; in parts")
@@ -210,12 +212,14 @@ def script(tmp_path):
     return [sys.executable, str(path)]
 
 
+@pytest.mark.slow
 def test_a_class_of_the_script_itself_without_a_main_guard(script):
     done = subprocess.run([*script, "wait"], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True", "1"], done.stderr
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.sliced(1)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
 def test_the_process_ends_with_its_caller(script, end):
     with subprocess.Popen([*script, "stay"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as caller:
         pid = int(caller.stdout.readline())
@@ -257,6 +261,7 @@ class Chooses(Net):
         return Pair(y, {"answer": answer, "ordered": OrderedDict(a=y + 1)}) if answer is Answer.YES else y
 
 
+@pytest.mark.slow
 def test_calls_take_and_return_what_no_file_holds():
     net = tsopt.hybridize(Chooses().eval(), **QUICK)
     net(X, Answer.YES)
@@ -268,6 +273,7 @@ def test_calls_take_and_return_what_no_file_holds():
     assert type(found.b["ordered"]) is OrderedDict
 
 
+@pytest.mark.slow
 def test_weights_that_are_put_in_the_place_of_others_are_used(monkeypatch):
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)
@@ -320,6 +326,7 @@ class Counts(Net):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_what_calls_of_the_model_count_in_python_is_no_change():
     net = tsopt.hybridize(Counts().eval(), **QUICK)
     for _ in range(3):
@@ -328,6 +335,7 @@ def test_what_calls_of_the_model_count_in_python_is_no_change():
     assert len(reports(net)) == 1
 
 
+@pytest.mark.slow
 def test_an_audit_finds_what_nobody_sees_in_the_background():
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)

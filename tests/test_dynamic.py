@@ -47,6 +47,7 @@ def text(batch, length):
     return torch.randint(0, 50, (batch, length)), torch.ones(batch, length, dtype=torch.long)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "openvino", "onednn"])
 def test_an_image_net_with_any_batch_by_every_backend(backend):
     model = net()
@@ -68,6 +69,7 @@ def any_text():
     return tsopt.optimize(encoder(), [text(1, 8), text(4, 12)], backends=racing, **QUICK)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "openvino"])
 def test_an_encoder_with_any_batch_and_length_by_every_backend(backend, any_text):
     model = encoder()
@@ -106,6 +108,7 @@ def test_sizes_beyond_the_range_are_another_form():
         strict(torch.randn(2, 3, 8, 9))
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_a_bundle_keeps_its_sizes(tmp_path, backend):
     model = encoder()
@@ -175,6 +178,7 @@ def masked_step(past, longer=1):
     return torch.randn(2, 1, 8), torch.randn(2, past, 8), torch.rand(2, past + longer) > 0.3
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime", "openvino", "torchscript"])
 def test_a_size_that_is_always_one_larger(backend, tmp_path):
     torch.manual_seed(0)

@@ -235,6 +235,7 @@ def database(monkeypatch):
     return found
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("kind", ["inputs", "weights"])
 @pytest.mark.filterwarnings("ignore")
 def test_every_op_of_torch_is_what_it_is_in_eager(kind, database, tmp_path):

@@ -20,6 +20,7 @@ def test_there_are_enough():
     assert len(SHAPES) >= 25
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("name", ONE_GRAPH)
 def test_one_graph_by_torch_and_by_onnx_runtime(name):
     model, call = SHAPES[name].load()
@@ -35,6 +36,7 @@ def test_one_graph_by_torch_and_by_onnx_runtime(name):
 ONE_BATCH = {"LstmWithState", "BidirectionalGru", "ScriptedByValues"}
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", [name for name in ONE_GRAPH if name not in ONE_BATCH])
 def test_for_any_batch(name):
     model, call = SHAPES[name].load()

@@ -134,6 +134,7 @@ def test_an_interrupt_exits_with_130(tsopt, write):
     assert ran.err.count("\n") == 1
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("arguments", ["inspect m.py", "inspect m.py --json"])
 def test_output_that_nobody_reads_is_no_mistake(write, tmp_path, arguments):
     write()

@@ -59,6 +59,7 @@ BINARY = {
 }
 
 
+@pytest.mark.sliced(16)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", BINARY)
 def test_a_scalar_constant_becomes_a_literal_with_the_same_bits(op, dtype):

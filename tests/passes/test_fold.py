@@ -303,6 +303,7 @@ def test_a_check_on_constants_is_not_folded_away():
     assert ops_of(after) == ops_of(program)
 
 
+@pytest.mark.slow
 def test_a_chain_of_doublings_stops_at_the_ceiling():
     """H21: `cat` with itself sixty times."""
 

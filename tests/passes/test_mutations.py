@@ -1,6 +1,6 @@
 """Every guard of every rule is there for a reason that some test knows: without it, a test goes red.
 
-A few guards in every run, all of them (an hour) with TSOPT_FUZZ=1. TSOPT_MUTATIONS chooses: `3/20`, `all`, or the
+A few guards in `make slow`, all of them (an hour) with TSOPT_FUZZ=1. TSOPT_MUTATIONS chooses: `3/20`, `all`, or the
 beginning of a guard such as `algebra.times_one`.
 """
 
@@ -12,11 +12,13 @@ import sys
 import zlib
 from pathlib import Path
 
+import pytest
+
 from tests.passes import mutate
 from tests.passes.mutate import Guard, all_guards
 
 ROOT = Path(__file__).parents[2]
-FEW, QUICK = 2, "algebra"  # in every run: guards of a module whose tests take seconds
+FEW, QUICK = 2, "algebra"  # in `make slow`: guards of a module whose tests take seconds
 
 # Guards that make no difference to what comes out, each with what it is there for.
 WITHOUT_EFFECT: dict[str, str] = {
@@ -38,6 +40,7 @@ def chosen(guards: list[Guard]) -> list[int]:
     return [number for number in order if guards[number].key.startswith(wanted)]
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_taken_out_is_missed_by_a_test():
     guards = all_guards()
     numbers = [number for number in chosen(guards) if guards[number].key not in WITHOUT_EFFECT]
@@ -90,6 +93,7 @@ def test_each_condition_is_a_guard_of_its_own(tmp_path, monkeypatch):
     assert "return y if x else" in mutants[5]
 
 
+@pytest.mark.slow
 def test_a_mutant_is_as_red_as_its_tests(tmp_path):
     """Where no test looks at the guard, it is green; what is no test of the module is not run."""
     (tmp_path / "test_one.py").write_text(

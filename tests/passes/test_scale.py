@@ -104,6 +104,7 @@ GRAPHS: dict[str, Callable[[int], Program]] = {
 QUICK = ("layers", "branches joined", "constants", "nothing to do", "gates", "transposes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS if FUZZ else QUICK)
 def test_ten_times_the_calls_are_about_ten_times_the_work(name):
     """Counted in calls of functions, which a busy machine does not change."""
@@ -113,6 +114,7 @@ def test_ten_times_the_calls_are_about_ten_times_the_work(name):
     assert work(lambda: run(large, STANDARD)) <= 12 * work(lambda: run(small, STANDARD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers", "branches joined", "branches returned"])
 def test_a_large_program_is_done_in_seconds(name):
     program = GRAPHS[name](10_000 if FUZZ else 2_000)

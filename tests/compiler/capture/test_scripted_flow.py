@@ -153,6 +153,7 @@ def test_what_values_decide_is_decided_in_the_call(name):
     assert_computes(program, lambda x: script(x), CALLS, exact=True)
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_onnx_runtime_decides_as_well_or_it_is_said_why_not(name):
     script = torch.jit.script(RIGHT[name])

@@ -186,6 +186,7 @@ EXITS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], list[str], list[str]
 }
 
 
+@pytest.mark.sliced(16)
 @pytest.mark.parametrize("name", EXITS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_results_leave_by_views_where_they_can(name, bias):

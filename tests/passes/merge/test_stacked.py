@@ -107,6 +107,7 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.sliced(16)
 @pytest.mark.parametrize("name", BODIES)
 def test_what_branches_do_is_done_once(name):
     """The text has a call for each op, not for each branch."""

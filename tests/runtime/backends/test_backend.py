@@ -198,6 +198,7 @@ def test_scalars_and_empty_tensors_go_in_and_out(name, shape):
     assert torch.equal(found, torch.full(shape, 7.0))
 
 
+@pytest.mark.sliced(9)
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool])
 def test_dtypes_go_in_and_out(name, dtype):

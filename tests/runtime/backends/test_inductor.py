@@ -123,6 +123,7 @@ def test_what_the_compiler_says_is_told_and_nothing_is_left(monkeypatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_machine_code_serves_all_sizes():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()

@@ -485,6 +485,7 @@ def test_a_program_of_too_many_nodes_is_refused(bundle, monkeypatch):
     refused(bundle(), "too many nodes")
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", ["eager", "onnxruntime"])
 @pytest.mark.parametrize(
     ("change", "why"),

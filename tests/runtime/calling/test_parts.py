@@ -84,6 +84,7 @@ def test_the_model_is_left_as_it_was():
     assert (model.calls, float(model.count)) == (0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("parts_win")
 def test_it_cannot_be_saved_and_says_why(tmp_path):
     fast = optimized()
@@ -195,6 +196,7 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
         optimized(frontend="parts")
 
 
+@pytest.mark.slow
 def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
     """Dynamo traces the model again when its counter changes."""
     from tsopt import api

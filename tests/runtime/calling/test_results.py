@@ -17,6 +17,7 @@ def inputs(count=3):
     return [torch.randn(2, 4, generator=generator) for _ in range(count)]
 
 
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_written_to_a_result_shows_where_it_does_in_eager(name, backend):
@@ -25,6 +26,7 @@ def test_what_is_written_to_a_result_shows_where_it_does_in_eager(name, backend)
     assert differs(executable, reference, inputs()) == ""
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["a transposed input", "a buffer that is written", "a copy of a weight"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_and_so_does_a_bundle(name, backend, tmp_path):

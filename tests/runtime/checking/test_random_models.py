@@ -131,6 +131,7 @@ def check(seed: int, backends: list[str]) -> list[str]:
     return [f"model {seed} by {backend}, {model.extra_repr()}: {why}" for backend, why in found if why]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("part", range(4))
 def test_random_models_are_never_wrong_in_silence(part):
     """In a short run each model goes to one engine of ONNX models, in turn, because exporting takes longest."""

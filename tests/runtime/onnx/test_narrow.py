@@ -167,6 +167,7 @@ def test_openvino_refuses_ops_that_go_wrong_at_the_ends_of_a_dtype(model, dtype,
         tsopt.compile(tsopt.capture(model, ends(dtype) % 3), "openvino")
 
 
+@pytest.mark.sliced(2)
 @openvino_only
 @pytest.mark.parametrize("model", [torch.Tensor.bool, torch.logical_not, lambda x: torch.logical_and(x, x), torch.all])
 def test_openvino_is_not_asked_whether_the_lowest_int32_is_true(model):
@@ -175,6 +176,7 @@ def test_openvino_is_not_asked_whether_the_lowest_int32_is_true(model):
         assert torch.equal(executable(call), model(call))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     "model",
     [

@@ -168,6 +168,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_input_may_be_called_as_an_inner_value(name):
     value = torch.randn(2, 3)
@@ -218,6 +219,7 @@ def test_adding_zero_turns_minus_zero_into_zero():
     assert torch.equal(torch.signbit(found), torch.tensor([False, False]))
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("model", "at"),
     [
@@ -307,6 +309,7 @@ def sessions(monkeypatch):
     return made
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("asked", "read"),
     [
@@ -348,6 +351,7 @@ def test_what_the_runtime_has_no_kernel_for_is_said_in_other_words(model, given)
     torch.testing.assert_close(tsopt.compile(program, "onnxruntime")(*given), model(*given))
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime?fused=false", "openvino"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2)])
 @pytest.mark.filterwarnings("ignore")

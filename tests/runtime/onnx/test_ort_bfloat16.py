@@ -29,6 +29,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_values_are_those_of_torch(name):
     def model(x):

@@ -48,6 +48,7 @@ NONE[2] = False  # a row that attends to nothing: 0 by torch, NaN by softmax
 KEYS = torch.tensor([[True] * 4 + [False], [True] * 2 + [False] * 3])[:, None, None]
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize(
     ("model", "example"),
     [
@@ -72,6 +73,7 @@ def test_attention_is_one_operator(model, example, tmp_path):
     assert operators(model, example, tmp_path) == ["MultiHeadAttention"]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("shape", [(3, 7), (1,), (2, 1, 3)])
 def test_silu_and_rms_norm_are_one_operator(shape, tmp_path):
     x = torch.randn(shape)
@@ -101,6 +103,7 @@ def test_what_the_operators_do_not_do_is_left_to_the_exporter(model, example, tm
     assert operators(model, example, tmp_path) == []
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3, 2)])
 @pytest.mark.parametrize("masked", [True, False])

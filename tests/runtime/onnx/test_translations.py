@@ -38,6 +38,7 @@ class Experts(nn.Module):
         return torch.ops.transformers.grouped_mm_fallback(x, self.weight, offs=offs)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
@@ -71,6 +72,7 @@ def test_an_op_that_only_computes_is_dropped_and_shared():
     assert sum("grouped_mm" in str(node.target) for node in program.calls()) == 1
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.uint8, torch.bool], ids=str)
 def test_signbit_tells_minus_zero_from_zero(dtype):
     values = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e30, -1e30, 1e-30, -1e-30, torch.inf, -torch.inf])

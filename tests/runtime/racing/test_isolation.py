@@ -98,6 +98,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, try_all):
     rows, found = try_all(FAULTY + name, "eager")
@@ -230,6 +231,7 @@ class Nested(nn.Module):
         return {"y": self.layer(x) + more["a"], "both": (x, self.calls * 2)}
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime"])
 def test_an_isolated_candidate_answers_as_one_here_would(backend):
     model, x, more = Nested().eval(), torch.randn(2, 6), {"a": torch.randn(2, 3)}
@@ -306,12 +308,14 @@ print(fast.report.row("eager + passes").status, fast.report.together)
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_run_once(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["imported", "ok"]
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("phase", ["compile", "time"])
 def test_an_interrupt_ends_everything(tmp_path, phase):
     (tmp_path / "script.py").write_text(
@@ -391,6 +395,7 @@ class Ring(nn.Module):
         return ring.sum(0)
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("isolate", [True, False])
 def test_calls_that_write_to_their_tensors_are_timed_on_what_they_were(isolate):
     example = torch.ones(1, 4), torch.zeros(3, 4), torch.tensor([2])

@@ -222,6 +222,7 @@ def paces(monkeypatch, pace, jitter):
     monkeypatch.setattr(race_module, "measure", measured)
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("torchscript", "onnxruntime", "jitter", "winner"),
     [
