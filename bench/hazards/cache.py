@@ -23,9 +23,11 @@ from torch import nn
 
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
+from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.timing import Timing
+from tsopt.runtime.report import MODEL
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 PACES = {"eager": 4.0, "eager + passes": 1.0, "TorchScript": 2.0}
@@ -62,7 +64,7 @@ def change(entry: Path, by: Change) -> None:
 
 
 def eager_wins(data: dict[str, Any]) -> None:
-    data.update(winner="eager", backend="eager", why="nothing is faster")
+    data.update(winner=MODEL, why="nothing is faster")
 
 
 def eager_was_faster(data: dict[str, Any]) -> None:
@@ -179,7 +181,7 @@ def _any_value(_: str) -> Outcome:
             container, key = list(values(data))[number]
             container[key] = random.Random(number).choice(STRANGE)
             entry.write_text(json.dumps(data))
-            found = cache.find(entry.stem, ("eager", "torchscript"), 0.1)
+            found = cache.find(entry.stem, (Candidate("eager"), Candidate("torchscript")), 0.1)
             if found is not None:
                 assert found.date
                 assert all(row.cells() and row.record() is not None for row in found.rows)
