@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -311,7 +312,7 @@ def test_a_sweep_is_one_table_and_is_saved(tsopt, write, tmp_path):
     write()
     ran = tsopt("bench", "m.py", "--seconds", "0.1", "--threads", "1,2", "--batch-sizes", "1,3", "--backends", "eager")
     assert ran.code == 0
-    assert ran.out.count("eager + passes") == 4
+    assert len(re.findall(r"eager \+ passes +[\d.]", ran.out)) == 4  # below, reasons may name it again
     assert "samples/s" in ran.out.splitlines()[0]
     assert "* wins in its setting" in ran.out
 
