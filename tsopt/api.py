@@ -45,6 +45,7 @@ from tsopt.runtime.calling.watch import Weights
 from tsopt.runtime.checking.debug import Debugged
 from tsopt.runtime.checking.debug import debug as run_debug
 from tsopt.runtime.checking.held_out import Sized, settled, sizes_in
+from tsopt.runtime.racing.endings import warn
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.isolation import Workshop, is_on_cpu
 from tsopt.runtime.racing.race import race
@@ -373,6 +374,11 @@ class _Request:
         for left_out in (self.without, (*self.without, *by_size)) if sized.elsewhere else (self.without,):
             try:
                 optimized, records = change(sized.program, without=left_out)
+                for record in filter(lambda record: record.failed, records):
+                    warn(
+                        f"tsopt: {sized.program.name}: the pass {record.name} was left out: {record.failed}",
+                        UserWarning,
+                    )
                 return optimized, records, sized.checked_with(optimized)
             except NotGeneral as error:
                 reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))

@@ -78,7 +78,7 @@ def test_who_was_tried_or_refused_the_model_was_not_stopped(rows, is_stopped):
 
 def test_the_warning_is_at_the_line_of_the_caller():
     with pytest.warns(endings.NoCandidate, match="all of them") as seen:
-        endings.warn("all of them")
+        endings.warn("all of them", endings.NoCandidate)
     assert seen[0].filename == __file__
 
 
@@ -86,4 +86,4 @@ def test_the_warning_can_be_silenced_by_its_class():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", endings.NoCandidate)
-        endings.warn("all of them")
+        endings.warn("all of them", endings.NoCandidate)

@@ -74,9 +74,9 @@ def stopped(rows: tuple[Ended, ...]) -> str:
     return "; ".join(f"{row.name} {row.status}{f' ({row.reason})' if row.reason else ''}" for row in left)
 
 
-def warn(text: str) -> None:
-    """A NoCandidate warning at the line of the caller's that led here."""
+def warn(text: str, category: type[Warning]) -> None:
+    """A warning at the line of the caller's that led here."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, NoCandidate, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)

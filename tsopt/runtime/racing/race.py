@@ -134,7 +134,7 @@ def race(
         torch.set_num_threads(before)
     reason = endings.stopped(found.rows)
     if reason and warn:
-        endings.warn(f"tsopt: {captured.name} runs eager, no candidate could be tried: {reason}")
+        endings.warn(f"tsopt: {captured.name} runs eager, no candidate could be tried: {reason}", endings.NoCandidate)
     return replace(found, together=together)
 
 
