@@ -213,7 +213,7 @@ def test_eval_mode_computes_as_in_eval_mode():
         ({"backends": ("tensorrt",)}, "no backend is called 'tensorrt'"),
         ({"threads": 0}, "threads=0"),
         ({"seconds": 0}, "seconds=0"),
-        ({"level": 4}, "there is no level 4"),
+        ({"level": 4}, "unknown optimization level 4"),
         ({"without": ("mul_by_seven",)}, "'mul_by_seven'"),
     ],
 )

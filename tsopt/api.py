@@ -511,7 +511,7 @@ def _run_of(
 ) -> tuple[tuple[Pass | Repeat, ...], Limits]:
     """The passes of a level and what they may do; options checked."""
     if level not in LEVELS:
-        raise UsageError(f"there is no level {level}", fix=f"one of {', '.join(f'-O{n}' for n in LEVELS)}")
+        raise UsageError(f"unknown optimization level {level}", fix=f"one of {', '.join(f'-O{n}' for n in LEVELS)}")
     passes, left_out = tuple(passes), frozenset(without)
     for name in sorted(left_out):
         check_name(name, names_of(passes))

@@ -101,7 +101,7 @@ def test_a_level_that_is_none_is_a_usage_error(tsopt, write, level):
     write()
     ran = tsopt("inspect", "m.py", level)
     assert ran.code == 2
-    assert f"there is no level {level[2:]}" in ran.err
+    assert f"unknown optimization level {level[2:]}" in ran.err
 
 
 @pytest.mark.parametrize("seed", ["99999999999999999999999999", "-99999999999999999999999999"])

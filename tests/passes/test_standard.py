@@ -76,7 +76,7 @@ def test_levels_choose_the_class_of_numerics():
     assert transform(program, level=1).numerics == Numerics.EXACT
     assert ops_of(transform(program, level=2)) == ["sin"]
     assert transform(program, level=2).numerics == Numerics.ROUNDING
-    with pytest.raises(UsageError, match="there is no level 7"):
+    with pytest.raises(UsageError, match="unknown optimization level 7"):
         transform(program, level=7)
 
 
