@@ -35,18 +35,18 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates run in the process of the test, which saves seconds each; test_isolation.py is about the others."""
     if request.node.path.name != "test_isolation.py":
-        from tsopt import api
+        from tsopt import request as optimize_request
 
-        monkeypatch.setattr(api, "is_on_cpu", lambda example: False)
+        monkeypatch.setattr(optimize_request, "is_on_cpu", lambda example: False)
 
 
 @pytest.fixture(autouse=True)
 def _untried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles are opened without a process of their own first, which saves seconds each; test_probe.py is about it."""
     if request.node.path.name != "test_probe.py":
-        from tsopt.runtime.bundles import artifact
+        from tsopt.runtime.bundles import store
 
-        monkeypatch.setattr(artifact, "try_out", lambda *args: None)
+        monkeypatch.setattr(store, "try_out", lambda *args: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

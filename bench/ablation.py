@@ -32,12 +32,12 @@ NAMES = (
     *("resnet50", "mobilenet_v2", "efficientnet_b0", "bert_base", "gpt2", "llama_160m", "vit_b16", "swin_tiny"),
     *("convnext_tiny", "segformer_b0", "whisper_tiny", "ensemble_16", "heads_8", "pyramid_4"),
 )
-CLEAN = ("dce", "normalize", "fold", "cse", "fold-again", "cse-again", "dce-again")
+CLEAN = ("dce", "canonicalize", "fold", "cse", "fold-again", "cse-again", "dce-again")
 # On top of the clean-up, which the others are written for.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "clean-up": (),
     "recompose": ("recompose",),
-    "algebra": ("algebra", "moves"),
+    "algebra": ("algebra", "data-movement"),
     "fuse": ("fuse",),
     "merge": ("merge",),
     "order": ("order",),

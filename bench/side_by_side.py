@@ -22,12 +22,12 @@ from torch import nn
 import tsopt
 from bench.models import MODELS
 from bench.process import Rows, measure_each
-from tsopt.api import transform
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.protect import protected
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.timing import Timing, measure, speedup
+from tsopt.transforms import transform
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 20.0
@@ -65,7 +65,7 @@ def one(name: str) -> dict[str, Any]:
         timings = measure(calls, inputs, seconds=SECONDS)
     return {
         "winner": fast.report.winner,
-        "verified": str(fast.report.row(fast.report.winner).accuracy or "eager itself"),
+        "verified": str(fast.report.winning.accuracy or "eager itself"),
         "race": {row.name: [row.status, None if row.timing is None else row.timing.p50] for row in fast.report.rows},
         "nodes": list(fast.report.nodes),
         "capture_seconds": capture_seconds,

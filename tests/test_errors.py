@@ -15,7 +15,7 @@ def test_a_message_says_what_where_why_and_how_to_go_on():
 
 
 def test_a_name_of_any_length_does_not_fill_the_screen():
-    error = tsopt.ArtifactError(f"the output {'x' * 100_000} is unknown", why="y" * 100_000)
+    error = tsopt.BundleError(f"the output {'x' * 100_000} is unknown", why="y" * 100_000)
     assert len(error.what) < LONGEST + 10
     assert len(str(error)) < 2 * LONGEST + 100
     assert error.what.startswith("the output xxx")

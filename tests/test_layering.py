@@ -1,6 +1,6 @@
-"""Who may import whom: cli -> sweeps, dynamo, hybrid -> background -> api -> passes, runtime -> compiler -> errors.
+"""Who may import whom, and where heavy libraries live.
 
-And where heavy libraries live.
+cli -> sweeps, dynamo, hybrid -> background -> api -> request -> transforms -> passes, runtime -> compiler -> errors.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ MAY = {
     "compiler": {"compiler", "root"},
     "passes": {"passes", "compiler", "root"},
     "runtime": {"runtime", "compiler", "root"},
-    "api": {"api", "passes", "runtime", "compiler", "root"},
+    "transforms": {"transforms", "passes", "runtime", "compiler", "root"},
+    "request": {"request", "transforms", "passes", "runtime", "compiler", "root"},
+    "api": {"api", "request", "transforms", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},
     "dynamo": {"dynamo", "api", "runtime", "compiler", "root"},
     "background": {"background", "api", "runtime", "compiler", "root"},
     "hybrid": {"hybrid", "background", "api", "runtime", "compiler", "root"},
-    "cli": {"cli", "sweeps", "api", "passes", "runtime", "compiler", "root"},
+    "cli": {"cli", "sweeps", "api", "request", "transforms", "passes", "runtime", "compiler", "root"},
 }
 ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
@@ -42,7 +44,7 @@ ONLY_IN = {
 WITHOUT_TORCH = (
     "__init__.py",
     "errors.py",
-    "compiler/calls/contents.py",
+    "compiler/calls/snapshot.py",
     "compiler/calls/effects.py",
     "compiler/calls/memory.py",
     "compiler/capture/question.py",
@@ -53,7 +55,7 @@ WITHOUT_TORCH = (
     "compiler/calls/view.py",
     "compiler/calls/example.py",
     "runtime/calling/ambient.py",
-    "runtime/bundles/artifact.py",
+    "runtime/bundles/store.py",
     "runtime/backends/backend.py",
     "runtime/backends/table.py",
     "runtime/backends/candidate.py",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 
 if TYPE_CHECKING:
-    from tsopt.api import compile, optimize, transform
+    from tsopt.api import compile, optimize
     from tsopt.compiler.calls.example import Example, example
     from tsopt.compiler.capture.capture import capture
     from tsopt.compiler.graph.program import Numerics, Program
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
     from tsopt.errors import (
         AccuracyError,
-        ArtifactError,
         BackendError,
+        BundleError,
         CaptureError,
-        DecidedByValues,
+        DataDependentError,
+        GraphBreakError,
         InvalidProgram,
         NoGain,
-        NotOneGraph,
         NotReady,
         PassError,
         RuleError,
@@ -39,15 +39,16 @@ if TYPE_CHECKING:
     )
     from tsopt.hybrid import hybridize, wait
     from tsopt.passes import STANDARD
-    from tsopt.runtime.bundles.artifact import load
+    from tsopt.runtime.bundles.store import load
     from tsopt.runtime.calling.executable import Executable
     from tsopt.runtime.calling.fallback import InEager
     from tsopt.runtime.calling.optimized import Optimized
-    from tsopt.runtime.calling.parts import InParts
+    from tsopt.runtime.calling.partitioned import Partitioned
     from tsopt.runtime.checking.accuracy import verify
     from tsopt.runtime.racing.race import benchmark
     from tsopt.runtime.report import Report
     from tsopt.sweeps import Sweep, sweep
+    from tsopt.transforms import transform
 
 # name -> the module it lives in, imported at first use: `import tsopt` must not wait for torch.
 _PLACES = {
@@ -61,13 +62,13 @@ _PLACES = {
     "RulePass": "tsopt.compiler.rewriting.rewrite",
     "rule": "tsopt.compiler.rewriting.rewrite",
     "AccuracyError": "tsopt.errors",
-    "ArtifactError": "tsopt.errors",
+    "BundleError": "tsopt.errors",
     "BackendError": "tsopt.errors",
     "CaptureError": "tsopt.errors",
-    "DecidedByValues": "tsopt.errors",
+    "DataDependentError": "tsopt.errors",
     "InvalidProgram": "tsopt.errors",
     "NoGain": "tsopt.errors",
-    "NotOneGraph": "tsopt.errors",
+    "GraphBreakError": "tsopt.errors",
     "NotReady": "tsopt.errors",
     "PassError": "tsopt.errors",
     "RuleError": "tsopt.errors",
@@ -78,15 +79,15 @@ _PLACES = {
     "hybridize": "tsopt.hybrid",
     "wait": "tsopt.hybrid",
     "optimize": "tsopt.api",
-    "transform": "tsopt.api",
+    "transform": "tsopt.transforms",
     "STANDARD": "tsopt.passes",
     "verify": "tsopt.runtime.checking.accuracy",
-    "load": "tsopt.runtime.bundles.artifact",
+    "load": "tsopt.runtime.bundles.store",
     "Executable": "tsopt.runtime.calling.executable",
     "compile": "tsopt.api",
     "Optimized": "tsopt.runtime.calling.optimized",
     "InEager": "tsopt.runtime.calling.fallback",
-    "InParts": "tsopt.runtime.calling.parts",
+    "Partitioned": "tsopt.runtime.calling.partitioned",
     "benchmark": "tsopt.runtime.racing.race",
     "Report": "tsopt.runtime.report",
     "Sweep": "tsopt.sweeps",
@@ -110,20 +111,20 @@ def __dir__() -> list[str]:
 __all__ = [
     "STANDARD",
     "AccuracyError",
-    "ArtifactError",
     "BackendError",
+    "BundleError",
     "CaptureError",
-    "DecidedByValues",
+    "DataDependentError",
     "Example",
     "Executable",
+    "GraphBreakError",
     "InEager",
-    "InParts",
     "InvalidProgram",
     "NoGain",
-    "NotOneGraph",
     "NotReady",
     "Numerics",
     "Optimized",
+    "Partitioned",
     "PassError",
     "Program",
     "Repeat",

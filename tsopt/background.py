@@ -29,17 +29,18 @@ from tsopt.api import optimize
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import Structure, with_own_leaves
-from tsopt.errors import AccuracyError, CaptureError, NotOneGraph, SignatureError, TsoptError, UsageError
-from tsopt.runtime.bundles.artifact import load, save
+from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, SignatureError, TsoptError, UsageError
+from tsopt.runtime.bundles.store import load, save
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.calling.optimized import MAX_CAPTURES, Form, Forms, Optimized, form_of
+from tsopt.runtime.calling.optimized import MAX_CAPTURES, Optimized
 from tsopt.runtime.calling.reads import reads_of
+from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
 from tsopt.runtime.calling.watch import Watch
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.processes import descendants, environment_of_child, kill
 from tsopt.runtime.report import Report
 
-REQUEST, ANSWER, FORM, OUTPUT = "request", "answer", "form.tsopt", "output"
+REQUEST, ANSWER, BUNDLE, OUTPUT = "request", "answer", "model.tsopt", "output"
 TAIL = 300  # characters of what a process that has failed has printed
 
 
@@ -58,7 +59,7 @@ class Answer:
 
 
 class Job:
-    """One form, in its process."""
+    """One key, in its process."""
 
     def __init__(self, model: Callable[..., Any], example: Example, options: dict[str, Any]) -> None:
         """Raises TsoptError when the model cannot be sent."""
@@ -109,8 +110,8 @@ class Job:
         return found
 
     def made(self, signature: Signature, structure: Structure) -> Executable:
-        """The winner, for calls of this form here."""
-        found = load(self.directory / FORM, trust=True, probe=False)  # it comes from a process of one's own
+        """The winner, for calls of this key here."""
+        found = load(self.directory / BUNDLE, trust=True, probe=False)  # it comes from a process of one's own
         own = structure if signature.aliasing else with_own_leaves(structure)
         return found.called_as(replace(signature, outer=own))
 
@@ -158,11 +159,11 @@ class InBackground:
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], say: Callable[[str], None]) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
         self._say = say
-        self._forms = Forms()
+        self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
         self._latest: Executable | None = None
-        self._job: tuple[Job, Form] | None = None
+        self._job: tuple[Job, CallKey] | None = None
         self._started = 0
         self._refused: UsageError | None = None
         self._lock = threading.Lock()
@@ -195,7 +196,7 @@ class InBackground:
         if latest is None or latest.accepts(args, kwargs) is not None:
             return latest
         try:
-            found = self._forms.get(form_of(args, kwargs))
+            found = self._specializations.get(call_key(args, kwargs))
         except (TypeError, CaptureError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
@@ -220,31 +221,31 @@ class InBackground:
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         try:
-            form = form_of(args, kwargs)
-            found = self._forms.get(form)
+            key = call_key(args, kwargs)
+            found = self._specializations.get(key)
         except (TypeError, CaptureError):  # what cannot be hashed, or told, cannot be recognized again
             return self.model
         # Where another thread is at it, it does so for all.
         if found is None and self._lock.acquire(blocking=False):
             try:
                 self._take_over()
-                if self._job is None and self._forms.get(form) is None:
-                    self._start(form, Example(args, kwargs))
+                if self._job is None and self._specializations.get(key) is None:
+                    self._start(key, Example(args, kwargs))
             finally:
                 self._lock.release()
-            found = self._forms.get(form)
+            found = self._specializations.get(key)
         return self.model if found is None else found
 
-    def _start(self, form: Form, example: Example) -> None:
+    def _start(self, key: CallKey, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
             self._say(f"{MAX_CAPTURES} forms of call were compiled; dynamic= makes one program for many")
             return
         self._started += 1
         try:
-            self._job = Job(self.model, example, self.options), form
+            self._job = Job(self.model, example, self.options), key
             self._learning = self._job[0].watch
         except (TsoptError, OSError) as error:
-            self._fail(form, error)
+            self._fail(key, error)
 
     def _take_over(self) -> None:
         """What the process has made, when it has ended."""
@@ -252,29 +253,29 @@ class InBackground:
             raise self._refused
         if self._job is None or not self._job[0].ended:
             return
-        job, form = self._job
+        job, key = self._job
         self._job = None
         try:
             answer = job.answer()
             executable = None
             if answer.signature is not None:
-                executable = self._checked(job, answer, job.made(answer.signature, form[0]))
-                accuracy = answer.report.row(answer.report.winner).accuracy
+                executable = self._checked(job, answer, job.made(answer.signature, key[0]))
+                accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding
         except UsageError as error:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            self._fail(form, error)
+            self._fail(key, error)
             return
         if executable is None:
-            self._forms.keep(form, self.model)
+            self._specializations.keep(key, self.model)
         elif job.watch.changed():
-            return  # it was made of other weights: the next call of this form begins again
+            return  # it was made of other weights: the next call of this key begins again
         else:
             self._files[executable] = job
-            self._forms.keep(form, executable)
+            self._specializations.keep(key, executable)
             self._latest, self._watch = executable, job.watch
         self.reports.append(answer.report)
 
@@ -294,10 +295,10 @@ class InBackground:
                 raise AccuracyError("in another process it is another model", why=verdict.reason)
         return executable
 
-    def _fail(self, form: Form, error: Exception) -> None:
+    def _fail(self, key: CallKey, error: Exception) -> None:
         told = (error.what, error.where, error.why) if isinstance(error, TsoptError) else (repr(error),)
         self._say("; ".join(filter(None, told)))
-        self._forms.keep(form, self.model)
+        self._specializations.keep(key, self.model)
 
 
 def _tensors(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
@@ -318,7 +319,7 @@ def main(directory: Path) -> None:
         fast = optimize(model, example, **{"frontend": "one-graph"} | options | {"progress": None})
         if not isinstance(fast, Optimized):
             why = fast.report.frontend
-            raise NotOneGraph("Python between graphs stays where it is", why=why, fix="background=False")
+            raise GraphBreakError("Python between graphs stays where it is", why=why, fix="background=False")
         found = _answer(fast, model, directory)
     except TsoptError as error:
         found = error
@@ -333,7 +334,7 @@ def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answ
     written = tuple(names[id(tensor)] for tensor in executable.state)
     # The nesting goes beside the bundle, whole: files hold no objects.
     flat = executable.called_as(executable.signature.flat())
-    save(flat, directory / FORM, model, fast.example, fast.report)
+    save(flat, directory / BUNDLE, model, fast.example, fast.report)
     return Answer(fast.report, written, executable.signature)
 
 

@@ -10,7 +10,7 @@ from torch import fx
 from tsopt.api import optimize
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.calling.parts import PART, Graph
+from tsopt.runtime.calling.partitioned import PART, Graph
 
 
 def backend(

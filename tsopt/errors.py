@@ -59,7 +59,7 @@ class NotReady(CaptureError):
     """The model is not one to run: it has no weights yet, NaN among them, or is in training mode; or is no model."""
 
 
-class NotOneGraph(CaptureError):
+class GraphBreakError(CaptureError):
     """The model runs, but is not a single graph of tensor operations. `fix` is followed by what can still be done."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
@@ -67,7 +67,7 @@ class NotOneGraph(CaptureError):
         super().__init__(what, where=where, why=why, fix=f"{fix}; {still}" if fix else still)
 
 
-class DecidedByValues(NotOneGraph):
+class DataDependentError(GraphBreakError):
     """Python goes on by the values of tensors."""
 
 
@@ -113,5 +113,5 @@ class AccuracyError(TsoptError):
     exit_code = 1
 
 
-class ArtifactError(TsoptError):
+class BundleError(TsoptError):
     """A bundle on disk is missing, damaged, hostile, or from a newer version."""

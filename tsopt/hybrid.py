@@ -25,7 +25,7 @@ from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.guard import watcher
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.calling.parts import InParts
+from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.watch import Watch, tensors_of
 from tsopt.runtime.checking.inputs import InputSet
 
@@ -122,7 +122,7 @@ class Compiled:
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
         self.model, self.background, self.options = model, background, OPTIONS | options
         self._is_module = isinstance(model, nn.Module)
-        self.fast: Optimized | InParts | InBackground | None = None
+        self.fast: Optimized | Partitioned | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
@@ -157,7 +157,7 @@ class Compiled:
         return self._audits.timed(lambda: self(args, kwargs, eager))
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        if isinstance(fast, InParts):
+        if isinstance(fast, Partitioned):
             return fast.difference(args, kwargs)
         executable = fast.serving(args, kwargs)
         return None if executable is None else executable_difference(executable, self.model, Example(args, kwargs))
@@ -168,7 +168,7 @@ class Compiled:
             self.fast, self._watch, self._changes = None, None, self._changes + 1
         self._warn(f": in an audited call, {found}; it is optimized again; {LOOK_AT}")
 
-    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | InParts | InBackground | None:
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
         if self.why_eager and self._other_flags():
             self.why_eager, self._refused_in = "", None
         reason = self.why_eager or self._reason(args, kwargs)

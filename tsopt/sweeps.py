@@ -53,7 +53,7 @@ class Result:
         for row in rows:
             record = row.record()
             rate = record["p50_ms"] and 1e3 / record["p50_ms"] * (self.setting.batch or 1)
-            wins = report is not None and row.name == report.winner
+            wins = report is not None and row.key == report.winner_key
             yield setting | {"wins": wins, "samples_per_second": rate} | record
 
 

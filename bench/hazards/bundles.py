@@ -32,7 +32,7 @@ from torch import nn
 import tsopt
 from bench.hazards import RIGHT, Case, Outcome
 from tsopt.compiler.calls.example import as_example
-from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles import store
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import Report, Row
 
@@ -66,8 +66,8 @@ def saved(backend: str, place: Path) -> tuple[Path, torch.Tensor, torch.Tensor]:
     # oneDNN's files are those of eager, and it compiles only where that pays.
     executable = tsopt.compile(tsopt.capture(model, x), "eager" if backend == "onednn" else backend)
     rows = (Row("eager"),)
-    report = Report("Net", rows, "eager", "chosen", (), (1, 1), 0.0, environment(), "EXACT")
-    bundle = artifact.save(executable, place / "m.tsopt", model, as_example(x), report)
+    report = Report(model="Net", rows=rows, winner_key="model", why="chosen", environment=environment())
+    bundle = store.save(executable, place / "m.tsopt", model, as_example(x), report)
     if backend == "onednn":
         sign(bundle, lambda manifest: manifest.update(backend=backend))
     return bundle, x, model(x).detach()

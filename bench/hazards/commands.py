@@ -135,14 +135,14 @@ def bundle(name: str) -> None:
 
     from tsopt.cli.model_file import load_model_file
     from tsopt.compiler.calls.example import as_example
-    from tsopt.runtime.bundles import artifact
+    from tsopt.runtime.bundles import store
     from tsopt.runtime.racing.environment import environment as machine
     from tsopt.runtime.report import Report, Row
 
     loaded = load_model_file("m.py", [], 0)
     made = tsopt.compile(tsopt.capture(loaded.model, torch.ones(1, 4)), "onnxruntime")
-    report = Report("M", (Row("eager"),), "eager", "chosen", (), (1, 1), 0.0, machine(), "EXACT")
-    artifact.save(made, name, loaded.model, as_example(loaded.example_input), report)
+    report = Report(model="M", rows=(Row("eager"),), winner_key="model", why="chosen", environment=machine())
+    store.save(made, name, loaded.model, as_example(loaded.example_input), report)
 
 
 def optimized_python(flag: str, *arguments: str) -> Callable[[str], Outcome]:

@@ -19,7 +19,7 @@ from torch import nn
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.isolation import Workshop
+from tsopt.runtime.racing.isolation import Sandbox
 from tsopt.runtime.racing.processes import descendants, kill
 from tsopt.runtime.racing.timing import Speedup, Timing, measure, speedup
 
@@ -133,14 +133,14 @@ def warned(*backends: str, wanted: bool = True, **options: Any) -> Callable[[str
 
 def helper_is_gone(_: str) -> Outcome:
     """The process that candidates are forked from is killed, as the system does when memory is short."""
-    real = Workshop.open
+    real = Sandbox.open
 
-    def opened(self: Workshop, *args: Any, **options: Any) -> None:
+    def opened(self: Sandbox, *args: Any, **options: Any) -> None:
         real(self, *args, **options)
         for pid in descendants(os.getpid()):
             kill(pid)
 
-    Workshop.open = opened  # type: ignore[method-assign]
+    Sandbox.open = opened  # type: ignore[method-assign]
     return warned("eager", isolate=True)("")
 
 

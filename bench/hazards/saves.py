@@ -109,7 +109,7 @@ def _staged() -> Any:
     try:
         from tsopt.runtime.bundles.staging import staged
     except ImportError:
-        from tsopt.runtime.bundles.artifact import staged  # type: ignore[attr-defined,no-redef]
+        from tsopt.runtime.bundles.store import staged  # type: ignore[attr-defined,no-redef]
     return staged
 
 

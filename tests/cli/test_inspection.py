@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tsopt import api
+from tsopt import transforms
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
@@ -214,8 +214,8 @@ example_input = torch.ones(3)
 def wrong_rule(monkeypatch, write):
     """A model, and a pipeline with a wrong rule in it."""
     write(DOUBLES)
-    mine = functools.partial(api.debug_passes, passes=(*api.STANDARD, RulePass("mine", (half_of_it,))))
-    monkeypatch.setattr(api, "debug_passes", mine)
+    mine = functools.partial(transforms.debug_passes, passes=(*transforms.STANDARD, RulePass("mine", (half_of_it,))))
+    monkeypatch.setattr(transforms, "debug_passes", mine)
 
 
 class TestDebugPasses:

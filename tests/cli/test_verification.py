@@ -9,7 +9,7 @@ import torch
 import tsopt as package
 from tests.runtime.helpers import sign
 from tsopt.cli import verification
-from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles import store
 
 
 @pytest.fixture
@@ -137,8 +137,10 @@ def test_code_needs_trust(tsopt, place, write):
 
     loaded = load_model_file(str(place / "m.py"), [], 0)
     made = package.compile(package.capture(loaded.model, loaded.example_input), "torchscript")
-    report = Report("M", (Row("eager"),), "eager", "", (), (1, 1), 0.0, environment(), "EXACT")
-    artifact.save(made, place / "s.tsopt", loaded.model, as_example(loaded.example_input), report)
+    report = Report(
+        model="M", rows=(Row("eager"),), winner_key="model", why="", nodes=(1, 1), environment=environment()
+    )
+    store.save(made, place / "s.tsopt", loaded.model, as_example(loaded.example_input), report)
     ran = tsopt("verify", "s.tsopt")
     assert ran.code == 2
     assert "TorchScript, which is code" in ran.err

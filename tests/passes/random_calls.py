@@ -433,7 +433,7 @@ ARITHMETIC = (
     aten.pow.Tensor_Scalar, aten.pow.Tensor_Scalar, aten.where.self, aten.masked_fill.Scalar, aten.gt.Scalar,
     aten.eq.Tensor, aten.lt.Tensor, aten.logical_and.default, aten.remainder.Scalar,
 )  # fmt: skip
-MOVES = (
+DATA_MOVEMENT = (
     aten.permute.default, aten.transpose.int, aten.t.default, aten.view.default, aten.reshape.default,
     aten.flatten.using_ints, aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default, aten.expand.default,
     aten.slice.Tensor, aten.select.int, aten.cat.default, aten.stack.default, aten.repeat.default, aten.flip.default,

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from tests.passes.random_calls import FILL, MOVES, Builder, make, rank
+from tests.passes.random_calls import DATA_MOVEMENT, FILL, Builder, make, rank
 from tsopt.compiler.graph.ops import aten
 
 Value = fx.Node | None
@@ -297,7 +297,7 @@ def chain(b: Builder) -> None:
     for _ in range(b.integer(2, 3)):
         if x is None:
             return
-        x = make(b, b.pick(MOVES), {"self": x})
+        x = make(b, b.pick(DATA_MOVEMENT), {"self": x})
 
 
 FORMULAS = (gelu, gate, norm, softmax, attention, linear, rotary, apart, layer_then, siblings, chain)

@@ -16,11 +16,11 @@ from torch import fx
 from tests.passes.random_calls import (
     ARITHMETIC,
     CASTS,
+    DATA_MOVEMENT,
     DTYPES,
     ELEMENTWISE,
     LAYERS,
     LITERALS,
-    MOVES,
     REDUCTIONS,
     SHAPES,
     Builder,
@@ -149,7 +149,7 @@ def _fill_pattern(b: Builder, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Nod
 # ---- programs ---------------------------------------------------------------------------------------------
 
 STEPS: tuple[Callable[[Builder], Any], ...] = (
-    single(ELEMENTWISE), single(ARITHMETIC), single(MOVES), single(REDUCTIONS), single(LAYERS), split, matmul,
+    single(ELEMENTWISE), single(ARITHMETIC), single(DATA_MOVEMENT), single(REDUCTIONS), single(LAYERS), split, matmul,
     lookup, again, constant, constant, *[instance] * 8, *FORMULAS,
 )  # fmt: skip
 

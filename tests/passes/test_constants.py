@@ -11,7 +11,7 @@ from torch import nn
 from tests.passes.helpers import SPECIAL, Limits, capture, check, check_declines, check_fires, specials
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, RulePass
-from tsopt.passes import ALGEBRA, NORMALIZE, STANDARD, DeadCode, FoldConstants, constants
+from tsopt.passes import ALGEBRA, CANONICALIZE, STANDARD, DeadCode, FoldConstants, constants
 
 N = len(SPECIAL)
 INTS = torch.tensor([0, 1, -1, 7, 2**31, -(2**63), 2**63 - 1, 5])
@@ -234,7 +234,7 @@ def test_sides_change_the_layout_that_ties_decide():
     ],
 )
 def test_what_folding_made_constant_gets_its_form_as_well(function, ops):
-    passes = (NORMALIZE, FoldConstants(), DeadCode(), ALGEBRA)
+    passes = (CANONICALIZE, FoldConstants(), DeadCode(), ALGEBRA)
     found = check(passes, With(function, torch.tensor(9.0)), specials(N), ops, exact=True)
     again = (constants.literal_fill_again, constants.constant_right_again)
     assert found.done & {item.name for item in (constants.uniform_operand, constants.uniform_minus, *again)}
@@ -460,7 +460,7 @@ def test_two_factors_become_one(function, literal, dtype):
     ],
 )
 def test_constant_factors_become_one(function, dtype):
-    passes = (NORMALIZE, FoldConstants(), DeadCode(), RulePass("products", (constants.mul_mul,)))
+    passes = (CANONICALIZE, FoldConstants(), DeadCode(), RulePass("products", (constants.mul_mul,)))
     model = With(function, ROW.to(dtype), TABLE.to(dtype))
     found = check(passes, model, torch.randn(3, 2, 7).to(dtype), ["mul.Tensor"])
     assert "mul_mul" in found.done

@@ -23,7 +23,7 @@ from tests.passes.random_programs import RULES
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.rewriting.pipeline import Limits, run
 from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
-from tsopt.passes import NORMALIZE, DeadCode
+from tsopt.passes import CANONICALIZE, DeadCode
 
 TIMEOUT = 60_000  # ms; on a free machine the slowest takes less than a second
 
@@ -43,10 +43,10 @@ def counterexample(before: Program, after: Program) -> Any:
 def applied(item: Rule, model: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> tuple[Program, Program]:
     """The program before and after the rule, which must fire. The outputs are flipped, or they might be the inputs."""
     inputs = tuple(torch.ones(2, dtype=dtype) for dtype in dtypes)
-    own = item in NORMALIZE.rules or item.name.endswith("_again")  # the forms must not have been given already
+    own = item in CANONICALIZE.rules or item.name.endswith("_again")  # the forms must not have been given already
     before, _ = run(
         capture(lambda *values: model(*values).flip(-1), inputs),
-        (DeadCode(),) if own else (DeadCode(), NORMALIZE, DeadCode("dce-again")),
+        (DeadCode(),) if own else (DeadCode(), CANONICALIZE, DeadCode("dce-again")),
     )
     after, records = run(before, (RulePass("alone", (item,)),), Limits(Numerics.EXACT))
     assert {done.rule for record in records for done in record.done} == {item.name}, before.text

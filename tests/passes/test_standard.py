@@ -12,10 +12,10 @@ from torch import nn
 
 import tsopt
 from tests.passes.helpers import assert_computes, capture, check, ops_of
-from tsopt.api import names_of, transform, transform_with_records
 from tsopt.compiler.graph.program import Numerics
 from tsopt.errors import UsageError
 from tsopt.passes import STANDARD
+from tsopt.transforms import names_of, transform, transform_with_records
 
 PASSES = Path(tsopt.__file__).parent / "passes"
 
@@ -147,10 +147,10 @@ def test_every_reason_is_provoked_by_a_test():
 
 def test_every_rule_has_a_test():
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    from tsopt.passes import algebra, constants, fuse, moves, normalize
+    from tsopt.passes import algebra, canonicalize, constants, data_movement, fuse
     from tsopt.passes.recompose import activations, attention, linear, norms
 
-    homes = (fuse, algebra, moves, normalize, activations, attention, linear, norms)
+    homes = (fuse, algebra, data_movement, canonicalize, activations, attention, linear, norms)
     modules = {module.__name__.rpartition(".")[2]: module for module in homes}
     for name, module in modules.items():
         for item in module.RULES:

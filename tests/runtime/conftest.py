@@ -48,7 +48,12 @@ def optimized_by(mlp, mlp_input, mlp_program, executables):
 
     def make(backend: str, *, policy: str = "capture", another=None) -> Optimized:
         report = Report(
-            "Sequential", (Row("eager"), Row(backend)), backend, "chosen", (), (3, 3), 0.0, environment(), "EXACT"
+            model="Sequential",
+            rows=(Row("eager"), *([] if backend == "model" else [Row(backend, key=backend)])),
+            winner_key=backend,
+            why="chosen",
+            nodes=(3, 3),
+            environment=environment(),
         )
 
         def refuse(example: Example):

@@ -14,7 +14,7 @@ from torch import nn
 
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles import store
 from tsopt.runtime.bundles.members import digest_of
 from tsopt.runtime.checking.accuracy import Verdict
 from tsopt.runtime.racing.cache import Entry
@@ -74,12 +74,13 @@ class Witness:
 
 
 def report(winner: str = "eager") -> Report:
-    rows = (Row("eager"),) if winner == "eager" else (Row("eager"), Row(winner))
-    return Report("Model", rows, winner, "chosen", (), (1, 1), 0.0, environment(), "EXACT")
+    rows = (Row("eager"), *([] if winner == "eager" else [Row(winner, key=winner)]))
+    key = rows[-1].key
+    return Report(model="Model", rows=rows, winner_key=key, why="chosen", nodes=(1, 1), environment=environment())
 
 
 def save(executable: Any, path: Path, model: Callable[..., Any], example: Any) -> Path:
-    return artifact.save(executable, path, model, as_example(example), report())
+    return store.save(executable, path, model, as_example(example), report())
 
 
 def sign(directory: Path, change=None) -> None:

@@ -207,10 +207,10 @@ def inspect(
     out = _output(json)
     with out.progress(Path(subject.model).name) as tell:
         loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.api import check_name, debug_passes, names_of, transform_with_records
         from tsopt.cli import inspection
         from tsopt.compiler.capture.capture import capture
         from tsopt.passes import STANDARD
+        from tsopt.transforms import check_name, debug_passes, names_of, transform_with_records
 
         tell("capture")
         program = capture(loaded.model, loaded.example_input, **capture_options(subject))

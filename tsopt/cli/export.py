@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.cli.model_file import split_spec
-from tsopt.errors import ArtifactError, UsageError
+from tsopt.errors import BundleError, UsageError
 from tsopt.runtime.backends.table import BACKENDS
-from tsopt.runtime.bundles.artifact import check_target
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.staging import staged
+from tsopt.runtime.bundles.store import check_target
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
 BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports}  # by format
@@ -25,7 +25,7 @@ def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
     """Path for each format, checked before hours of work rather than after.
 
     Raises:
-        UsageError, ArtifactError: a path cannot be written or is something else.
+        UsageError, BundleError: a path cannot be written or is something else.
     """
     try:
         places = _places(model, formats, output)
@@ -90,11 +90,11 @@ def _check_name(path: Path, kind: str) -> None:
 
 
 def check_place(kind: str, path: Path) -> None:
-    """Raises ArtifactError where no file, or for the kind `tsopt` no bundle, can be written."""
+    """Raises BundleError where no file, or for the kind `tsopt` no bundle, can be written."""
     _check_parent(path)
     inside = next((parent for parent in path.parents if _is_bundle(parent)), None)
     if inside is not None:
-        raise ArtifactError(
+        raise BundleError(
             "the output is inside a bundle, which another file would damage",
             where=str(path),
             fix=f"choose a place outside {inside}",
@@ -102,10 +102,10 @@ def check_place(kind: str, path: Path) -> None:
     if kind == "tsopt":
         check_target(path)
     elif path.is_dir():
-        raise ArtifactError("the output is a directory", where=str(path), fix="give a file name")
+        raise BundleError("the output is a directory", where=str(path), fix="give a file name")
     elif path.is_symlink() or (path.exists() and not path.is_file()):
         what = "a link" if path.is_symlink() else "not a regular file"
-        raise ArtifactError(f"the output is {what}", where=str(path), fix="give the name of a file")
+        raise BundleError(f"the output is {what}", where=str(path), fix="give the name of a file")
 
 
 def _check_parent(path: Path) -> None:
@@ -117,8 +117,8 @@ def _check_parent(path: Path) -> None:
     (parent / f".{path.name}.12345678.old").exists()  # the longest name while it is written: OSError if it is too long
 
 
-def _unwritable(path: Path, why: str) -> ArtifactError:
-    return ArtifactError("the output cannot be written", where=str(path), why=why, fix="choose another place (-o)")
+def _unwritable(path: Path, why: str) -> BundleError:
+    return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another place (-o)")
 
 
 def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:

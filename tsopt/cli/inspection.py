@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tsopt.api import LEVELS, rules_of
 from tsopt.compiler.graph.ops import name_of
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
@@ -25,6 +24,7 @@ from tsopt.runtime.report import (
     rule_records,
     rules_json,
 )
+from tsopt.transforms import LEVELS, rules_of
 
 SHOWN = 3  # places or ops in one line; JSON has them all
 

@@ -53,9 +53,10 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
     """The command: captures, transforms, asks the backends, and shows it."""
     with out.progress(Path(subject.model).name) as tell:
         loaded = load_model_file(subject.model, subject.input or [], subject.seed)
-        from tsopt.api import transform, who_races
+        from tsopt.api import who_races
         from tsopt.compiler.calls.example import as_examples
         from tsopt.compiler.capture.capture import capture
+        from tsopt.transforms import transform
 
         options = race_options(subject, timing)
         first, *_ = as_examples(loaded.example_input)

@@ -39,7 +39,7 @@ def numbers(text: str | None, option: str) -> list[int]:
 
 
 def check_output(path: Path | None) -> None:
-    """Raises UsageError or ArtifactError for a file that cannot be written, before hours of work."""
+    """Raises UsageError or BundleError for a file that cannot be written, before hours of work."""
     if path is None:
         return
     if path.suffix not in WRITERS:

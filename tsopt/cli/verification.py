@@ -10,14 +10,14 @@ from typing import Any
 
 from tsopt.cli.process import lacking
 from tsopt.compiler.calls.signature import Signature, mismatch
-from tsopt.errors import AccuracyError, ArtifactError, BackendError, TsoptError
-from tsopt.runtime.bundles.artifact import vetted
+from tsopt.errors import AccuracyError, BackendError, BundleError, TsoptError
 from tsopt.runtime.bundles.members import Bundle, reading
 from tsopt.runtime.bundles.opening import CHECK
+from tsopt.runtime.bundles.store import vetted
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing.environment import is_installed
 
-AGAIN = "export the model again on this machine"
+EXPORT_AGAIN = "export the model again on this machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
     """Runs the bundle on its stored inputs and compares with the answers that the model gave then.
 
     Raises:
-        ArtifactError: the bundle, or the record in it, is missing or damaged.
+        BundleError: the bundle, or the record in it, is missing or damaged.
         BackendError: it fails here.
         AccuracyError: it gives something else here.
     """
@@ -49,7 +49,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
                 "the bundle does not give here what the model gave when it was written",
                 where=f"{bundle}, output {item.name}",
                 why=found.reason,
-                fix=AGAIN,
+                fix=EXPORT_AGAIN,
             )
     return Checked(f"whole, and equal to the model's stored answer (max difference {worst:.2e})", seconds)
 
@@ -61,14 +61,14 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
         eval_mode: take a model that is in training mode as if it were in eval mode.
 
     Raises:
-        ArtifactError: the bundle is missing or damaged.
+        BundleError: the bundle is missing or damaged.
         BackendError: it fails where the model does not.
         AccuracyError: it computes something else.
     """
     executable, seconds = reading(bundle, lambda found: _load(found, trust))
-    from tsopt.api import as_eval
     from tsopt.compiler.calls.example import as_examples
     from tsopt.compiler.capture.capture import capture
+    from tsopt.request import as_eval
     from tsopt.runtime.checking.accuracy import verify
 
     example = as_examples(loaded.example_input)[0]
@@ -120,11 +120,11 @@ def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
     try:
         stored = load_file(bundle / CHECK)
     except (OSError, SafetensorError, KeyError, TypeError) as error:  # numpy has no bfloat16
-        raise ArtifactError(
+        raise BundleError(
             "the bundle's record of the model's answers cannot be read",
             where=str(bundle / CHECK),
             why=str(error),
-            fix=AGAIN,
+            fix=EXPORT_AGAIN,
         ) from error
     returned = signature.outputs[len(signature.writes) :]
     inputs = _fitting(bundle, stored, "input", signature.user_inputs)
@@ -149,12 +149,12 @@ def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[An
     return values
 
 
-def _unfit(bundle: Path, why: str) -> ArtifactError:
-    return ArtifactError(
+def _unfit(bundle: Path, why: str) -> BundleError:
+    return BundleError(
         "the bundle's record of the model's answers does not fit its signature",
         where=str(bundle / CHECK),
         why=why,
-        fix=AGAIN,
+        fix=EXPORT_AGAIN,
     )
 
 
@@ -168,5 +168,5 @@ def _answer(executable: Executable, inputs: list[Any], bundle: Path) -> list[Any
             "the bundle fails on the inputs that it was written with",
             where=str(bundle),
             why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=AGAIN,
+            fix=EXPORT_AGAIN,
         ) from error

@@ -1,6 +1,6 @@
 """Algebraic simplification: identities, signs, bounds, casts, cheaper forms of powers and divisions.
 
-Written for the forms of `normalize`. What happens to constants is in `constants`, and part of this pass.
+Written for the forms of `canonicalize`. What happens to constants is in `constants`, and part of this pass.
 """
 
 from __future__ import annotations

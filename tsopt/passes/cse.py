@@ -12,7 +12,7 @@ from tsopt.compiler.graph.program import Program, format_value, origin_of
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, shares_new_memory
 
-SMALL = 1  # elements: larger weights are the same only when they are the same memory
+COMPARED_ELEMENTS = 1  # elements: larger weights are the same only when they are the same memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,6 @@ class CommonSubexpressions(Pass):
 
 def _weight_key(weight: torch.Tensor) -> object:
     kind = (weight.dtype, tuple(weight.shape), weight.stride(), weight.device)
-    if weight.numel() > SMALL:
+    if weight.numel() > COMPARED_ELEMENTS:
         return (*kind, weight.data_ptr())
     return (*kind, bytes(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()))

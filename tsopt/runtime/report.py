@@ -19,6 +19,7 @@ from tsopt.runtime.text import markdown_cell, printable
 Event = TypeVar("Event", Done, Declined)
 
 MODEL = "model"  # the key of the model itself, as eager runs it
+EAGER = "eager"  # the title of its row
 ITSELF = "calls run the model itself, with the weights that it has then"
 COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
@@ -85,17 +86,17 @@ class Row:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """A race and what led to it.
 
     Attributes:
-        winner: the row that `fast(x)` runs; `why` says how it was chosen.
+        winner_key: the key of the row that `fast(x)` runs; `why` says how it was chosen.
         passes: a record for each pass that was run.
         pass_seconds: the whole pipeline, with the checks before the first pass and after the last.
         nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
-        together: why candidates ran in this process, where each was meant to have one of its own.
+        not_isolated_because: why candidates ran in this process, where each was meant to have one of its own.
         cached: when the rows were measured, where that was not now, and what was checked since.
         signatures: what became of calls of another form: (form, outcome).
         frontend: how the model was captured, where that was not by torch.export as usual.
@@ -105,30 +106,41 @@ class Report:
 
     model: str
     rows: tuple[Row, ...]
-    winner: str
+    winner_key: str
     why: str
-    passes: tuple[PassRecord, ...]
-    nodes: tuple[int, int]
-    capture_seconds: float
     environment: Environment
-    numerics: str
+    passes: tuple[PassRecord, ...] = ()
+    nodes: tuple[int, int] = (0, 0)
+    capture_seconds: float = 0.0
+    numerics: str = "EXACT"
     files: tuple[tuple[str, str], ...] = ()
     signatures: tuple[tuple[str, str], ...] = ()
     peak_bytes: tuple[int, int] = (0, 0)
     pass_seconds: float = 0.0
-    together: str = ""
+    not_isolated_because: str = ""
     cached: str = ""
     frontend: str = ""
     sizes: str = ""
     audits: tuple[str, ...] = ()
 
     def row(self, name: str) -> Row:
+        """The row with a title, such as `ONNX Runtime`."""
         return next(row for row in self.rows if row.name == name)
+
+    @property
+    def winning(self) -> Row:
+        """The winner's row."""
+        return next(row for row in self.rows if row.key == self.winner_key)
+
+    @property
+    def winner(self) -> str:
+        """The title of the winner's row, such as `ONNX Runtime`; `eager` when that is the model itself."""
+        return self.winning.name
 
     @property
     def speedup(self) -> float:
         """How many times faster the winner is than eager; 1.0 when eager is the winner."""
-        found = self.row(self.winner).speedup
+        found = self.winning.speedup
         return found.ratio if found is not None else 1.0
 
     @property
@@ -159,17 +171,17 @@ class Report:
             f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
             f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {self.pass_seconds:.2f} s"
         )
-        accuracy = self.row(self.winner).accuracy
+        accuracy = self.winning.accuracy
         if accuracy is not None:
             lines.append(f"verified: {accuracy}")
             lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
-        lines += [f"note ({row.name}): {note}" for row in self.rows for note in row.notes if row.name == self.winner]
+        lines += [f"note ({self.winner}): {note}" for note in self.winning.notes]
         lines += [f"sizes: {self.sizes}"] if self.sizes else []
         lines += [f"captured {self.frontend}"] if self.frontend else []
-        lines += [f"candidates ran in this process: {self.together}"] if self.together else []
+        lines += [f"candidates ran in this process: {self.not_isolated_because}"] if self.not_isolated_because else []
         lines += [f"from the cache: {self.cached}; --no-cache races again"] if self.cached else []
         lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
-        lines += [ITSELF] if self.winner == "eager" else []
+        lines += [ITSELF] if self.winner_key == MODEL else []
         lines += [f"since then: {text}" for text in self.audits]
         lines += [f"{kind}: {path}" for kind, path in self.files]
         return printable("\n".join([*lines, f"on {self.environment}"]))
@@ -189,6 +201,7 @@ class Report:
         return {
             "model": self.model,
             "winner": self.winner,
+            "winner_key": self.winner_key,
             "why": self.why,
             "rows": [_row_json(row) for row in self.rows],
             "passes": [pass_json(record) for record in self.passes],
@@ -197,7 +210,7 @@ class Report:
             "capture_seconds": self.capture_seconds,
             "pass_seconds": self.pass_seconds,
             "numerics": self.numerics,
-            "together": self.together,
+            "not_isolated_because": self.not_isolated_because,
             "cached": self.cached,
             "frontend": self.frontend,
             "sizes": self.sizes,
@@ -210,7 +223,7 @@ class Report:
 
     def to_frame(self) -> Any:
         """The rows as a pandas DataFrame. Raises UsageError where pandas is missing."""
-        return data_frame([row.record() | {"wins": row.name == self.winner} for row in self.rows])
+        return data_frame([row.record() | {"wins": row.key == self.winner_key} for row in self.rows])
 
     def __str__(self) -> str:
         return self.text

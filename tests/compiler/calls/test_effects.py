@@ -12,12 +12,12 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tsopt.compiler.calls.contents import told
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.snapshot import told
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.capture import capture
-from tsopt.errors import AccuracyError, ArtifactError, CaptureError, NotOneGraph
+from tsopt.errors import AccuracyError, BundleError, CaptureError, GraphBreakError
 
 X = torch.linspace(-2, 2, 6).reshape(2, 3)
 
@@ -237,7 +237,7 @@ def test_damaged_effects_are_refused(change):
     data = capture(linear_net(returns_what_it_changes), (X, Cell(X))).signature.to_json()
     Signature.from_json(data)
     data["effects"][0] |= change
-    with pytest.raises(ArtifactError, match="damaged"):
+    with pytest.raises(BundleError, match="damaged"):
         Signature.from_json(data)
 
 
@@ -316,7 +316,7 @@ def test_numbers_that_hang_on_values_are_not_kept():
         state.total = x.sum().item()
         return self.linear(x)
 
-    with pytest.raises(NotOneGraph, match=r"(?s)keeps a Python number that depends on the input.*input args\.1"):
+    with pytest.raises(GraphBreakError, match=r"(?s)keeps a Python number that depends on the input.*input args\.1"):
         capture(linear_net(model), (X, State()))
 
 

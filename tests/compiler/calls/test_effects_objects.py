@@ -14,7 +14,7 @@ import tsopt
 from tests.compiler.calls.test_effects import Connection, Items, State, X, appends, linear_net
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.capture.capture import capture
-from tsopt.errors import ArtifactError, NotOneGraph
+from tsopt.errors import BundleError, GraphBreakError
 
 # ---- one object in two places ----------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ def test_what_is_made_in_the_call_must_not_be_one_for_all_calls(make):
         cache["new"] = make()
         return self.linear(x)
 
-    with pytest.raises(NotOneGraph, match=r"makes a \w+ in the call"):
+    with pytest.raises(GraphBreakError, match=r"makes a \w+ in the call"):
         capture(linear_net(model), (X, {}))
 
 
@@ -105,10 +105,10 @@ def test_what_the_model_holds_comes_back_as_it_is():
 def test_an_object_that_the_model_holds_must_not_be_given():
     model = linear_net(lambda self, x, memory: self.linear(x) + len(self.memory))
     model.memory = []
-    with pytest.raises(NotOneGraph, match="the model holds the list that it is given"):
+    with pytest.raises(GraphBreakError, match="the model holds the list that it is given"):
         capture(model, (X, model.memory))
     memory = []
-    with pytest.raises(NotOneGraph, match="the model holds the list that it is given"):
+    with pytest.raises(GraphBreakError, match="the model holds the list that it is given"):
         capture(lambda x, given: x * len(memory), (X, memory))
 
 
@@ -196,7 +196,7 @@ def test_what_no_file_can_hold_is_refused_when_it_is_saved(tmp_path, value):
     given = {}
     fast(X, given)
     assert given["kept"] is value
-    with pytest.raises(ArtifactError, match="which no file can hold"):
+    with pytest.raises(BundleError, match="which no file can hold"):
         fast.save(tmp_path / "net.tsopt")
     assert list(tmp_path.iterdir()) == []
 
@@ -215,18 +215,18 @@ def test_a_path_that_leads_out_of_the_call_is_refused(where):
     data = capture(linear_net(appends), (X, [])).signature.to_json()
     steps = [["item", 0], ["item", 1], ["attr", "__class__"]]
     data[where] = {"kind": "given", "keys": steps}
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         Signature.from_json(data)
 
 
 @pytest.mark.parametrize("data", [[], None, 3])
 def test_what_is_no_signature_is_refused(data):
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         Signature.from_json(data)
 
 
 def test_an_object_is_changed_once():
     data = capture(linear_net(appends), (X, [])).signature.to_json()
     data["effects"] *= 2
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         Signature.from_json(data)

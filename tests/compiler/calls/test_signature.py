@@ -10,7 +10,7 @@ from tests.passes.helpers import capture
 from tsopt.compiler.calls.example import Example, as_example, example
 from tsopt.compiler.calls.signature import Signature, mismatch
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
-from tsopt.errors import ArtifactError, SignatureError, UsageError
+from tsopt.errors import BundleError, SignatureError, UsageError
 
 X = torch.ones(2, 3)
 
@@ -104,7 +104,7 @@ def test_damaged_signatures_are_refused(signature, damage):
 
     data = copy.deepcopy(signature.to_json())
     damage(data)
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         Signature.from_json(data)
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.compiler.calls.test_structure import VALUES, A, Bag, Plain
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.calls.structure_json import from_json, to_json
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 
 def test_classes_are_compared_by_identity_and_those_of_files_by_name():
@@ -71,7 +71,7 @@ def test_classes_that_are_no_records_are_not_made(name):
     ],
 )
 def test_damaged_structures_are_refused(data):
-    with pytest.raises(ArtifactError, match="structure is damaged"):
+    with pytest.raises(BundleError, match="structure is damaged"):
         from_json(data)
 
 
@@ -89,5 +89,5 @@ def test_damaged_structures_are_refused(data):
     ids=["shared", "unhashable", "key", "name", "keys", "float", "device"],
 )
 def test_structures_that_cannot_be_built_are_refused_with_a_typed_error(data):
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         unflatten(from_json(data), [A])

@@ -130,5 +130,5 @@ def test_a_signature_keeps_them_in_json():
 def test_a_file_cannot_make_it_reach_further(stored):
     data = tsopt.capture(lambda x: x.t(), X).signature.to_json()
     data["outputs"][0]["view"] = stored
-    with pytest.raises(tsopt.ArtifactError, match="the stored signature is damaged"):
+    with pytest.raises(tsopt.BundleError, match="the stored signature is damaged"):
         Signature.from_json(data)

@@ -12,7 +12,7 @@ from torch import nn
 from tests.compiler.helpers import Net
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.capture.explain import DECISIONS, FAMILIES, SIZES
-from tsopt.errors import CaptureError, NotOneGraph
+from tsopt.errors import CaptureError, GraphBreakError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).abs()
 
@@ -60,7 +60,7 @@ DECIDED = {
 def test_a_decision_is_named_with_what_to_write_instead(name):
     function, construct, fix = DECIDED[name]
     with pytest.raises(
-        NotOneGraph, match=rf"(?s)a Python decision depends on the values.*{construct}.*{fix}"
+        GraphBreakError, match=rf"(?s)a Python decision depends on the values.*{construct}.*{fix}"
     ) as caught:
         capture(Net(function), X)
     assert "tests/compiler/capture/test_explain.py:" in caught.value.where
@@ -84,7 +84,7 @@ SELECTED = {
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_a_size_that_values_decide_is_named_with_what_to_write_instead(name):
-    with pytest.raises(NotOneGraph, match="depends on values, not on shapes") as caught:
+    with pytest.raises(GraphBreakError, match="depends on values, not on shapes") as caught:
         capture(Net(SELECTED[name]), X)
     assert caught.value.fix.startswith((SIZES[name], SIZES["nonzero"]))
     assert caught.value.where
@@ -157,12 +157,12 @@ OTHERS = {
 @pytest.mark.filterwarnings("ignore")
 def test_a_construct_is_named_with_what_to_write_instead(name):
     function, what, fix = OTHERS[name]
-    with pytest.raises(NotOneGraph, match=rf"(?s){what}.*fix: .*{fix}"):
+    with pytest.raises(GraphBreakError, match=rf"(?s){what}.*fix: .*{fix}"):
         capture(Net(function), X)
 
 
 def test_an_op_of_the_user_without_a_fake_kernel_is_named(custom_op):
-    with pytest.raises(NotOneGraph, match="the custom op tsopt_explain::own has no fake kernel") as caught:
+    with pytest.raises(GraphBreakError, match="the custom op tsopt_explain::own has no fake kernel") as caught:
         capture(Net(lambda self, x: custom_op(x)), X)
     assert '@torch.library.register_fake("tsopt_explain::own")' in caught.value.fix
     assert "draft_export" not in str(caught.value)
@@ -171,7 +171,7 @@ def test_an_op_of_the_user_without_a_fake_kernel_is_named(custom_op):
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_part_is_named():
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))).eval()
-    with pytest.raises(NotOneGraph, match=r"(?s)a part of the model is TorchScript: 1.*nn.Module in its place"):
+    with pytest.raises(GraphBreakError, match=r"(?s)a part of the model is TorchScript: 1.*nn.Module in its place"):
         capture(model, X)
 
 
@@ -185,7 +185,7 @@ def test_a_line_in_an_installed_package_is_the_models_and_one_of_python_is_not(t
     monkeypatch.syspath_prepend(packages)
     import tsopt_third_party
 
-    with pytest.raises(NotOneGraph) as caught:
+    with pytest.raises(GraphBreakError) as caught:
         capture(tsopt_third_party.forward, X)
     assert caught.value.where.startswith("tsopt_third_party.py:5, in <lambda>")
 
@@ -206,7 +206,7 @@ def test_a_model_that_converts_its_weights_is_named():
             self.layer.to(torch.float64)
             return super().forward(x)
 
-    with pytest.raises(NotOneGraph, match=r"(?s)converts its own weights.*fix: .*model\.to\(torch\.float32\)"):
+    with pytest.raises(GraphBreakError, match=r"(?s)converts its own weights.*fix: .*model\.to\(torch\.float32\)"):
         capture(First().eval(), X)
 
 
@@ -215,7 +215,7 @@ def test_what_belongs_to_no_family_is_said_in_the_words_of_torch(monkeypatch):
         raise RuntimeError("something new\nThe error above occurred when calling torch.export.export. Try draft_export")
 
     monkeypatch.setattr(torch.export, "export", fails)
-    with pytest.raises(NotOneGraph, match=r"torch\.export cannot capture the model") as caught:
+    with pytest.raises(GraphBreakError, match=r"torch\.export cannot capture the model") as caught:
         capture(nn.Linear(3, 2).eval(), X)
     assert caught.value.why == "RuntimeError: something new"
 
@@ -237,7 +237,7 @@ def test_families_that_hang_on_the_machine_or_the_version(monkeypatch, text, wha
         raise kind(text)
 
     monkeypatch.setattr(torch.export, "export", fails)
-    with pytest.raises(NotOneGraph, match=what):
+    with pytest.raises(GraphBreakError, match=what):
         capture(nn.Linear(3, 2).eval(), X)
 
 
@@ -246,7 +246,7 @@ def test_a_model_that_nests_too_deep(monkeypatch):
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr(torch.export, "export", fails)
-    with pytest.raises(NotOneGraph, match="nests too deep"):
+    with pytest.raises(GraphBreakError, match="nests too deep"):
         capture(nn.Linear(3, 2).eval(), X)
 
 

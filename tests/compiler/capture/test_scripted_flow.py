@@ -11,7 +11,7 @@ from tests.passes.helpers import assert_computes
 from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
-from tsopt.errors import NotOneGraph
+from tsopt.errors import GraphBreakError
 
 X = torch.linspace(-1, 2, 6).reshape(2, 3)
 CALLS = [X, -X, X * 0, X * 10]
@@ -280,7 +280,7 @@ def an_item(x: torch.Tensor):
 )
 def test_what_a_program_cannot_hold_is_refused_and_runs_all_the_same(function, why):
     script = torch.jit.script(function)
-    with pytest.raises(NotOneGraph) as caught:
+    with pytest.raises(GraphBreakError) as caught:
         capture(script, X)
     assert why in str(caught.value)
     assert caught.value.fix

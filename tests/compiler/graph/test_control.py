@@ -15,7 +15,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Cond, Control, While, all_calls, with_blocks
 from tsopt.compiler.graph.serialize import GRAPH, read_program, write_program
 from tsopt.compiler.graph.verify import verify_program
-from tsopt.errors import ArtifactError, InvalidProgram, NotOneGraph
+from tsopt.errors import BundleError, GraphBreakError, InvalidProgram
 from tsopt.runtime.backends.backend import get_backend
 
 X = torch.linspace(-1, 2, 6).reshape(2, 3)
@@ -136,7 +136,7 @@ def test_the_ops_within_are_counted():
 
 
 def test_a_program_for_many_sizes_holds_none():
-    with pytest.raises(NotOneGraph, match="cond in a program for many sizes") as caught:
+    with pytest.raises(GraphBreakError, match="cond in a program for many sizes") as caught:
         capture(Branching().eval(), [X, torch.ones(4, 3)])
     assert "test_control.py:" in caught.value.where
 
@@ -186,7 +186,7 @@ def no_flag(node):
 
 @pytest.mark.parametrize("change", [drop_a_block, hold_a_weight, another_type, no_op, no_flag])
 def test_what_is_damaged_within_is_refused(tmp_path, change):
-    with pytest.raises((ArtifactError, InvalidProgram)):
+    with pytest.raises((BundleError, InvalidProgram)):
         read_program(changed(tmp_path, change))
 
 
@@ -196,7 +196,7 @@ def test_a_file_is_as_deep_as_python_can_read(tmp_path):
         for _ in range(2000):
             node["blocks"] = [{"nodes": [dict(node)]}, block]
 
-    with pytest.raises((ArtifactError, RecursionError)):
+    with pytest.raises((BundleError, RecursionError)):
         read_program(changed(tmp_path, nest))
 
 
@@ -285,7 +285,7 @@ def test_python_numbers_are_refused():
     def model(x):
         return torch.while_loop(lambda i, z: i < 3, lambda i, z: (i + 1, z * 2), (0, x))[1]
 
-    with pytest.raises(NotOneGraph) as caught:
+    with pytest.raises(GraphBreakError) as caught:
         capture(model, X)
     assert caught.value.fix
 

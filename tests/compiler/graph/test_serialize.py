@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import assert_same_bits, call, capture, ops_of
-from tsopt.api import transform
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.serialize import GRAPH, WEIGHTS, read_program, write_program
-from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.errors import BackendError, BundleError, TsoptError
+from tsopt.transforms import transform
 
 X = torch.randn(2, 3)
 
@@ -107,7 +107,7 @@ def test_a_program_for_a_device_that_is_not_here_says_so(tmp_path, device):
     data = json.loads((tmp_path / GRAPH).read_text())
     next(node for node in data["nodes"] if node["op"] == "get_attr")["device"] = device
     (tmp_path / GRAPH).write_text(json.dumps(data))
-    with pytest.raises(ArtifactError, match=f"the program is for {device}, which cannot be used here") as caught:
+    with pytest.raises(BundleError, match=f"the program is for {device}, which cannot be used here") as caught:
         read_program(tmp_path)
     assert caught.value.why
     assert caught.value.fix
@@ -191,7 +191,7 @@ def test_a_damaged_program_ends_in_a_typed_error(tmp_path, written, damage):
 def test_what_is_no_program_ends_in_a_typed_error(tmp_path, written, text):
     (tmp_path / GRAPH).write_text(text)
     (tmp_path / WEIGHTS).write_bytes(written[1])
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         read_program(tmp_path)
 
 
@@ -199,12 +199,12 @@ def test_what_is_no_program_ends_in_a_typed_error(tmp_path, written, text):
 def test_cut_weights_end_in_a_typed_error(tmp_path, written, size):
     (tmp_path / GRAPH).write_text(written[0])
     (tmp_path / WEIGHTS).write_bytes(written[1][:size])
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         read_program(tmp_path)
 
 
 def test_missing_files_end_in_a_typed_error(tmp_path):
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         read_program(tmp_path)
 
 
@@ -272,7 +272,7 @@ def test_products_of_products_are_refused_before_they_are_computed(tmp_path):
             made = program.graph.call_function(ops.NUMBERS["mul"], (made, made))
     user.replace_input_with(size, made)
     write_program(program, tmp_path)
-    with pytest.raises(ArtifactError, match="can become too long"):
+    with pytest.raises(BundleError, match="can become too long"):
         read_program(tmp_path)
 
 

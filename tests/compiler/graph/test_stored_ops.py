@@ -16,7 +16,7 @@ from tests.passes.helpers import capture
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.stored_ops import ARGUMENTS, FACTORIES, LISTED, REFUSED, computes, fill_uninitialized, refusal
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 aten = torch.ops.aten
 X, AT = torch.randn(4, 5), torch.tensor([[0, 1, 2, 3, 0]])
@@ -226,7 +226,7 @@ def test_an_lstm_of_other_sizes_than_its_input_is_refused(tmp_path, old, new):
     (tmp_path / "program.json").write_text(
         data.replace('"stride": [6, 3, 1]', f'"stride": [{3 * new[1 % len(new)]}, 3, 1]', 1)
     )
-    with pytest.raises(ArtifactError):
+    with pytest.raises(BundleError):
         read_program(tmp_path)
 
 
@@ -245,7 +245,7 @@ def test_a_division_that_can_end_the_process_is_refused(tmp_path, model, fine):
     if fine:
         read_program(tmp_path)
         return
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(BundleError) as caught:
         read_program(tmp_path)
     assert "can kill the process" in caught.value.why
 
@@ -266,5 +266,5 @@ def test_memory_that_nobody_has_written_is_zero(tmp_path):
 
 def test_memory_that_cannot_be_filled_is_refused(tmp_path):
     written(tmp_path, lambda x: (x + 1, torch.empty_strided((2, 2), (5, 1))), X)
-    with pytest.raises(ArtifactError, match="uninitialized memory"):
+    with pytest.raises(BundleError, match="uninitialized memory"):
         fill_uninitialized(read_program(tmp_path))

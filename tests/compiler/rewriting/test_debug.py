@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import Edit, aten, capture, find
-from tsopt.api import debug_passes, transform
 from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.pipeline import Changes, Done, Pass
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
-from tsopt.passes import NORMALIZE, CommonSubexpressions, DeadCode
+from tsopt.passes import CANONICALIZE, CommonSubexpressions, DeadCode
+from tsopt.transforms import debug_passes, transform
 
 
 @rule(lambda x: aten.sin.default(x), numerics=Numerics.ROUNDING)
@@ -279,7 +279,7 @@ def swap_operands(program):
 
 
 def test_a_wrong_pass_is_named():
-    passes = (NORMALIZE, Edit(swap_operands, "swapper"), DeadCode())
+    passes = (CANONICALIZE, Edit(swap_operands, "swapper"), DeadCode())
     (found,) = findings(lambda x: (x * 2 - x.sin(), x + 1), X, passes)
     assert (found.in_pass, found.rule, found.leave_out) == ("swapper", "", "swapper")
     assert found.difference.startswith("output 0: ")

@@ -14,7 +14,7 @@ from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.pipeline import Changes, Limits, Pass, Repeat, weight_bytes
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
 from tsopt.errors import InvalidProgram, PassError, RuleError
-from tsopt.passes import NORMALIZE, DeadCode
+from tsopt.passes import CANONICALIZE, DeadCode
 
 # ---- honesty ----------------------------------------------------------------------------------------------
 
@@ -95,16 +95,16 @@ def test_a_repeat_that_never_rests_names_the_rules():
 
 def test_a_repeat_stops_when_nothing_changes():
     program = capture(lambda x: x.clone().clone().neg(), torch.ones(3))
-    after, records = run(program, (Repeat((NORMALIZE, DeadCode())),))
+    after, records = run(program, (Repeat((CANONICALIZE, DeadCode())),))
     assert ops_of(after) == ["neg"]
     assert [record.changed for record in records] == [True, False, False]  # and dce is not asked again
 
 
 def test_a_pass_that_rests_on_a_program_is_not_asked_about_it_again():
     program = capture(lambda x: x.clone().neg(), torch.ones(3))
-    _, records = run(program, (Repeat((DeadCode(), Repeat((NORMALIZE,)))), NORMALIZE))
+    _, records = run(program, (Repeat((DeadCode(), Repeat((CANONICALIZE,)))), CANONICALIZE))
     asked = [(record.name, record.changed) for record in records]
-    assert asked == [("dce", False), ("normalize", True), ("normalize", False), ("dce", False)]
+    assert asked == [("dce", False), ("canonicalize", True), ("canonicalize", False), ("dce", False)]
 
 
 def test_a_pass_is_asked_again_once_another_has_changed_something():
@@ -117,7 +117,7 @@ def test_a_pass_is_asked_again_once_another_has_changed_something():
 
 def test_repeats_nest():
     program = capture(lambda x: x.clone().neg(), torch.ones(3))
-    after, _ = run(program, (Repeat((Repeat((NORMALIZE,)), DeadCode())),))
+    after, _ = run(program, (Repeat((Repeat((CANONICALIZE,)), DeadCode())),))
     assert ops_of(after) == ["neg"]
 
 
@@ -148,7 +148,7 @@ def test_fuel_counts_rewrites(fuel):
 
 def test_fuel_is_shared_by_passes():
     program = capture(lambda x: x.sin().clone().neg(), torch.ones(3))
-    after, _ = run(program, (RulePass("cosine", (sin_to_cos,)), NORMALIZE), Limits(fuel=1))
+    after, _ = run(program, (RulePass("cosine", (sin_to_cos,)), CANONICALIZE), Limits(fuel=1))
     assert ops_of(after) == ["cos", "clone", "neg"]
 
 
@@ -236,7 +236,7 @@ def test_names_of_nodes_are_no_change():
 
 def test_a_pass_may_be_given_special_values_of_any_kind():
     program = capture(lambda x: x.clone().neg(), specials(4))
-    assert ops_of(run(program, (NORMALIZE,))[0]) == ["neg"]
+    assert ops_of(run(program, (CANONICALIZE,))[0]) == ["neg"]
 
 
 # ---- a pass that fails -------------------------------------------------------------------------------------
@@ -262,14 +262,14 @@ def _breaks(program):
 )
 def test_a_pass_that_fails_is_left_out_and_the_others_go_on(fault, why):
     program = capture(lambda x: x.clone().sin(), torch.ones(3))
-    after, records = run(program, (fault, NORMALIZE), keep_going=True)
+    after, records = run(program, (fault, CANONICALIZE), keep_going=True)
     assert ops_of(after) == ["sin"]
     (failed,) = [record for record in records if record.failed]
     assert failed.name == "faulty"
     assert why in failed.failed
     assert not failed.changed
     with pytest.raises(Exception):  # noqa: B017,PT011 - whatever it raises
-        run(program, (fault, NORMALIZE))
+        run(program, (fault, CANONICALIZE))
 
 
 def test_a_repeat_that_does_not_come_to_rest_loses_the_pass_that_was_last():

@@ -8,7 +8,7 @@ import torch
 import tsopt
 from tests.passes.helpers import ops_of
 from tsopt.compiler.graph.verify import verify_program
-from tsopt.compiler.sizes.specialize import at, by_size_alone, instance, retyped, traced_sizes
+from tsopt.compiler.sizes.specialize import by_size_alone, instance, retyped, specialize, traced_sizes
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_types_are_those_of_the_trace(program):
 
 
 def test_at_a_size_a_program_is_static_and_right(program):
-    made = at(program, {"n": 5})
+    made = specialize(program, {"n": 5})
     verify_program(made)
     assert made.signature.dims == ()
     assert made.signature.inputs[0].type.shape == (5, 4)
@@ -60,4 +60,4 @@ def test_types_at_other_sizes(program):
 
 def test_sizes_that_do_not_fit_raise(program):
     with pytest.raises(RuntimeError):
-        at(program, {"n": 17})
+        specialize(program, {"n": 17})

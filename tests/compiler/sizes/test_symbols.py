@@ -148,5 +148,5 @@ def test_a_size_that_becomes_a_number_of_pythons_own_is_fixed():
 
 
 def test_what_values_decide_is_refused_as_ever():
-    with pytest.raises(tsopt.NotOneGraph, match="depends on the values"):
+    with pytest.raises(tsopt.GraphBreakError, match="depends on the values"):
         tsopt.capture(lambda x: x * 2 if x.sum() > 0 else x, [rows(2), rows(5)])

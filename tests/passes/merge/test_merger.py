@@ -27,11 +27,11 @@ from tests.passes.merge.examples import (
     perceptron,
 )
 from tests.passes.programs import Builder
-from tsopt.api import names_of, transform, transform_with_records
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT
 from tsopt.passes import STANDARD
 from tsopt.passes.merge import MergeBranches, joins, merger
 from tsopt.passes.merge.merger import ISOMORPHIC, PARALLEL
+from tsopt.transforms import names_of, transform, transform_with_records
 
 # ---- reasons -------------------------------------------------------------------------------------------------------
 

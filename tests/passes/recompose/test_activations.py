@@ -94,7 +94,7 @@ def _op(rule):
 
 @pytest.mark.parametrize(("rule", "form"), CASES)
 def test_a_formula_is_one_op(rule, form):
-    """Through the whole pipeline: formulas are seen in the form that `normalize` gives them."""
+    """Through the whole pipeline: formulas are seen in the form that `canonicalize` gives them."""
     found = check(STANDARD, FORMS[rule][form], X, [_op(rule)])
     assert rule.name in found.done or _op(rule) == "hardswish"  # its ramp may be found first
     assert ("approximate='tanh'" in found.after.text) == (rule is activations.gelu_tanh)
@@ -103,7 +103,7 @@ def test_a_formula_is_one_op(rule, form):
 
 @pytest.mark.parametrize("rule", FORMS, ids=lambda rule: rule.name)
 def test_as_captured_on_special_values_and_dtypes(rule):
-    """Without `normalize`; NaN and inf are where the formula has them."""
+    """Without `canonicalize`; NaN and inf are where the formula has them."""
     model = next(iter(FORMS[rule].values()))
     check_fires(rule, model, HARD, ops=[_op(rule)])
     for dtype in HALVES:

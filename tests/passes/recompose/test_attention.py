@@ -30,7 +30,7 @@ from tests.passes.recompose.examples import (
     values,
 )
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE
-from tsopt.passes import NORMALIZE, STANDARD, DeadCode
+from tsopt.passes import CANONICALIZE, STANDARD, DeadCode
 from tsopt.passes.recompose import attention
 
 ATTENTION = (RulePass("attention", attention.RULES),)
@@ -438,7 +438,7 @@ def clone(x):
     ],
 )
 def test_a_copy_before_a_copy_goes(model, ops):
-    found = check((NORMALIZE, RulePass("copies", (attention.copy_before_copy,))), model, Q)
+    found = check((CANONICALIZE, RulePass("copies", (attention.copy_before_copy,))), model, Q)
     assert [op.replace("contiguous", "clone") for op in found.ops] == ops
     assert found.after.numerics == 0
 
@@ -453,7 +453,7 @@ def test_a_copy_before_a_copy_goes(model, ops):
     ],
 )
 def test_a_copy_that_is_needed_stays(model):
-    found = check((NORMALIZE, RulePass("copies", (attention.copy_before_copy,))), model, Q)
+    found = check((CANONICALIZE, RulePass("copies", (attention.copy_before_copy,))), model, Q)
     assert "copy_before_copy" not in found.done
     assert not found.declined & {("copy_before_copy", OTHER_LAYOUT)}
 

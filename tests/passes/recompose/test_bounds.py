@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tests.passes.helpers import capture, check
 from tests.passes.recompose.examples import INF, LOWEST
 from tsopt.compiler.rewriting.rewrite import Site
-from tsopt.passes import NORMALIZE
+from tsopt.passes import CANONICALIZE
 from tsopt.passes.fold import FoldConstants
 from tsopt.passes.recompose.bounds import bounds
 
@@ -51,7 +51,7 @@ from tsopt.passes.recompose.bounds import bounds
 )
 def test_bounds_hold_for_every_input(model, wanted):
     inputs = (torch.tensor([[True, False]] * 2), torch.tensor([[0, 1]] * 2), torch.randn(2, 2))
-    program = check((NORMALIZE, FoldConstants()), model, inputs).after
+    program = check((CANONICALIZE, FoldConstants()), model, inputs).after
     found = bounds(Site(program, program.outputs[0]), program.outputs[0])
     assert found == wanted
 

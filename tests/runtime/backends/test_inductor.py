@@ -75,7 +75,7 @@ def test_inputs_of_another_layout_are_right(net, compiled):
 def test_a_bundle_loads_in_a_fresh_process_when_it_is_trusted(net, compiled, tmp_path):
     net.count.zero_()
     place = save(compiled, tmp_path / "net.tsopt", net, X)
-    with pytest.raises(tsopt.ArtifactError, match="machine code, which is code"):
+    with pytest.raises(tsopt.BundleError, match="machine code, which is code"):
         tsopt.load(place)
     net.count.zero_()
     done = subprocess.run([sys.executable, "-c", LOAD, str(place)], capture_output=True, text=True, check=True)
@@ -100,7 +100,7 @@ def test_what_another_process_has_compiled_is_taken_over_and_its_files_go(net, c
 @pytest.mark.slow
 def test_a_damaged_package_is_a_message(compiled, tmp_path):
     (tmp_path / FILE).write_bytes(b"no package")
-    with pytest.raises(tsopt.ArtifactError, match="cannot be loaded"):
+    with pytest.raises(tsopt.BundleError, match="cannot be loaded"):
         inductor.load_runner(tmp_path, compiled.signature, {})
 
 

@@ -105,7 +105,7 @@ def test_one_that_no_other_process_can_import_is_not_stored(model, tmp_path):
     made = tsopt.compile(program, Local())
     fast = optimized(model, PLACE)
     fast.executable.place = made.place
-    with pytest.raises(tsopt.ArtifactError, match="the backend toy cannot be named in a bundle"):
+    with pytest.raises(tsopt.BundleError, match="the backend toy cannot be named in a bundle"):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
 

@@ -17,13 +17,13 @@ import torch
 import tsopt
 from tests.runtime.helpers import Counter, Witness, save, sign
 from tsopt.compiler.graph import serialize
-from tsopt.runtime.bundles import artifact, members
+from tsopt.runtime.bundles import members, store
 from tsopt.runtime.bundles.members import digest_of
 from tsopt.runtime.bundles.staging import ASIDE
 
 
-def refused(directory: Path, text: str, **options) -> tsopt.ArtifactError:
-    with pytest.raises(tsopt.ArtifactError, match=text) as caught:
+def refused(directory: Path, text: str, **options) -> tsopt.BundleError:
+    with pytest.raises(tsopt.BundleError, match=text) as caught:
         tsopt.load(directory, **options)
     return caught.value
 
@@ -60,7 +60,7 @@ def test_a_cut_member_that_is_signed_again_is_refused_too(bundle, name):
     raw = (place / member).read_bytes()
     (place / member).write_bytes(raw[: len(raw) // 2])
     sign(place)
-    with pytest.raises((tsopt.ArtifactError, tsopt.BackendError)):
+    with pytest.raises((tsopt.BundleError, tsopt.BackendError)):
         tsopt.load(place, trust=True)
 
 
@@ -204,7 +204,7 @@ def test_every_field_of_the_manifest_may_be_missing(bundle):
 def test_a_signature_that_is_none_is_refused_when_it_is_read(bundle, change):
     place = bundle("onnxruntime")
     sign(place, lambda manifest: change(manifest["signature"]))
-    with pytest.raises(tsopt.ArtifactError):
+    with pytest.raises(tsopt.BundleError):
         tsopt.load(place)
 
 
@@ -280,7 +280,7 @@ def test_reading_a_program_cannot_make_files(bundle, tmp_path, target, arguments
     written = [str(victim) if item == "VICTIM" else item for item in arguments]
     call = {"op": "call_function", "target": target, "args": {"tuple": written}, "kwargs": {"dict": {}}}
     rewrite(place, lambda data: data["nodes"].insert(len(data["nodes"]) - 1, call))
-    with contextlib.suppress(tsopt.ArtifactError):
+    with contextlib.suppress(tsopt.BundleError):
         tsopt.load(place)(torch.zeros(2, 6))
     assert not victim.exists()
 
@@ -291,7 +291,7 @@ def test_reading_a_program_cannot_seed_the_random_generator(bundle):
     call |= {"args": {"tuple": [7]}, "kwargs": {"dict": {}}}
     rewrite(place, lambda data: data["nodes"].insert(len(data["nodes"]) - 1, call))
     rng = torch.get_rng_state()
-    with contextlib.suppress(tsopt.ArtifactError):
+    with contextlib.suppress(tsopt.BundleError):
         tsopt.load(place)(torch.zeros(2, 6))
     assert torch.equal(torch.get_rng_state(), rng)
 
@@ -343,7 +343,7 @@ def test_a_cycle_is_refused(bundle):
 def test_a_program_that_is_none_is_refused_when_it_is_read(bundle, change):
     place = bundle()
     rewrite(place, change)
-    with pytest.raises((tsopt.ArtifactError, tsopt.InvalidProgram)):
+    with pytest.raises((tsopt.BundleError, tsopt.InvalidProgram)):
         tsopt.load(place)
 
 
@@ -378,14 +378,14 @@ def test_weights_of_another_shape_are_refused(bundle):
     tensors = load_file(place / "weights.safetensors")
     save_file({name: value[:-1].contiguous() for name, value in tensors.items()}, place / "weights.safetensors")
     sign(place)
-    with pytest.raises((tsopt.ArtifactError, tsopt.InvalidProgram)):
+    with pytest.raises((tsopt.BundleError, tsopt.InvalidProgram)):
         tsopt.load(place)
 
 
 def test_an_onnx_model_of_another_signature_is_refused(bundle):
     place = bundle("onnxruntime")
     sign(place, lambda m: m["signature"]["inputs"].append(m["signature"]["inputs"][0]))
-    with pytest.raises(tsopt.ArtifactError):
+    with pytest.raises(tsopt.BundleError):
         tsopt.load(place)
 
 
@@ -530,7 +530,7 @@ def test_a_library_that_cannot_be_imported_later_is_no_damage(bundle, monkeypatc
     def fail(*args: object) -> None:
         raise ImportError("libsomething.so: cannot open shared object file")
 
-    monkeypatch.setattr(artifact, "open_bundle", fail)
+    monkeypatch.setattr(store, "open_bundle", fail)
     with pytest.raises(tsopt.BackendError, match="cannot be used") as caught:
         tsopt.load(bundle())
     assert "libsomething.so" in caught.value.why
@@ -551,7 +551,7 @@ def test_a_bundle_that_may_not_be_read_says_so(bundle, monkeypatch):
 
 def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(bundles, tmp_path, monkeypatch):
     place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
-    real, swapped = artifact.open_bundle, []
+    real, swapped = store.open_bundle, []
 
     def slow(directory, backend, *rest):
         if not swapped:
@@ -560,14 +560,14 @@ def test_a_bundle_that_is_replaced_while_it_is_read_is_read_again(bundles, tmp_p
             shutil.copytree(bundles["onnxruntime"], place)
         return real(directory, backend, *rest)
 
-    monkeypatch.setattr(artifact, "open_bundle", slow)
+    monkeypatch.setattr(store, "open_bundle", slow)
     assert tsopt.load(place).backend == "onnxruntime"
     assert swapped == ["eager"]
 
 
 def test_a_file_that_is_written_while_it_is_read_is_noticed(bundles, tmp_path, monkeypatch):
     place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
-    real, times = artifact.open_bundle, []
+    real, times = store.open_bundle, []
 
     def slow(*given):
         found = real(*given)
@@ -576,7 +576,7 @@ def test_a_file_that_is_written_while_it_is_read_is_noticed(bundles, tmp_path, m
             os.utime(place / "weights.safetensors", (1, 1))
         return found
 
-    monkeypatch.setattr(artifact, "open_bundle", slow)
+    monkeypatch.setattr(store, "open_bundle", slow)
     assert tsopt.load(place).backend == "eager"
     assert len(times) == 2
 
@@ -584,7 +584,7 @@ def test_a_file_that_is_written_while_it_is_read_is_noticed(bundles, tmp_path, m
 def test_a_bundle_that_is_replaced_all_the_time_is_told(bundles, tmp_path, monkeypatch):
     place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
     times = iter(range(100))
-    monkeypatch.setattr(artifact, "open_bundle", lambda *given: os.utime(place / "report.json", (1, next(times))))
+    monkeypatch.setattr(store, "open_bundle", lambda *given: os.utime(place / "report.json", (1, next(times))))
     refused(place, "was replaced each time")
 
 

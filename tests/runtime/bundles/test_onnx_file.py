@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tsopt
 from tests.runtime.helpers import sign
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 from tsopt.runtime.bundles import onnx_file
 from tsopt.runtime.bundles.onnx_file import CONTRIBUTED, FILE, MESSAGES, check_onnx
 from tsopt.runtime.onnx import openvino, ort
@@ -73,7 +73,7 @@ def check(place: Path, made, data: int | None = None) -> None:
 
 
 def refused(place: Path, made, text: str, data: int | None = None) -> None:
-    with pytest.raises(ArtifactError, match="the ONNX model is refused") as caught:
+    with pytest.raises(BundleError, match="the ONNX model is refused") as caught:
         check(place, made, data)
     assert re.search(text, str(caught.value.why)), caught.value.why
 
@@ -327,18 +327,18 @@ def test_every_cut_of_a_model_is_refused_or_whole(tmp_path):
         constant(tensor()), weights=[tensor()], functions=[function("F", constant(tensor()))]
     ).SerializeToString()
     for length in range(1, len(raw), 3):
-        with pytest.raises(ArtifactError):
+        with pytest.raises(BundleError):
             check(tmp_path, raw[:length] if length < len(raw) // 2 else raw[:-1] + b"\xff" * (len(raw) - length))
 
 
 def test_an_empty_or_missing_model_is_refused(tmp_path):
     refused(tmp_path, b"", "0 bytes")
-    with pytest.raises(ArtifactError, match="damaged"):
+    with pytest.raises(BundleError, match="damaged"):
         check_onnx(tmp_path, {})
 
 
 def test_a_message_has_no_control_characters(tmp_path):
-    with pytest.raises(ArtifactError) as caught:
+    with pytest.raises(BundleError) as caught:
         check(tmp_path, model(helper.make_node("\x1b[2J", ["x"], ["q"], domain="evil\x07")))
     assert str(caught.value).replace("\n", "").isprintable()
 
@@ -354,5 +354,5 @@ def test_no_engine_sees_a_model_that_is_refused(bundle, monkeypatch, name, opens
     sign(place, lambda manifest: manifest.update(backend=name, options={"threads": 1, "hint": "latency"}))
     monkeypatch.setattr(*opens, lambda *args: pytest.fail("an engine has seen it"))
     for probe in (None, False, True):
-        with pytest.raises(tsopt.ArtifactError, match="the ONNX model is refused"):
+        with pytest.raises(tsopt.BundleError, match="the ONNX model is refused"):
             tsopt.load(place, probe=probe)

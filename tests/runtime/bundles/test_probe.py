@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tsopt
 from tests.runtime.helpers import save, sign
-from tsopt.runtime.bundles import artifact, known, probe
+from tsopt.runtime.bundles import known, probe, store
 from tsopt.runtime.racing import cache
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +43,7 @@ def with_nodes(place: Path, nodes, constants=()) -> Path:
 def counted(monkeypatch) -> list[str]:
     """What is tried out, without doing so."""
     found: list[str] = []
-    monkeypatch.setattr(artifact, "try_out", lambda directory, *rest: found.append(str(directory)))
+    monkeypatch.setattr(store, "try_out", lambda directory, *rest: found.append(str(directory)))
     return found
 
 
@@ -76,17 +76,17 @@ def test_what_was_refused_is_not_known(bundle, monkeypatch):
     place = bundle("onnxruntime")
 
     def refuse(*args: object) -> None:
-        raise tsopt.ArtifactError("no")
+        raise tsopt.BundleError("no")
 
-    monkeypatch.setattr(artifact, "try_out", refuse)
+    monkeypatch.setattr(store, "try_out", refuse)
     for _ in range(2):
-        with pytest.raises(tsopt.ArtifactError, match="no"):
+        with pytest.raises(tsopt.BundleError, match="no"):
             tsopt.load(place)
 
 
 def test_code_without_trust_is_not_tried_out(bundle, monkeypatch):
     place, tried = bundle("torchscript"), counted(monkeypatch)
-    with pytest.raises(tsopt.ArtifactError, match="which is code"):
+    with pytest.raises(tsopt.BundleError, match="which is code"):
         tsopt.load(place)
     assert not tried
 
@@ -131,7 +131,7 @@ def test_a_division_that_kills_the_process_costs_its_own(bundle):
         manifest["signature"]["outputs"].append(output)
 
     sign(place, second)
-    with pytest.raises(tsopt.ArtifactError, match="not safe to open") as caught:
+    with pytest.raises(tsopt.BundleError, match="not safe to open") as caught:
         tsopt.load(place)
     assert "SIGFPE" in caught.value.why
     assert "probe=False" in caught.value.fix
@@ -162,7 +162,7 @@ def test_a_loop_without_an_end_is_ended(bundle, monkeypatch):
     model.graph.node.append(helper.make_node("Loop", ["", "true", "before"], [last], body=body))
     (place / "model.onnx").write_bytes(model.SerializeToString())
     sign(place)
-    with pytest.raises(tsopt.ArtifactError, match="not safe to open") as caught:
+    with pytest.raises(tsopt.BundleError, match="not safe to open") as caught:
         tsopt.load(place)
     assert "did not come to an end" in caught.value.why
 
@@ -201,7 +201,7 @@ def test_a_program_that_fails_in_the_call_is_refused_when_it_is_loaded(bundle):
         node["args"] = json.loads(text)
     (place / "program.json").write_text(json.dumps(data))
     sign(place)
-    with pytest.raises(tsopt.ArtifactError, match="fails on the inputs that it was written with") as caught:
+    with pytest.raises(tsopt.BundleError, match="fails on the inputs that it was written with") as caught:
         tsopt.load(place)
     assert "IndexError" in caught.value.why
 
@@ -209,29 +209,29 @@ def test_a_program_that_fails_in_the_call_is_refused_when_it_is_loaded(bundle):
 def test_a_process_that_does_not_start_is_told(bundle, monkeypatch):
     place = bundle("onnxruntime")
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(tsopt.ArtifactError, match="the process for it did not start") as caught:
+    with pytest.raises(tsopt.BundleError, match="the process for it did not start") as caught:
         tsopt.load(place)
     assert "/bin/false" in caught.value.why
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(tsopt.ArtifactError, match="the process for it did not start"):
+    with pytest.raises(tsopt.BundleError, match="the process for it did not start"):
         tsopt.load(place)
 
 
 def test_what_a_bundle_says_is_shown_without_control_characters():
-    said = json.dumps({"kind": "ArtifactError", "what": "\x1b[2Jgone", "where": None, "why": None, "fix": None})
-    with pytest.raises(tsopt.ArtifactError) as caught:
+    said = json.dumps({"kind": "BundleError", "what": "\x1b[2Jgone", "where": None, "why": None, "fix": None})
+    with pytest.raises(tsopt.BundleError) as caught:
         probe._raise_what_was_said(said.encode(), Path())
     assert caught.value.what == "?[2Jgone"
 
 
 @pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"kind": "ok"', b"7"])
 def test_an_answer_that_is_none_is_a_refusal(said):
-    with pytest.raises(tsopt.ArtifactError, match="not safe"):
+    with pytest.raises(tsopt.BundleError, match="not safe"):
         probe._raise_what_was_said(said, Path())
 
 
 def test_an_error_class_that_is_not_ours_is_not_raised():
-    with pytest.raises(tsopt.ArtifactError, match="bye"):
+    with pytest.raises(tsopt.BundleError, match="bye"):
         probe._raise_what_was_said(b'{"kind": "Any", "what": "bye"}', Path())
 
 

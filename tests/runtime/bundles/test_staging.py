@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 from tsopt.runtime.bundles import staging
-from tsopt.runtime.bundles.staging import ASIDE, PART, exchange, replace, settled, staged, sweep
+from tsopt.runtime.bundles.staging import ASIDE, PART, exchange, finished, replace, staged, sweep
 
 OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "c": "new"}
 
@@ -27,7 +27,7 @@ def write(place: Path, files: dict[str, str]) -> None:
 
 
 def contents(place: Path) -> dict[str, str]:
-    return {file.name: file.read_text() for file in settled(place).iterdir()}
+    return {file.name: file.read_text() for file in finished(place).iterdir()}
 
 
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_the_old_is_set_back_when_the_new_cannot_be_moved(tmp_path, monkeypatch)
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(ArtifactError, match="cannot be written"):
+    with pytest.raises(BundleError, match="cannot be written"):
         write(place, NEW)
     assert contents(place) == OLD
     assert os.listdir(tmp_path) == ["m.tsopt"]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt import api
+from tsopt import request
 from tsopt.compiler.rewriting.pipeline import Pass
-from tsopt.runtime.calling import parts
+from tsopt.runtime.calling import partitioned
 
 OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -41,7 +41,7 @@ def no_parts(monkeypatch):
     def fails(*args, **kwargs):
         raise tsopt.CaptureError("dynamo cannot run the model", why="a reason")
 
-    monkeypatch.setattr(api, "optimize_in_parts", fails)
+    monkeypatch.setattr(request, "optimize_partitioned", fails)
 
 
 @pytest.mark.usefixtures("no_parts")
@@ -64,7 +64,7 @@ def test_every_reason_is_in_the_report():
 @pytest.mark.usefixtures("no_parts")
 def test_it_cannot_be_saved_or_compiled_and_says_why(tmp_path):
     fast = tsopt.optimize(Net(halves).eval(), X, **OPTIONS)
-    with pytest.raises(tsopt.ArtifactError, match=r"(?s)cannot be saved.*a Python decision.*fix: "):
+    with pytest.raises(tsopt.BundleError, match=r"(?s)cannot be saved.*a Python decision.*fix: "):
         fast.save(tmp_path / "m.tsopt")
     with pytest.raises(tsopt.BackendError, match=r"(?s)cannot be compiled for onnxruntime.*a Python decision"):
         fast.verified("onnxruntime")
@@ -123,7 +123,7 @@ def test_a_mistake_of_tsopts_own_costs_the_speed_only_and_is_logged(monkeypatch,
     def fails(*args, **kwargs):
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(api, "transform_with_records", fails)
+    monkeypatch.setattr(request, "transform_with_records", fails)
     model = Net().eval()
     with caplog.at_level(logging.WARNING, "tsopt"):
         fast = tsopt.optimize(model, X, **OPTIONS)
@@ -134,16 +134,16 @@ def test_a_mistake_of_tsopts_own_costs_the_speed_only_and_is_logged(monkeypatch,
 
 
 def test_a_mistake_in_one_part_costs_that_part(monkeypatch):
-    real = api.transform_with_records
+    real = request.transform_with_records
 
     def fails(program, *args, **kwargs):
         if "norm" in program.text:
             raise ZeroDivisionError("ours")
         return real(program, *args, **kwargs)
 
-    monkeypatch.setattr(api, "transform_with_records", fails)
+    monkeypatch.setattr(request, "transform_with_records", fails)
     fast = tsopt.optimize(Net(halves).eval(), X * 4, **OPTIONS)
-    assert isinstance(fast, parts.InParts)
+    assert isinstance(fast, partitioned.Partitioned)
     assert any("tsopt itself fails on a part" in note for row in fast.report.rows for note in row.notes)
 
 
@@ -203,7 +203,7 @@ def test_a_number_that_values_decide_is_refused_by_name():
     def rows(x, index):
         return torch.stack([x[i] for i in index.tolist()])
 
-    with pytest.raises(tsopt.NotOneGraph, match="computed from values of a tensor"):
+    with pytest.raises(tsopt.GraphBreakError, match="computed from values of a tensor"):
         tsopt.capture(rows, (X, torch.tensor([0, 1, 1])))
 
 
@@ -211,7 +211,7 @@ def test_sizes_that_cannot_be_dynamic_are_those_of_the_example_and_the_report_sa
     def fails(*args, **kwargs):
         raise tsopt.CaptureError("what was captured is not right at n=7")
 
-    monkeypatch.setattr(api, "settled", fails)
+    monkeypatch.setattr(request, "validate_ranges", fails)
     fast = tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, **OPTIONS)
     assert isinstance(fast, tsopt.Optimized)
     assert fast.report.sizes == "none is dynamic, because: what was captured is not right at n=7"

@@ -81,11 +81,11 @@ def test_a_bundle_keeps_bounds(signature):
 )  # fmt: skip
 def test_bounds_of_a_hostile_bundle_are_refused(change, signature):
     (bound,) = to_options([Bound(0, 0, 3, of=1)])["bounds"]
-    with pytest.raises(tsopt.ArtifactError, match="bounds"):
+    with pytest.raises(tsopt.BundleError, match="bounds"):
         from_options({"bounds": [bound | change]}, signature)
 
 
 @pytest.mark.parametrize("options", [{"bounds": {}}, {"bounds": [3]}, {"bounds": "x"}])
 def test_bounds_that_are_no_list_are_refused(options, signature):
-    with pytest.raises(tsopt.ArtifactError, match="damaged"):
+    with pytest.raises(tsopt.BundleError, match="damaged"):
         from_options(options, signature)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsopt
-from tsopt.runtime.calling import optimized as dispatch
+from tsopt.runtime.calling import optimized, specializations
 
 
 @pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "model"])
@@ -72,7 +72,7 @@ def test_a_call_that_the_model_itself_refuses_raises_the_models_error(optimized_
     ],
 )
 def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch, rows, captured):
-    monkeypatch.setattr(dispatch, "MAX_FORMS", 2)
+    monkeypatch.setattr(specializations, "MAX_SPECIALIZATIONS", 2)
     made = []
 
     def another(example):
@@ -87,7 +87,7 @@ def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch
 
 
 def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_CAPTURES", 2)
+    monkeypatch.setattr(optimized, "MAX_CAPTURES", 2)
     made = []
 
     def another(example):
@@ -100,15 +100,15 @@ def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
         torch.testing.assert_close(fast(x), mlp(x).detach())
     assert len(made) == 2
     what, outcome = fast.report.signatures[-1]
-    assert (what, outcome) == ("any further form", "eager, 2 were captured; dynamic= makes one program for many")
+    assert (what, outcome) == ("any further signature", "eager, 2 were captured; dynamic= makes one program for many")
 
 
 def test_many_calls_beyond_the_limit_do_not_grow_memory(optimized_by, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_FORMS", 2)
+    monkeypatch.setattr(specializations, "MAX_SPECIALIZATIONS", 2)
     fast = optimized_by("eager")
     for rows in range(3, 13):
         fast(torch.randn(rows, 6))
-    assert len(fast._forms) <= 3
+    assert len(fast._specializations) <= 3
 
 
 def test_a_parameter_and_a_strided_input_are_not_another_form(optimized_by, mlp, mlp_input):

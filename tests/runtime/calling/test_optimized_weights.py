@@ -60,7 +60,7 @@ def made(net, optimized_by):
         def another(example):
             return tsopt.compile(tsopt.capture(net, example), "eager", share_weights=share)
 
-        report = optimized_by("eager").report
+        report = optimized_by("model" if backend == "model" else "eager").report
         return Optimized(
             *(net, better, executable, report, Example((X,)), another, policy),
             audits=audits,
@@ -90,11 +90,11 @@ def test_weights_are_shared_where_that_is_asked_for(net):
 
 
 def test_the_race_copies_weights_once_and_only_where_they_are_not_shared(net, monkeypatch):
-    from tsopt.runtime.racing import race
+    from tsopt.runtime.racing import contenders
 
     copied = []
-    real = race.owned
-    monkeypatch.setattr(race, "owned", lambda program: copied.append(1) or real(program))
+    real = contenders.owned
+    monkeypatch.setattr(contenders, "owned", lambda program: copied.append(1) or real(program))
     options = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager", "torchscript")}
     tsopt.optimize(net, X, **options)
     assert len(copied) == 1
@@ -121,7 +121,7 @@ def test_another_form_is_refused_once_the_weights_have_changed(net, made):
     unseen(net)
     assert torch.equal(fast(X), wanted)
     assert torch.equal(fast(Y), also), "a form that was made before"
-    with pytest.raises(tsopt.WeightsChangedError, match="forms that were made before keep"):
+    with pytest.raises(tsopt.WeightsChangedError, match="signatures that are compiled already keep"):
         fast(Y[:3])
 
 

@@ -9,12 +9,12 @@ from torch import nn
 import tsopt
 from tests.passes.helpers import Edit, aten, capture, ops_of, specials
 from tests.passes.programs import Builder
-from tsopt.api import debug_passes, transform
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.values import Values, with_seeds
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
 from tsopt.errors import AccuracyError, SignatureError
 from tsopt.passes import STANDARD
+from tsopt.transforms import debug_passes, transform
 
 X = torch.tensor([[0.1, -0.7, 2.0], [0.3, 5.0, 7.0]])
 

@@ -13,7 +13,7 @@ from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import CaptureError
 from tsopt.runtime.checking import held_out
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.held_out import Judge, settled
+from tsopt.runtime.checking.held_out import Judge, validate_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def made(model, size, text):
     given = torch.randn(size)
     program = tsopt.capture(model, given, dynamic={"x": {0: text}})
-    return settled(model, program, example(given), seed=0)
+    return validate_ranges(model, program, example(given), seed=0)
 
 
 def test_a_range_is_checked_at_its_ends_and_between():
@@ -40,8 +40,8 @@ def test_steps_are_kept():
 def test_several_sizes_are_tried_together():
     given = torch.randn(4, 6)
     program = tsopt.capture(lambda x: x.softmax(0), given, dynamic={"x": {0: "a[1..9]", 1: "b[1..20]"}})
-    found = settled(lambda x: x.softmax(0), program, example(given), seed=0)
-    assert [dict(item.sizes) for item in found.elsewhere] == [
+    found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0)
+    assert [dict(item.sizes) for item in found.held_out] == [
         {"a": 1, "b": 1}, {"a": 2, "b": 7}, {"a": 7, "b": 2}, {"a": 9, "b": 20},
     ]  # fmt: skip
 
@@ -69,13 +69,13 @@ def test_tokens_and_a_mask_that_is_read_by_positions_are_one_size():
     calls = [(torch.randn(n, 2), torch.ones(n, 2)) for n in (2, 6)]
     program = tsopt.capture(model, calls)
     assert len(program.signature.dims) == 2
-    assert settled(model, program, example(*calls[0]), seed=0).checked == "batch: 1..8, checked at 1, 2, 7, 8"
+    assert validate_ranges(model, program, example(*calls[0]), seed=0).checked == "batch: 1..8, checked at 1, 2, 7, 8"
 
 
 def test_a_program_that_is_wrong_between_the_ends_is_refused():
     wrong = tsopt.capture(lambda x: x * 2, torch.randn(3, 4), dynamic={"x": {0: "n[1..32]"}})
     with pytest.raises(CaptureError, match=r"(?s)not right at n 7.*leave the sizes out"):
-        settled(lambda x: x * (3 if x.shape[0] == 7 else 2), wrong, example(torch.randn(3, 4)), seed=0)
+        validate_ranges(lambda x: x * (3 if x.shape[0] == 7 else 2), wrong, example(torch.randn(3, 4)), seed=0)
 
 
 def test_passes_that_are_wrong_at_some_size_are_found():
@@ -90,14 +90,14 @@ def test_a_candidate_is_judged_at_all_sizes():
     model = nn.Linear(4, 2).eval()
     given = torch.randn(3, 4)
     program = tsopt.capture(model, given, dynamic={"input": {0: "n[1..32]"}})
-    found = settled(model, program, example(given), seed=0)
+    found = validate_ranges(model, program, example(given), seed=0)
 
     def candidate(x):
         return model(x) + (1 if x.shape[0] == 7 else 0)
 
     oracle = Oracle(model, example(given), None)
     assert oracle.judge(candidate).ok
-    verdict = Judge(oracle, found.elsewhere).judge(candidate)
+    verdict = Judge(oracle, found.held_out).judge(candidate)
     assert not verdict.ok
     assert verdict.reason.startswith("at n 7: ")
 

@@ -11,7 +11,7 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking import streak
 from tsopt.runtime.checking.streak import drawn, unsteady
-from tsopt.runtime.racing import race
+from tsopt.runtime.racing import contenders, race
 from tsopt.runtime.racing.timing import Speedup
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_in_a_race_such_a_candidate_does_not_win(monkeypatch, executable):
         made[-1]._runs(made[-1]._run)
         return made[-1]
 
-    monkeypatch.setattr(race, "compile", compile)
+    monkeypatch.setattr(contenders, "compile", compile)
     monkeypatch.setattr(race, "STREAK", 1e6)
     monkeypatch.setattr(race, "measure", lambda calls, inputs, **_: dict.fromkeys(calls, TIMING))
     fast = tsopt.optimize(model, X, backends=("eager",), seconds=0.02, isolate=False, cache=False)

@@ -193,7 +193,7 @@ LOGIC: dict[str, Op] = {
 CASTS: dict[str, Op] = {  # only of integers: C++ leaves open what a float becomes that no integer holds
     str(dtype).removeprefix("torch."): lambda x, dtype=dtype: x.to(dtype) for dtype in ENDS
 }
-MOVES: dict[str, Op] = {
+DATA_MOVEMENT: dict[str, Op] = {
     "flip": lambda x: x.flip(0),
     "roll": lambda x: x.roll(3, 1),
     "tril": torch.tril,
@@ -210,7 +210,7 @@ MOVES: dict[str, Op] = {
 }
 # The order of the terms is free, and rounding relative to them, not to what is left of them.
 SUMS = ("sum", "sum of rows", "unfold, sum", "cumsum", "dot", "distance", "matmul", "bmm", "scatter_add", "index_add")
-OPS = SIGNS | ARITHMETIC | ROUNDING | LIMITS | REDUCTIONS | ORDER | COMPARISONS | LOGIC | MOVES
+OPS = SIGNS | ARITHMETIC | ROUNDING | LIMITS | REDUCTIONS | ORDER | COMPARISONS | LOGIC | DATA_MOVEMENT
 OF_WHOLE = OPS | CASTS
 
 

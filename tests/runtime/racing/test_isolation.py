@@ -21,8 +21,9 @@ from tests.runtime.helpers import candidates
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import isolation
+from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.endings import NoCandidate
-from tsopt.runtime.racing.isolation import Lost, Workshop, can_isolate, is_on_cpu
+from tsopt.runtime.racing.isolation import CandidateDied, Sandbox, can_isolate, is_on_cpu
 from tsopt.runtime.racing.processes import descendants
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.report import MODEL
@@ -51,7 +52,7 @@ def running(pids: list[int]) -> list[int]:
 def shop(mlp_program):
     """One helper process for all tests: it must live through what its children do."""
     before = leftovers(os.getpid())
-    with Workshop() as made:
+    with Sandbox() as made:
         made.open({"fp32": mlp_program}, threads=1, memory=4 << 30)
         yield made
     assert leftovers(os.getpid()) == before
@@ -68,10 +69,8 @@ def try_all(shop, mlp, mlp_input, mlp_program):
             mlp_program,
             {"fp32": mlp_program},
             Example((mlp_input,)),
-            candidates=candidates(*backends),
-            seconds=0.2,
-            workshop=shop,
-            **options,
+            RaceSettings(candidates=candidates(*backends), seconds=0.2, **options),
+            sandbox=shop,
         )
         return {row.name.removeprefix(FAULTY): row for row in found.rows}, found
 
@@ -113,7 +112,7 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
 def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
     other = tsopt.capture(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3))
     for program in (other, mlp_program):
-        Workshop.open(shop, {"fp32": program}, threads=1, memory=4 << 30)
+        Sandbox.open(shop, {"fp32": program}, threads=1, memory=4 << 30)
         candidate = shop.contender(Candidate("eager"))
         candidate.compile()
         (item,) = program.signature.user_inputs
@@ -129,18 +128,18 @@ def no_sockets(*_):
 
 def test_where_the_system_gives_no_process_candidates_are_lost_to_it(shop, mlp_program, monkeypatch):
     monkeypatch.setattr(isolation.socket, "socketpair", no_sockets)
-    with pytest.raises(isolation.Lost, match="no process can be started for a candidate") as caught:
+    with pytest.raises(isolation.CandidateDied, match="no process can be started for a candidate") as caught:
         shop.contender(Candidate("eager"))
     assert caught.value.kind == "system error"
-    with Workshop() as another, pytest.raises(tsopt.BackendError, match=r"no process can be started: .* open files"):
+    with Sandbox() as another, pytest.raises(tsopt.BackendError, match=r"no process can be started: .* open files"):
         another.open({"fp32": mlp_program}, threads=1)
 
 
 def test_where_the_helper_is_gone_candidates_are_lost_with_it(mlp_program):
-    with Workshop() as made:
+    with Sandbox() as made:
         made.open({"fp32": mlp_program}, threads=1)
         made._process.kill()
-        with pytest.raises(isolation.Lost, match="does not answer") as caught:
+        with pytest.raises(isolation.CandidateDied, match="does not answer") as caught:
             made.contender(Candidate("eager"))
     assert caught.value.kind == "crashed"
 
@@ -200,16 +199,16 @@ def test_a_full_disk_leaves_the_race_to_this_process(mlp, mlp_input, monkeypatch
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, backends=("eager",))
-    assert "No space left" in fast.report.together
+    assert "No space left" in fast.report.not_isolated_because
     assert fast.report.row("eager + passes").status == "ok"
 
 
 def test_what_a_lost_candidate_printed_last_is_told(shop):
     lost = shop.contender(Candidate(FAULTY + "Segfaults"))
-    with pytest.raises(Lost) as caught:
+    with pytest.raises(CandidateDied) as caught:
         lost.compile()
     assert caught.value.kind == "crashed"
-    with pytest.raises(Lost):
+    with pytest.raises(CandidateDied):
         lost.compile()
 
 
@@ -237,7 +236,7 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
     model, x, more = Nested().eval(), torch.randn(2, 6), {"a": torch.randn(2, 3)}
     example = tsopt.example(x, more=more)
     program = tsopt.capture(model, example)
-    with Workshop() as shop:
+    with Sandbox() as shop:
         shop.open({"fp32": program}, threads=1)
         candidate = shop.contender(Candidate(backend), threads=1)
         candidate.compile()
@@ -254,7 +253,7 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
 def test_optimize_isolates_and_saves(tmp_path, mlp, mlp_input):
     before, files = running(descendants(os.getpid())), set(leftovers(os.getpid()))  # those of fixtures
     fast = tsopt.optimize(mlp, mlp_input, seconds=0.3, backends=("eager", "onnxruntime"))
-    assert fast.report.together == ""
+    assert fast.report.not_isolated_because == ""
     assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"]
     torch.testing.assert_close(fast(mlp_input), mlp(mlp_input))
     assert running(descendants(os.getpid())) == before
@@ -282,7 +281,7 @@ def test_what_another_process_does_not_know_runs_here(mlp_input):
 
     twice.register_fake(lambda x: torch.empty_like(x))
     fast = tsopt.optimize(lambda x: twice(x) + 1, mlp_input, seconds=0.1, backends=("eager",))
-    assert "custom op" in fast.report.together
+    assert "custom op" in fast.report.not_isolated_because
     assert "candidates ran in this process" in fast.report.text
     assert fast.report.row("eager + passes").status == "ok"
 
@@ -290,7 +289,7 @@ def test_what_another_process_does_not_know_runs_here(mlp_input):
 def test_where_no_process_can_be_started_candidates_run_here(mlp, mlp_input, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, backends=("eager",))
-    assert "no process can be started" in fast.report.together
+    assert "no process can be started" in fast.report.not_isolated_because
     assert fast.report.row("eager + passes").status == "ok"
 
 
@@ -304,7 +303,7 @@ import torch, tsopt
 print("imported")
 model = torch.nn.Linear(4, 2).eval()
 fast = tsopt.optimize(model, torch.randn(1, 4), seconds=0.1, backends=("eager",))
-print(fast.report.row("eager + passes").status, fast.report.together)
+print(fast.report.row("eager + passes").status, fast.report.not_isolated_because)
 """
 
 
@@ -382,7 +381,7 @@ def test_a_candidate_with_a_process_of_its_own_is_right_at_all_sizes():
     calls = [torch.randn(2, 4), torch.randn(5, 4)]
     fast = tsopt.optimize(model, calls, backends=("eager", "torchscript"), seconds=0.05, cache=False)
     assert [row.status for row in fast.report.rows] == ["ok", "ok", "ok"], fast.report
-    assert not fast.report.together
+    assert not fast.report.not_isolated_because
     assert fast.report.sizes == "batch: 1..10, checked at 1, 2, 7, 10"
 
 

@@ -37,7 +37,7 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
     monkeypatch.setattr(subprocess, "Popen", started)
     monkeypatch.delenv("ORT_DISABLE_TELEMETRY", raising=False)
     if module is isolation:
-        isolation.Workshop().__enter__()
+        isolation.Sandbox().__enter__()
     elif module is probe:
         probe._run(b"", 1.0)
     else:

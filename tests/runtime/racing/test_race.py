@@ -15,9 +15,11 @@ from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.racing import contenders
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.endings import NoCandidate
-from tsopt.runtime.racing.isolation import Lost
+from tsopt.runtime.racing.isolation import CandidateDied
 from tsopt.runtime.racing.race import benchmark, race
 from tsopt.runtime.racing.timing import Timing
 from tsopt.runtime.report import MODEL
@@ -68,15 +70,15 @@ def _faulty(monkeypatch):
 
 @pytest.fixture
 def run_race(mlp, mlp_input, mlp_program):
-    def go(backends=("faulty", "eager"), **options):
+    def go(backends=("faulty", "eager"), sandbox=None, progress=None, **options):
         return race(
             mlp,
             mlp_program,
             {"fp32": mlp_program},
             Example((mlp_input,)),
-            candidates=candidates(*backends),
-            seconds=1e-3,
-            **options,
+            RaceSettings(candidates=candidates(*backends), seconds=1e-3, **options),
+            sandbox=sandbox,
+            progress=progress,
         )
 
     return go
@@ -294,8 +296,8 @@ def test_the_second_wins_when_the_first_breaks(run_race, monkeypatch):
 STOPS = {
     "out of memory": MemoryError(),
     "no room": OSError(28, "No space left on device"),
-    "crashed": Lost("crashed", "SIGSEGV"),
-    "timed out": Lost("timed out", "no answer"),
+    "crashed": CandidateDied("crashed", "SIGSEGV"),
+    "timed out": CandidateDied("timed out", "no answer"),
 }
 
 
@@ -373,7 +375,7 @@ def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, mo
     seen = timings(monkeypatch, eager=STEADY, faulty=STEADY)
     run_race(("faulty",))
     assert seen[0]["seconds"] == seen[0]["extra"] == 1e-3
-    monkeypatch.setattr(race_module._Clock, "left", 1.5e-3)
+    monkeypatch.setattr(contenders.Clock, "left", 1.5e-3)
     run_race(("faulty",), budget=9.0)
     assert seen[1]["extra"] == pytest.approx(0.5e-3)
 
@@ -428,8 +430,7 @@ def test_the_models_state_is_as_it_was_after_a_race():
         captured,
         {"fp32": captured},
         Example((example,)),
-        candidates=candidates("eager", "torchscript"),
-        seconds=1e-3,
+        RaceSettings(candidates=candidates("eager", "torchscript"), seconds=1e-3),
     )
     assert model.count.tolist() == [0, 0]
 
@@ -478,7 +479,7 @@ def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_rac
     torch_threads(2)
     found = run_race(backends=backends)
     assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, threads 1"]
-    monkeypatch.setattr(race_module, "SMALL", 0.0)
+    monkeypatch.setattr(contenders, "SINGLE_THREAD_SECONDS", 0.0)
     assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
 
 

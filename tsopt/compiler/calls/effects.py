@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tsopt.compiler.calls.contents import Kept, attributes_of, refill_items, same
+from tsopt.compiler.calls.snapshot import Snapshot, attributes_of, refill_items, same
 from tsopt.compiler.calls.structure import (
     CHANGEABLE,
     Given,
@@ -79,14 +79,14 @@ class _Before:
 
     def __init__(self, call: tuple[Sequence[Any], Mapping[str, Any]], held: Container[int]) -> None:
         self._changeable: dict[int, tuple[Path, Any, str, tuple[Any, ...], list[Any]]] = {}
-        self._constant: list[tuple[Path, Any, Kept]] = []
+        self._constant: list[tuple[Path, Any, Snapshot]] = []
         self._outlive = held
         whole = (tuple(call[0]), dict(call[1]))
         todo: list[tuple[Path, Any, Structure]] = [((), whole, flatten(whole)[1])]
         while todo:
             path, item, node = todo.pop()
             if node.kind == "const":
-                self._constant.append((path, item, Kept(item)))
+                self._constant.append((path, item, Snapshot(item)))
             if node.kind in ("const", "leaf", "shared"):
                 continue
             kind, keys, children = parts_of(item) or (node.kind, (), ())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tsopt.compiler.calls.contents import is_leaf
+from tsopt.compiler.calls.snapshot import is_leaf
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.errors import UsageError
 

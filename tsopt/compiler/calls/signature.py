@@ -18,7 +18,7 @@ from tsopt.compiler.calls.structure_json import from_json, to_json
 from tsopt.compiler.calls.types import SHORT, TensorType, unlike_a_tensor
 from tsopt.compiler.calls.view import INPUT, View
 from tsopt.compiler.capture.question import Question
-from tsopt.errors import ArtifactError, SignatureError
+from tsopt.errors import BundleError, SignatureError
 
 SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
@@ -245,7 +245,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, data: Any) -> Signature:
-        """Raises ArtifactError when the data is not a signature."""
+        """Raises BundleError when the data is not a signature."""
         try:
             dims = tuple(_dim_from(item) for item in data.get("dims", ()))
             names = {dim.name for dim in dims}
@@ -274,13 +274,13 @@ class Signature:
             modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
             made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ArtifactError("the stored signature is damaged", why=repr(error)) from error
+            raise BundleError("the stored signature is damaged", why=repr(error)) from error
         made._check_indices()
         made._check_views()
         return made
 
     def _check_views(self) -> None:
-        """Raises ArtifactError where a view reaches past its tensor, or is one of another view."""
+        """Raises BundleError where a view reaches past its tensor, or is one of another view."""
         for item in self.outputs:
             if item.view is None:
                 continue
@@ -288,22 +288,22 @@ class Signature:
             base = bases[item.view.of] if item.view.of < len(bases) else None
             sound = base is not None and item.writes is None and getattr(base, "view", None) is None
             if not sound or base is None or not item.view.fits(base.type, item.type):
-                raise ArtifactError("the stored signature is damaged", why=f"{item.name} is not such a view")
+                raise BundleError("the stored signature is damaged", why=f"{item.name} is not such a view")
 
     def _check_indices(self) -> None:
         if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
-            raise ArtifactError("the stored input structure is damaged", why="it is not one of args and kwargs")
+            raise BundleError("the stored input structure is damaged", why="it is not one of args and kwargs")
         returned = len(self.returned)
         if {dim.name for dim in self.dims} != {
             dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
         }:
-            raise ArtifactError("the stored sizes are damaged", why="they are not those of the inputs")
+            raise BundleError("the stored sizes are damaged", why="they are not those of the inputs")
         for structure, count, what in (
             (self.outer, len(self.user_inputs), "input"),
             *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
         ):
             if structure.highest() >= count:
-                raise ArtifactError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
+                raise BundleError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
 
 
 def _place(path: str) -> str:

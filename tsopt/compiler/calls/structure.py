@@ -15,7 +15,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from tsopt.compiler.calls.contents import (
+from tsopt.compiler.calls.snapshot import (
     FIXED,
     attributes_of,
     holders,
@@ -25,7 +25,7 @@ from tsopt.compiler.calls.contents import (
     set_attribute,
     told,
 )
-from tsopt.errors import ArtifactError, CaptureError
+from tsopt.errors import BundleError, CaptureError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -307,12 +307,12 @@ def _made(structure: Structure, children: list[Any]) -> Any:
     if kind == "object":
         return _rebuild(cls or SimpleNamespace, structure.keys, children)
     if cls is None:
-        raise ArtifactError("the stored output structure is damaged", why=f"a {kind} without a class")
+        raise BundleError("the stored output structure is damaged", why=f"a {kind} without a class")
     if kind == "dict":
         return cls(zip(structure.keys, children, strict=True))
     if kind == "namedtuple":
         return cls(*children)
-    raise ArtifactError("the stored output structure is damaged", why=f"unknown kind {kind!r}")
+    raise BundleError("the stored output structure is damaged", why=f"unknown kind {kind!r}")
 
 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.structure import CHANGEABLE, Path, Structure, name_of
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
@@ -18,7 +18,7 @@ def to_json(structure: Structure) -> dict[str, Any]:
     """A JSON value. Classes are named, not stored.
 
     Raises:
-        ArtifactError: a constant is not a plain value, dtype, device or class.
+        BundleError: a constant is not a plain value, dtype, device or class.
     """
     out: dict[str, Any] = {"kind": structure.kind}
     if structure.kind in ("leaf", "shared"):
@@ -45,7 +45,7 @@ def _const_to_json(value: object) -> dict[str, Any]:
         return {"torch": type(value).__name__, "text": str(value)}
     if type(value) is bytes:
         return {"bytes": value.hex()}
-    raise ArtifactError(
+    raise BundleError(
         f"the call takes, returns or keeps a {type(value).__name__}, which no file can hold",
         where=repr(value)[:80],
         fix="use a plain value: a number, a string, a dtype",
@@ -63,14 +63,14 @@ def from_json(data: Any, objects: list[int] | None = None) -> Structure:
         objects: how many objects there are before it, in a list; those in it are added.
 
     Raises:
-        ArtifactError: the data is not a structure.
+        BundleError: the data is not a structure.
     """
     try:
         made = _from_json(data)
         hash(made)
         _check_shared(made, [0] if objects is None else objects)
     except (TypeError, ValueError, KeyError, RuntimeError, RecursionError) as error:
-        raise ArtifactError("the stored structure is damaged", why=str(error)[:200]) from error
+        raise BundleError("the stored structure is damaged", why=str(error)[:200]) from error
     return made
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from tsopt.compiler.calls.contents import held_by
 from tsopt.compiler.calls.effects import Effect, outcome_of
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.calls.view import INPUT
 from tsopt.compiler.capture.alike import answers_alike
@@ -45,7 +45,7 @@ from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims
-from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph, UsageError
+from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
 # Who reads a model before torch.export does.
@@ -84,8 +84,8 @@ def capture(
 
     Raises:
         UsageError: there is no such front end.
-        CaptureError: the model cannot be captured; the message says where and what to write instead. NotOneGraph, one
-            of them, where the model itself runs.
+        CaptureError: the model cannot be captured; the message says where and what to write instead.
+        GraphBreakError, a CaptureError: the model itself runs, but is not a single graph.
     """
     return capture_apart(
         model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
@@ -149,7 +149,7 @@ def _from_shadow(
         with apart(on_call), protected(shadow.called):
             program = _in_its_mode(shadow.called, examples, dynamic, frontend, eval_mode)
     except CaptureError as error:
-        if strayed or not isinstance(error, NotOneGraph):
+        if strayed or not isinstance(error, GraphBreakError):
             log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
             return None
         raise
@@ -218,7 +218,7 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         return _read(model, example, wanted, frontend)
     try:
         return _capture(model, example, wanted)
-    except DecidedByValues as error:
+    except DataDependentError as error:
         if frontend != "auto" or isinstance(model, Scripted):
             raise
         try:
@@ -236,7 +236,7 @@ def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, r
         program = _capture(model, example, wanted, reader)
     # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
     if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
-        raise NotOneGraph(
+        raise GraphBreakError(
             f"{BEFORE_EXPORT[reader]} reads something else than the model",
             why="in calls one after the other, what it has read gives other results, or leaves other values behind",
             fix='frontend="auto"',
@@ -304,7 +304,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
         exported = functional(torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False))
-    except NotOneGraph as error:
+    except GraphBreakError as error:
         raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
         raise explain(error, model, example) from error

@@ -17,7 +17,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import is_library, is_python, user_frame
 from tsopt.compiler.protect import protected
-from tsopt.errors import CaptureError, DecidedByValues, NotOneGraph
+from tsopt.errors import CaptureError, DataDependentError, GraphBreakError
 
 DECISION = "a Python decision depends on the values of a tensor"
 DECIDED = "it is decided while the model runs; a program is one graph, decided beforehand"
@@ -214,7 +214,7 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
         if family.found(trouble):
             found = re.search(family.names, trouble.text) if family.names else None
             name = found.group(1).replace(".default", "").replace(".", "::") if found else ""
-            return NotOneGraph(
+            return GraphBreakError(
                 family.what.replace("{0}", name), where=where, why=family.why, fix=family.fix.replace("{0}", name)
             )
     if trouble.kind.startswith("DynamicOutputShape"):
@@ -223,13 +223,13 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
         return _decision(trouble.line, where)
     scripted = _scripted_part(model)
     if scripted and trouble.kind == "TypeError":
-        return NotOneGraph(
+        return GraphBreakError(
             f"a part of the model is TorchScript: {scripted}",
             where=where,
             why="torch.export reads Python modules",
             fix="put the nn.Module in its place that it was scripted or traced from",
         )
-    return NotOneGraph(
+    return GraphBreakError(
         "torch.export cannot capture the model",
         where=where,
         why=f"{trouble.kind}: {first_lines(error)}",
@@ -250,10 +250,10 @@ def failure_of_the_model(model: Callable[..., Any], example: Example, error: Exc
     )
 
 
-def size_of_values(op: str, where: str | None) -> NotOneGraph:
+def size_of_values(op: str, where: str | None) -> GraphBreakError:
     """The refusal of an op whose result has as many elements as the values of a tensor say."""
     name = op.removeprefix("aten.").removeprefix("_").partition(".")[0].rstrip("2")
-    return NotOneGraph(
+    return GraphBreakError(
         f"the shape of {op} depends on values, not on shapes",
         where=where,
         why=UNKNOWN_SIZE,
@@ -261,12 +261,12 @@ def size_of_values(op: str, where: str | None) -> NotOneGraph:
     )
 
 
-def _decision(line: str, where: str | None) -> NotOneGraph:
+def _decision(line: str, where: str | None) -> GraphBreakError:
     found = next(((what, fix) for pattern, what, fix in DECISIONS if re.search(pattern, line)), None)
     if found is None:
         found = "", "select with torch.where(condition, a, b), or decide on shapes and arguments instead"
     what = f"{DECISION}: {found[0]}" if found[0] else DECISION
-    return DecidedByValues(what, where=where, why=DECIDED, fix=found[1])
+    return DataDependentError(what, where=where, why=DECIDED, fix=found[1])
 
 
 def _trouble(error: Exception) -> Trouble:

@@ -18,16 +18,16 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsopt.compiler.calls.contents import held_by
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.capture.explain import first_lines
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
-from tsopt.errors import NotOneGraph
+from tsopt.errors import GraphBreakError
 
 READERS = ("export", "strict", "fx", "torchscript")
 CALLS, SEED = 3, 20011
@@ -58,10 +58,10 @@ def strictly(model: Callable[..., Any], example: Example, *, fixed: bool) -> nn.
         fixed: it is for the sizes of the example alone.
 
     Raises:
-        NotOneGraph: dynamo would leave Python between graphs, or sizes are not to be fixed.
+        GraphBreakError: dynamo would leave Python between graphs, or sizes are not to be fixed.
     """
     if not fixed:
-        raise NotOneGraph(
+        raise GraphBreakError(
             "torch.export in strict mode fixes sizes",
             fix="leave dynamic out: each size is captured when it is called",
         )
@@ -92,13 +92,13 @@ def by_fx(flat: nn.Module, count: int) -> nn.Module:
     """A module of so many tensors as torch.fx traces it: everything else is taken as it is now.
 
     Raises:
-        NotOneGraph: torch.fx cannot trace it, or would freeze random numbers.
+        GraphBreakError: torch.fx cannot trace it, or would freeze random numbers.
     """
     tracer = _Tracer(count)
     try:
         with _NothingRandom():
             module = fx.GraphModule(flat, tracer.trace(flat))
-    except NotOneGraph:
+    except GraphBreakError:
         raise
     except Exception as error:  # whatever Python does with a Proxy that it takes for a tensor
         raise _unread(
@@ -133,7 +133,7 @@ class _NothingRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise NotOneGraph(
+            raise GraphBreakError(
                 f"torch.fx would freeze the numbers that {func} draws",
                 why="they do not depend on an input, so they are drawn once, while it traces",
                 fix='frontend="export"',
@@ -145,7 +145,7 @@ def by_torchscript(model: Callable[..., Any]) -> Any:
     """The model compiled by TorchScript.
 
     Raises:
-        NotOneGraph: its compiler does not take it.
+        GraphBreakError: its compiler does not take it.
     """
     try:
         with protected(model):  # the compiler leaves what it has found as an attribute
@@ -159,8 +159,8 @@ def by_torchscript(model: Callable[..., Any]) -> Any:
         ) from error
 
 
-def _unread(what: str, error: Exception, fix: str) -> NotOneGraph:
-    return NotOneGraph(what, where=user_frame(error), why=f"{type(error).__name__}: {first_lines(error)}", fix=fix)
+def _unread(what: str, error: Exception, fix: str) -> GraphBreakError:
+    return GraphBreakError(what, where=user_frame(error), why=f"{type(error).__name__}: {first_lines(error)}", fix=fix)
 
 
 def computes_the_same(program: Program, model: Callable[..., Any], example: Example, *, on_others: bool = True) -> bool:
@@ -201,7 +201,7 @@ def _calls_of_the_model(
             outputs, *form = outcome_of(model, args, kwargs, held)
             after = [value.detach().clone() for value in (*inputs, *state)]
             if not all(map(ops.is_plain, outputs)):
-                raise NotOneGraph("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")
+                raise GraphBreakError("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")
             found.append(([value.detach().clone() for value in outputs], tuple(form), after))
     return found
 

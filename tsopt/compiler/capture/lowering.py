@@ -22,9 +22,9 @@ from tsopt.compiler.graph.infer import fakes
 from tsopt.compiler.graph.origin import origin_in, origin_of_meta
 from tsopt.compiler.graph.program import Program, origin_of, type_of_value
 from tsopt.compiler.rewriting.rewrite import fresh_name
-from tsopt.compiler.sizes.conditions import SYMBOLIC, is_of_values, is_settled
+from tsopt.compiler.sizes.guards import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.sizes.symbols import hinted
-from tsopt.errors import NotOneGraph
+from tsopt.errors import GraphBreakError
 
 # Ops whose results torch.export records otherwise than they come out: torch 2.11 gives the states of recurrent layers
 # an axis too many, every version takes a dropout that does nothing for a copy.
@@ -138,7 +138,7 @@ class _Lowering:
     def weight(self, node: fx.Node, target: str) -> None:
         tensor = self.tensor(target)
         if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
-            raise NotOneGraph(
+            raise GraphBreakError(
                 f"the model holds a {type(tensor).__name__}, which is not a tensor",
                 why="what it does in a call cannot be part of a program",
                 fix="use torch.manual_seed instead of a torch.Generator of one's own",
@@ -166,7 +166,7 @@ class _Lowering:
         origin = {} if ops.is_number(node) else origin_in(node.meta)  # torch's own, for what sizes are read for
         made.meta = {"val": self._value(node, made), **origin}
         if ops.writes_in_secret(made):
-            raise NotOneGraph(
+            raise GraphBreakError(
                 f"{ops.name_of(node)} updates its running statistics in the call",
                 where=origin_of(made) or None,
                 why="the program could not say that it does: the op's schema denies it",
@@ -174,7 +174,7 @@ class _Lowering:
             )
         for tensor in ops.tensors_of(node.meta.get("val")):
             if tensor.layout != torch.strided:
-                raise NotOneGraph(
+                raise GraphBreakError(
                     f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
                     where=origin_of(made) or None,
                     why="a program computes with dense tensors",
@@ -189,7 +189,7 @@ class _Lowering:
     def _control(self, node: fx.Node) -> fx.Node:
         """A call of control flow, with the constants of its branches as operands."""
         if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
-            raise NotOneGraph(
+            raise GraphBreakError(
                 f"{ops.name_of(node)} in a program for many sizes",
                 where=origin_of_meta(node.meta) or None,
                 why="the programs within are made for one size",
@@ -235,19 +235,19 @@ class _Lowering:
         return self.graph
 
 
-def _no_op(node: fx.Node) -> NotOneGraph:
+def _no_op(node: fx.Node) -> GraphBreakError:
     """The refusal of a call that is neither an op nor a choice among its results."""
     name = getattr(node.target, "__name__", str(node.target))
     where = origin_of_meta(node.meta) or None
     if getattr(node.target, "namespace", "") == "higher_order":
-        return NotOneGraph(
+        return GraphBreakError(
             f"{name.removesuffix('_impl')} is control flow, which a Program cannot hold",
             where=where,
             why="a program is one list of calls",
             fix="compute both branches and select with torch.where; a loop of fixed length in Python",
         )
     if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
-        return NotOneGraph(
+        return GraphBreakError(
             f"a number is computed from sizes in a way that a Program does not know ({name})",
             where=where,
             why="a program computes with sizes by arithmetic, min and max",
@@ -256,8 +256,8 @@ def _no_op(node: fx.Node) -> NotOneGraph:
     return _of_values(name, where)
 
 
-def _of_values(name: str, where: str | None) -> NotOneGraph:
-    return NotOneGraph(
+def _of_values(name: str, where: str | None) -> GraphBreakError:
+    return GraphBreakError(
         f"a Python number that is computed from values of a tensor is used ({name})",
         where=where,
         why="a program computes with tensors",

@@ -18,7 +18,7 @@ from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program, origin_of
-from tsopt.errors import CaptureError, NotOneGraph, NotReady
+from tsopt.errors import CaptureError, GraphBreakError, NotReady
 
 
 def check_model(model: object, *, allow_nan: bool) -> None:
@@ -104,7 +104,7 @@ def check_overlap(example: Example, written: Container[int]) -> None:
     found = next((pair for pair in overlaps(leaves) if pair[0] in written or pair[1] in written), None)
     if found is not None:
         names = " and ".join(paths[position] for position in found)
-        raise NotOneGraph(
+        raise GraphBreakError(
             "two inputs share some of their memory, and the model writes one of them",
             where=f"inputs {names}",
             why="what is written to one would have to show in the other",
@@ -116,7 +116,7 @@ def check_apart(example: Example, held: Container[int]) -> None:
     """Refuses a call that is given an object of the model's own: the objects of a program are apart from the model."""
     given = next((item for item in containers_of((example.args, example.kwargs)) if id(item) in held), None)
     if given is not None:
-        raise NotOneGraph(
+        raise GraphBreakError(
             f"the model holds the {type(given).__name__} that it is given",
             why="a program is made for objects that are apart",
             fix="pass a copy, or leave it out of the call",
@@ -125,14 +125,14 @@ def check_apart(example: Example, held: Container[int]) -> None:
 
 def check_result(result: Structure, effects: Sequence[Effect], held: Container[int]) -> None:
     if _holds_number(result):
-        raise NotOneGraph(
+        raise GraphBreakError(
             "the model returns a Python number that depends on the input",
             why="a program returns tensors; the number would be frozen",
             fix="return the tensor instead of tensor.item()",
         )
     for effect in effects:
         if _holds_number(effect.parts):
-            raise NotOneGraph(
+            raise GraphBreakError(
                 "the model keeps a Python number that depends on the input in an object that it is given",
                 where=f"input {effect}",
                 why="a program makes tensors; the number would be frozen",
@@ -141,7 +141,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
     for structure in (result, *(effect.parts for effect in effects)):
         for value in _changing(structure):
             if id(value) not in held:
-                raise NotOneGraph(
+                raise GraphBreakError(
                     f"the model makes a {type(value).__name__} in the call",
                     why="what it returns or keeps would be the same object in every call",
                     fix="use tensors, lists, dicts, dataclasses or objects with plain attributes",

@@ -18,7 +18,7 @@ from torch import nn
 
 from tsopt.compiler.capture.scripted_flow import READINGS, Values, branch, check_numbers, flag_of, loop, readings
 from tsopt.compiler.graph.origin import is_library, short_path
-from tsopt.errors import CaptureError, NotOneGraph
+from tsopt.errors import CaptureError, GraphBreakError
 
 # What makes a Python number of a tensor, and among these a flag.
 _FLAGS = frozenset({"Bool", "is_nonzero"})
@@ -167,7 +167,7 @@ def _call(node: Any, inputs: list[Any]) -> Any:
     if kind.startswith("aten::") and name in _DECIDED and _stands_for_a_number(node, inputs):
         return _DECIDED[name](*inputs)
     if name in _NUMBERS and _is_tensor(inputs):
-        raise NotOneGraph(
+        raise GraphBreakError(
             "a decision in TorchScript depends on the values of a tensor",
             where=_place(node),
             why="a branch, a loop or a number is decided while the model runs; a program is decided beforehand",
@@ -175,7 +175,7 @@ def _call(node: Any, inputs: list[Any]) -> Any:
         )
     op = _overload(node.schema()) if node.schema() not in ("", "(no schema)") else None
     if op is None:
-        raise NotOneGraph(
+        raise GraphBreakError(
             f"TorchScript's {kind} cannot be part of a program",
             where=_place(node),
             why="a program is made of calls of PyTorch's operators",
@@ -231,7 +231,7 @@ def _unpacked(node: Any, inputs: Sequence[Any]) -> Any:
 
 
 def _isinstance(node: Any, inputs: Sequence[Any]) -> bool:
-    raise NotOneGraph(
+    raise GraphBreakError(
         "the TorchScript asks for the type of a value while it runs",
         where=_place(node),
         why="a program has types that are decided beforehand",

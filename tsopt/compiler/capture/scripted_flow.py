@@ -13,7 +13,7 @@ import torch
 
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.graph.control import apart, higher_order
-from tsopt.errors import NotOneGraph
+from tsopt.errors import GraphBreakError
 
 Values = dict[str, Any]  # debug name -> value
 Run = Callable[[Any, Values], list[Any]]  # runs a block on values
@@ -27,7 +27,7 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
     """`prim::If` on a tensor.
 
     Raises:
-        NotOneGraph: the branches return values of different kinds.
+        GraphBreakError: the branches return values of different kinds.
     """
     used = _Used(node, values, where)
     structures: dict[int, Structure] = {}
@@ -45,7 +45,7 @@ def branch(node: Any, predicate: torch.Tensor, values: Values, run: Run, where: 
     parts = [part(place, block) for place, block in enumerate(node.blocks())]
     try:
         leaves = higher_order.cond(predicate, *parts, apart(used.tensors))
-    except NotOneGraph:
+    except GraphBreakError:
         raise
     except Exception as error:  # PyTorch's own words about branches that do not fit
         if len(set(structures.values())) > 1:
@@ -63,7 +63,7 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
         state: the number of the step, the number of steps at most, whether it goes on, and what is carried.
 
     Raises:
-        NotOneGraph: what is carried changes its kind from step to step.
+        GraphBreakError: what is carried changes its kind from step to step.
     """
     step, most, going, *carried = state
     (body,) = node.blocks()
@@ -91,10 +91,10 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
 
 
 def check_numbers(kind: Any, value: Any, where: str | None = None) -> None:
-    """Raises NotOneGraph for a tensor that the script returns as a Python number."""
+    """Raises GraphBreakError for a tensor that the script returns as a Python number."""
     name = kind.kind()
     if name in NUMBERS and isinstance(value, torch.Tensor):
-        raise NotOneGraph(
+        raise GraphBreakError(
             "the TorchScript returns a Python number that depends on the input",
             where=where,
             why="a program returns tensors; the number would be frozen",
@@ -130,7 +130,7 @@ class _Used:
         """Runs a block on operands in place of the tensors.
 
         Raises:
-            NotOneGraph: it changes a list or a dict of the outside, which no operator can do.
+            GraphBreakError: it changes a list or a dict of the outside, which no operator can do.
         """
         given = unflatten(self._structure, list(operands))
         before = _contents(given)
@@ -196,12 +196,12 @@ def _own(leaves: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> tu
     return tuple(found)
 
 
-def _other_kinds(structures: dict[int, Structure], where: str | None) -> NotOneGraph:
+def _other_kinds(structures: dict[int, Structure], where: str | None) -> GraphBreakError:
     return _refused(f"one branch returns {structures[0]}, the other {structures[1]}", where)
 
 
-def _refused(why: str, where: str | None) -> NotOneGraph:
-    return NotOneGraph(
+def _refused(why: str, where: str | None) -> GraphBreakError:
+    return GraphBreakError(
         "a decision in TorchScript depends on the values of a tensor",
         where=where,
         why=f"it cannot be control flow of a program: {why}",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.contents import FIXED, SCALARS, attributes_of, items_of, refill_items, set_attribute
+from tsopt.compiler.calls.snapshot import FIXED, SCALARS, attributes_of, items_of, refill_items, set_attribute
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 

@@ -23,7 +23,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_in, origin_of_meta
 from tsopt.compiler.graph.program import Program
-from tsopt.errors import NotOneGraph
+from tsopt.errors import GraphBreakError
 
 higher_order = torch.ops.higher_order
 
@@ -159,7 +159,7 @@ def from_higher_order(node: fx.Node, root: fx.GraphModule) -> tuple[Control, lis
         The target, its operands in the graph of the node, and constants, which are operands behind these.
 
     Raises:
-        NotOneGraph: it carries Python numbers, or returns something else than tensors.
+        GraphBreakError: it carries Python numbers, or returns something else than tensors.
     """
     kind, names, operands = _parts(node)
     constants: dict[int, torch.Tensor] = {}
@@ -181,8 +181,8 @@ def _parts(node: fx.Node) -> tuple[type[Control], list[str], list[fx.Node]]:
     return (Cond if is_cond else While), [str(value.target) for value in given], operands
 
 
-def _refused(why: str, where: str = "") -> NotOneGraph:
-    return NotOneGraph(
+def _refused(why: str, where: str = "") -> GraphBreakError:
+    return GraphBreakError(
         "control flow that a Program cannot hold",
         where=where or None,
         why=why,

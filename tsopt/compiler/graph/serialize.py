@@ -32,7 +32,7 @@ from tsopt.compiler.graph.program import Numerics, Program, type_of
 from tsopt.compiler.graph.stored_ops import computes, refusal
 from tsopt.compiler.graph.strict_json import parse
 from tsopt.compiler.graph.verify import verify_program
-from tsopt.errors import ArtifactError, BackendError, TsoptError, UsageError
+from tsopt.errors import BackendError, BundleError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
 MAX_NODES, MAX_TEXT = 20_000, 1 << 26  # of a file that nobody vouches for: each node takes a millisecond to check
@@ -60,18 +60,18 @@ def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bo
             check.
 
     Raises:
-        ArtifactError: damaged, or not what it says.
+        BundleError: damaged, or not what it says.
     """
     try:
         if not own and (directory / GRAPH).stat().st_size > MAX_TEXT:
-            raise ArtifactError("the stored program is too large", where=str(directory / GRAPH))
+            raise BundleError("the stored program is too large", where=str(directory / GRAPH))
         data = parse((directory / GRAPH).read_bytes())
         tensors = load_file(directory / WEIGHTS)
         return _Reader(data, tensors, own).program(state)
     except TsoptError:
         raise
     except Exception as error:  # the file decides what goes wrong; all of it means the same
-        raise ArtifactError(
+        raise BundleError(
             "the stored program cannot be read",
             where=str(directory / GRAPH),
             why=f"{type(error).__name__}: {error}"[:300],
@@ -165,7 +165,7 @@ class _Reader:
         )
         inputs = iter(signature.inputs)
         if len(self.data["nodes"]) > MAX_NODES and not self.own:
-            raise ArtifactError("the stored program has too many nodes", why=f"more than {MAX_NODES}")
+            raise BundleError("the stored program has too many nodes", why=f"more than {MAX_NODES}")
         for item in self.data["nodes"]:
             self.nodes.append(self.node(item, inputs, made))
         verify_program(made, touched=())  # types were derived while reading
@@ -190,13 +190,11 @@ class _Reader:
         if item["op"] == "output":
             return self.graph.output(*args)
         if item["op"] != "call_function":
-            raise ArtifactError(f"a stored node is a {item['op']!r}")
+            raise BundleError(f"a stored node is a {item['op']!r}")
         target = _control(item, self.own) if item["target"] in KINDS else _overload(item["target"])
         reason = "" if self.own else refusal(target, args, kwargs)
         if reason:
-            raise ArtifactError(
-                f"the stored program calls {str(item['target'])[:80]}, which a file may not", why=reason
-            )
+            raise BundleError(f"the stored program calls {str(item['target'])[:80]}, which a file may not", why=reason)
         made = self.graph.call_function(target, args, kwargs)
         if ops.is_number(made):
             self.bits[made] = self._bits(made)
@@ -215,16 +213,16 @@ class _Reader:
             source, axis = node.args
             if isinstance(source, fx.Node) and source not in self.bits and type(axis) is int:
                 return SIZE_BITS
-            raise ArtifactError(f"a stored size is damaged: {str(node.args)[:80]}")
+            raise BundleError(f"a stored size is damaged: {str(node.args)[:80]}")
         given = [self.bits.get(arg) if isinstance(arg, fx.Node) else _bits_of(arg) for arg in node.args]
         known = [bits for bits in given if bits is not None]
         name = ops.number_name(node.target)
         power: Any = node.args[1] if name == "pow" and len(node.args) == 2 else 0
         if len(known) < len(given) or not known or node.kwargs or isinstance(power, fx.Node) or abs(power) > MAX_POWER:
-            raise ArtifactError(f"a stored number is damaged: {name}{str(node.args)[:80]}")
+            raise BundleError(f"a stored number is damaged: {name}{str(node.args)[:80]}")
         found = known[0] * MAX_POWER if name == "pow" else sum(known) + 1
         if found > MAX_BITS:
-            raise ArtifactError("a stored number from sizes can become too long", why=f"more than {MAX_BITS} bits")
+            raise BundleError("a stored number from sizes can become too long", why=f"more than {MAX_BITS} bits")
         return found
 
     def fake(self, type_: TensorType) -> Any:
@@ -255,14 +253,14 @@ class _Reader:
                 found = getattr(torch, text.removeprefix("torch."), None)
                 if type(found).__name__ == kind:
                     return found
-        raise ArtifactError(f"an argument of the stored program is damaged: {str(data)[:80]}")
+        raise BundleError(f"an argument of the stored program is damaged: {str(data)[:80]}")
 
 
 def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
     try:
         return put(tensor, device)
     except UsageError as error:
-        raise ArtifactError(
+        raise BundleError(
             f"the program is for {device[:40]}, which cannot be used here", why=error.why, fix=error.fix
         ) from error
 
@@ -270,14 +268,14 @@ def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
 def _type_from(data: Any) -> TensorType:
     found = TensorType(str(data["dtype"]), tuple(map(int, data["shape"])), tuple(map(int, data["stride"])))
     if found.dtype not in SHORT or min((*found.shape, *found.stride), default=0) < 0:
-        raise ArtifactError(f"a stored type is damaged: {str(data)[:80]}")
+        raise BundleError(f"a stored type is damaged: {str(data)[:80]}")
     return found
 
 
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     if any(step < 0 for step in stride) or span > 2 * max(tensor.numel(), 1):
-        raise ArtifactError("a stored weight has impossible strides", why=f"{stride} for shape {tuple(tensor.shape)}")
+        raise BundleError("a stored weight has impossible strides", why=f"{stride} for shape {tuple(tensor.shape)}")
     base = tensor
     for dim, step in enumerate(stride):  # an expanded weight: one value seen many times
         base = base.narrow(dim, 0, 1) if step == 0 and base.shape[dim] > 1 else base
@@ -294,7 +292,7 @@ def _check_memory(target: Any, value: Any) -> None:
     for tensor in ops.tensors_of(value):
         needed = tensor.untyped_storage().nbytes()
         if needed > machine_memory():
-            raise ArtifactError(
+            raise BundleError(
                 f"the stored program calls {str(target)[:80]}, whose result does not fit into this machine",
                 why=f"it takes {needed / 1e9:.0f} GB, there are {machine_memory() / 1e9:.0f}",
             )
@@ -312,7 +310,7 @@ def machine_memory() -> int:
 def _control(item: Any, own: bool) -> Control:
     kind, blocks = KINDS[item["target"]], item["blocks"]
     if len(blocks) != len(kind.titles):
-        raise ArtifactError(f"a stored {item['target']} has {len(blocks)} programs within")
+        raise BundleError(f"a stored {item['target']} has {len(blocks)} programs within")
     return kind(tuple(_Reader(block, {}, own).program(()) for block in blocks))
 
 
@@ -331,4 +329,4 @@ def _overload(name: Any) -> Any:
         found = getattr(packet, parts[2], None)
         if isinstance(found, OpOverload) and computes(found):
             return found
-    raise ArtifactError(f"the stored program calls {str(name)[:80]!r}, which is not a functional ATen op")
+    raise BundleError(f"the stored program calls {str(name)[:80]!r}, which is not a functional ATen op")

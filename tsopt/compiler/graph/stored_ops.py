@@ -18,7 +18,7 @@ from tsopt.compiler.calls.types import SHORT
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import infer_type
 from tsopt.compiler.graph.program import Program, type_of
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 CHECKS = frozenset({"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"})
 FACTORIES = frozenset(
@@ -203,4 +203,4 @@ def fill_uninitialized(program: Program) -> None:
         zeros.meta = dict(node.meta)
         node.replace_all_uses_with(zeros, delete_user_cb=lambda user, zeros=zeros: user is not zeros)
         if infer_type(program, zeros) != type_of(node):
-            raise ArtifactError("the stored program reads uninitialized memory", why=str(node.target))
+            raise BundleError("the stored program reads uninitialized memory", why=str(node.target))

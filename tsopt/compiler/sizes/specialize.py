@@ -104,7 +104,7 @@ class Instance:
     given: tuple[fx.Node, ...]
 
 
-def at(program: Program, sizes: Sizes) -> Program:
+def specialize(program: Program, sizes: Sizes) -> Program:
     """The static program of one choice of sizes."""
     return _instance(program, sizes, frozenset()).program
 

@@ -14,8 +14,8 @@ from torch.export.graph_signature import InputKind
 
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.sizes.conditions import ALWAYS, Range, Ties, narrow
 from tsopt.compiler.sizes.dims import Dynamic, Place
+from tsopt.compiler.sizes.guards import ALWAYS, Range, Ties, narrow
 from tsopt.compiler.sizes.specialize import retyped, traced_sizes
 from tsopt.errors import CaptureError, UsageError
 

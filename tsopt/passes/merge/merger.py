@@ -23,6 +23,7 @@ from tsopt.compiler.rewriting.match import pattern
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Impossible, Rule, reaches_output
 from tsopt.passes.merge import stacked
+from tsopt.passes.merge.boundaries import exits, stacks
 from tsopt.passes.merge.branches import (
     FEWEST,
     PARTS,
@@ -34,9 +35,8 @@ from tsopt.passes.merge.branches import (
     is_shared,
     operands,
 )
-from tsopt.passes.merge.exchange import Exchange
-from tsopt.passes.merge.joins import exits, stacks
-from tsopt.passes.merge.stage import STACKED, Stage
+from tsopt.passes.merge.draft import STACKED, Draft
+from tsopt.passes.merge.replacement import Replacement
 
 MEBI = 1 << 20
 ROUNDS = 5  # merged values can bring other branches together; each round must merge, so few are needed
@@ -100,14 +100,14 @@ class _Merger:
         for _ in range(ROUNDS):
             before = len(self.done)
             self.kinds = Kinds(self.program, stacked.is_known)
-            self.exchange = Exchange(self.program, self.kinds.depth)
+            self.replacement = Replacement(self.program, self.kinds.depth)
             if ISOMORPHIC.name not in self.limits.without:
                 self.merge_branches()
             if len(self.done) == before and PARALLEL.name not in self.limits.without:
                 self.merge_parallel()
             if len(self.done) == before:
                 break
-            self.exchange.restore_order()
+            self.replacement.restore_order()
         numerics = Numerics.ROUNDING if self.done else Numerics.EXACT
         return Changes(tuple(self.done), tuple(self.declined), numerics)
 
@@ -120,7 +120,7 @@ class _Merger:
         """Tries the deepest values first: what they are computed from is theirs to merge."""
         taken: set[fx.Node] = set()
         for candidates in self.kinds.candidates():
-            todo = [tuple(n for n in candidates if n not in taken and n not in self.exchange.erased)]
+            todo = [tuple(n for n in candidates if n not in taken and n not in self.replacement.erased)]
             while todo and self.has_fuel and self.kinds.steps > 0:
                 top = todo.pop()
                 if len(top) < FEWEST or not stacked.fits(top) or not self.may_start(top):
@@ -171,14 +171,14 @@ class _Merger:
             return None  # views alone, or layers of one input, which are one layer
         if len(groups[0]) < self.fewest(groups):
             return FEW
-        stage = Stage(self.program)
+        draft = Draft(self.program)
         try:
-            replaced, gone = exits(stage, stacks(stage, groups))
+            replaced, gone = exits(draft, stacks(draft, groups))
         except Impossible as refused:
-            stage.discard()
+            draft.discard()
             return str(refused)
         what = f"{len(groups[0])} branches of {len(groups)} calls"
-        return self.finish(ISOMORPHIC, stage, replaced, gone, groups[-1][0], what)
+        return self.finish(ISOMORPHIC, draft, replaced, gone, groups[-1][0], what)
 
     # ---- linear layers of one input --------------------------------------------------------------------------
 
@@ -206,64 +206,64 @@ class _Merger:
                 self.decline(PARALLEL, layers[0], reason)
 
     def try_parallel(self, layers: Group) -> str | None:
-        stage = Stage(self.program)
-        stage.at = layers
+        draft = Draft(self.program)
+        draft.at = layers
         value, weights, *biases = columns(layers)
-        made = stage.call(
-            aten.linear.default, value[0], *(stage.weights(each, torch.cat) for each in (weights, *biases))
+        made = draft.call(
+            aten.linear.default, value[0], *(draft.weights(each, torch.cat) for each in (weights, *biases))
         )
         sizes = [tensor_type(layer).shape[-1] for layer in layers]
-        parts = stage.call(aten.split_with_sizes.default, made, sizes, -1)
-        replaced = {layer: stage.call(operator.getitem, parts, i) for i, layer in enumerate(layers)}
-        return self.finish(PARALLEL, stage, replaced, set(layers), layers[0], f"{len(layers)} layers")
+        parts = draft.call(aten.split_with_sizes.default, made, sizes, -1)
+        replaced = {layer: draft.call(operator.getitem, parts, i) for i, layer in enumerate(layers)}
+        return self.finish(PARALLEL, draft, replaced, set(layers), layers[0], f"{len(layers)} layers")
 
     # ---- both -------------------------------------------------------------------------------------------------
 
     def finish(
         self,
         rule: Rule,
-        stage: Stage,
+        draft: Draft,
         replaced: dict[fx.Node, fx.Node],
         gone: set[fx.Node],
         where: fx.Node,
         what: str,
     ) -> str | None:
         """Makes an exchange if it pays and is allowed; else takes it back and says why."""
-        self.exchange.place(stage)
+        self.replacement.place(draft)
         try:
-            self.exchange.separate(stage, replaced)
-            self.exchange.place(stage)
-            fresh = self.exchange.settle(stage, replaced, gone, may_copy=rule is ISOMORPHIC)
+            self.replacement.separate(draft, replaced)
+            self.replacement.place(draft)
+            fresh = self.replacement.settle(draft, replaced, gone, may_copy=rule is ISOMORPHIC)
         except Impossible as refused:
-            stage.discard()
+            draft.discard()
             return str(refused)
-        reason = OTHER_LAYOUT if fresh is None else self.objection(rule, stage, gone)
+        reason = OTHER_LAYOUT if fresh is None else self.objection(rule, draft, gone)
         if reason or fresh is None:
-            stage.discard()
+            draft.discard()
             return reason
-        added = stage.new_bytes
-        stage.keep()
+        added = draft.new_bytes
+        draft.keep()
         self.has_fuel = self.limits.take()
         if not self.has_fuel:
-            stage.discard()
+            draft.discard()
             return None
-        self.exchange.commit(replaced, gone, fresh)
+        self.replacement.commit(replaced, gone, fresh)
         self.bytes += added
         self.done.append(Done(rule.name, f"{origin_of(where)}: {what}, {added:,} bytes of new weights"))
         return None
 
-    def objection(self, rule: Rule, stage: Stage, gone: set[fx.Node]) -> str | None:
+    def objection(self, rule: Rule, draft: Draft, gone: set[fx.Node]) -> str | None:
         """Why an exchange does not pay."""
-        if self.bytes + stage.new_bytes > self.options.memory:
+        if self.bytes + draft.new_bytes > self.options.memory:
             return NO_MEMORY
         if rule is PARALLEL:
             return None
         parts = {source for node in gone for source in node.all_input_nodes if source.target in PARTS}
         dead = gone | {part for part in parts if all(user in gone for user in part.users)}
-        removed, added = _count(dead), _count(stage.created)
+        removed, added = _count(dead), _count(draft.created)
         if 2 * added > removed:
             return NO_GAIN
-        copied = sum(_bytes(node) for node in stage.created if node.target in (aten.stack.default, aten.clone.default))
+        copied = sum(_bytes(node) for node in draft.created if node.target in (aten.stack.default, aten.clone.default))
         return COPIES if copied > (removed - added) * self.options.call_bytes else None
 
 

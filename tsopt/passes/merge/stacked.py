@@ -20,7 +20,7 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import tensor_type, type_of
 from tsopt.compiler.rewriting.rewrite import Impossible
 from tsopt.passes.merge.branches import SPLITS, Group, columns, is_shared, is_weights, operands, varies
-from tsopt.passes.merge.stage import Operand, Stage
+from tsopt.passes.merge.draft import Draft, Operand
 
 # Elementwise, but without the tag.
 UNTAGGED = (
@@ -73,10 +73,10 @@ class Call:
         return self.type.shape
 
 
-Lowering = Callable[[Stage, Call], fx.Node]
+Lowering = Callable[[Draft, Call], fx.Node]
 
 
-def lower(stage: Stage, group: Group, read: Callable[[Group], fx.Node | None]) -> fx.Node:
+def lower(draft: Draft, group: Group, read: Callable[[Group], fx.Node | None]) -> fx.Node:
     """Makes the calls of a group once; `read` gives the stacked or shared value of a column.
 
     Raises:
@@ -85,7 +85,7 @@ def lower(stage: Stage, group: Group, read: Callable[[Group], fx.Node | None]) -
     found = iter([Operand(column, read(column)) for column in columns(group)])
     bound = {name: _filled(value, found) for name, value in ops.bind(group[0]).items()}
     call = Call(group[0].target, bound, len(group), type_of(group[0]))
-    made = _lowering(group[0].target)(stage, call)
+    made = _lowering(group[0].target)(draft, call)
     wanted, has = call.type, type_of(made)
     pairs = zip(*(kind if isinstance(kind, tuple) else (kind,) for kind in (wanted, has)), strict=True)
     for each, whole in pairs:
@@ -180,14 +180,14 @@ def _item_fits(group: Group) -> bool:
 # ---- the ops ------------------------------------------------------------------------------------------------------
 
 
-def pointwise(stage: Stage, call: Call) -> fx.Node:
+def pointwise(draft: Draft, call: Call) -> fx.Node:
     """f(x_i, y) -> f on stacks that broadcast as the values do."""
     rank = len(call.shape)
-    arguments = [stage.aligned(v, rank) if isinstance(v, Operand) else v for v in call.arguments.values()]
-    return _called(stage, call, arguments)
+    arguments = [draft.aligned(v, rank) if isinstance(v, Operand) else v for v in call.arguments.values()]
+    return _called(draft, call, arguments)
 
 
-def along_axes(stage: Stage, call: Call) -> fx.Node:
+def along_axes(draft: Draft, call: Call) -> fx.Node:
     """f(x_i, axis) -> f(stack, axis + 1), axes from the end as they are."""
     arguments = dict(call.arguments)
     first = next(iter(arguments))
@@ -199,15 +199,15 @@ def along_axes(stage: Stage, call: Call) -> fx.Node:
             arguments[name] = list(range(1, rank + 1))
         else:
             arguments[name] = [_behind(axis) for axis in axes] if isinstance(axes, list) else _behind(axes)
-    arguments[first] = stage.aligned(operand, rank)
-    return _called(stage, call, list(arguments.values()))
+    arguments[first] = draft.aligned(operand, rank)
+    return _called(draft, call, list(arguments.values()))
 
 
 def _behind(axis: int) -> int:
     return axis + 1 if axis >= 0 else axis
 
 
-def _called(stage: Stage, call: Call, arguments: list[Any]) -> fx.Node:
+def _called(draft: Draft, call: Call, arguments: list[Any]) -> fx.Node:
     """The op on new arguments, in the form that its schema asks for: by position, by name, defaults left out."""
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -217,57 +217,57 @@ def _called(stage: Stage, call: Call, arguments: list[Any]) -> fx.Node:
                 named[item.name] = value
         else:
             positional.append(value)
-    return stage.call(call.target, *positional, **named)
+    return draft.call(call.target, *positional, **named)
 
 
-def linear(stage: Stage, call: Call) -> fx.Node:
+def linear(draft: Draft, call: Call) -> fx.Node:
     """x_i @ w_i.T + b_i -> baddbmm(b, x, w) with b [E, 1, N], x [E, rows, K], w [E, K, N]."""
     x, w, b = (call.arguments[name] for name in ("input", "weight", "bias"))
     if w.shared:
-        return stage.call(aten.linear.default, stage.stack(x), w.each[0], *([b.each[0]] if b is not None else []))
+        return draft.call(aten.linear.default, draft.stack(x), w.each[0], *([b.each[0]] if b is not None else []))
     n, k = w.type.shape
     rows = math.prod(x.type.shape[:-1])
     if x.shared:
-        flat = stage.call(aten.expand.default, stage.reshape(x.each[0], [rows, k]), [call.count, rows, k])
+        flat = draft.call(aten.expand.default, draft.reshape(x.each[0], [rows, k]), [call.count, rows, k])
     else:
-        flat = stage.reshape(stage.stack(x), [call.count, rows, k])
-    weight = stage.weights(w.each, lambda values: torch.stack([value.t() for value in values]))
+        flat = draft.reshape(draft.stack(x), [call.count, rows, k])
+    weight = draft.weights(w.each, lambda values: torch.stack([value.t() for value in values]))
     if b is None:
-        made = stage.call(aten.matmul.default, flat, weight)
+        made = draft.call(aten.matmul.default, flat, weight)
     else:
-        bias = stage.weights(b.each, lambda values: torch.stack(values).reshape(call.count, 1, n))
-        made = stage.call(aten.baddbmm.default, bias, flat, weight)
-    return stage.reshape(made, [call.count, *call.shape])
+        bias = draft.weights(b.each, lambda values: torch.stack(values).reshape(call.count, 1, n))
+        made = draft.call(aten.baddbmm.default, bias, flat, weight)
+    return draft.reshape(made, [call.count, *call.shape])
 
 
-def norm(stage: Stage, call: Call) -> fx.Node:
+def norm(draft: Draft, call: Call) -> fx.Node:
     """Layer norms with weights of their own -> one without weights, then scale and shift by stacks."""
     x: Operand = call.arguments["input"]
     w, b = (call.arguments.get(name) for name in ("weight", "bias"))
     rank = len(call.shape)
     arguments = dict(call.arguments)
-    arguments["input"] = stage.aligned(x, rank)
+    arguments["input"] = draft.aligned(x, rank)
     apart = any(operand is not None and not operand.shared for operand in (w, b))
     for name, operand in (("weight", w), ("bias", b)):
         if operand is not None:
             arguments[name] = None if apart else operand.each[0]
-    value = _called(stage, call, list(arguments.values()))
+    value = _called(draft, call, list(arguments.values()))
     if not apart:
         return value
-    scale, shift = (None if operand is None else stage.aligned(operand, rank) for operand in (w, b))
+    scale, shift = (None if operand is None else draft.aligned(operand, rank) for operand in (w, b))
     if scale is not None and shift is not None:
-        return stage.call(aten.addcmul.default, shift, value, scale)
-    return stage.call(aten.mul.Tensor, value, scale) if shift is None else stage.call(aten.add.Tensor, value, shift)
+        return draft.call(aten.addcmul.default, shift, value, scale)
+    return draft.call(aten.mul.Tensor, value, scale) if shift is None else draft.call(aten.add.Tensor, value, shift)
 
 
-def matmul(stage: Stage, call: Call) -> fx.Node:
+def matmul(draft: Draft, call: Call) -> fx.Node:
     """x_i @ y_i -> x @ y on stacks, for values of two axes and more."""
     x, y = (call.arguments[name] for name in ("self", "other"))
     rank = len(call.shape)
-    return stage.call(aten.matmul.default, stage.aligned(x, rank), stage.aligned(y, rank))
+    return draft.call(aten.matmul.default, draft.aligned(x, rank), draft.aligned(y, rank))
 
 
-def attention(stage: Stage, call: Call) -> fx.Node:
+def attention(draft: Draft, call: Call) -> fx.Node:
     """scaled_dot_product_attention(q_i, k_i, v_i) -> the same on stacks.
 
     Its kernels take four axes: where a branch has them all, its axis becomes part of the batch.
@@ -275,53 +275,53 @@ def attention(stage: Stage, call: Call) -> fx.Node:
     rank = len(call.shape)
     arguments = dict(call.arguments)
     for name in ("query", "key", "value"):
-        arguments[name] = stage.stack(arguments[name])
+        arguments[name] = draft.stack(arguments[name])
         if rank == 4:
-            arguments[name] = _in_batch(stage, arguments[name])
+            arguments[name] = _in_batch(draft, arguments[name])
     mask = arguments["attn_mask"]
     if isinstance(mask, Operand):
-        arguments["attn_mask"] = stage.aligned(mask, rank)
+        arguments["attn_mask"] = draft.aligned(mask, rank)
         if rank == 4 and (not mask.shared or (len(mask.type.shape) == 4 and mask.type.shape[0] != 1)):
             own = [1] * (4 - len(mask.type.shape)) + list(mask.type.shape)
             whole = [call.count, call.shape[0], *own[1:]]
-            arguments["attn_mask"] = _in_batch(stage, stage.call(aten.expand.default, arguments["attn_mask"], whole))
-    made = _called(stage, call, list(arguments.values()))
-    return stage.reshape(made, [call.count, *call.shape])
+            arguments["attn_mask"] = _in_batch(draft, draft.call(aten.expand.default, arguments["attn_mask"], whole))
+    made = _called(draft, call, list(arguments.values()))
+    return draft.reshape(made, [call.count, *call.shape])
 
 
-def _in_batch(stage: Stage, value: fx.Node) -> fx.Node:
+def _in_batch(draft: Draft, value: fx.Node) -> fx.Node:
     """The first two axes as one."""
     shape = tensor_type(value).shape
-    return stage.reshape(value, [shape[0] * shape[1], *shape[2:]])
+    return draft.reshape(value, [shape[0] * shape[1], *shape[2:]])
 
 
-def cat(stage: Stage, call: Call) -> fx.Node:
+def cat(draft: Draft, call: Call) -> fx.Node:
     """[x_i, y] side by side -> [x, expand(y)] side by side, one axis further."""
     parts: list[Operand] = call.arguments["tensors"]
     rank = len(call.shape)
-    return stage.call(aten.cat.default, [stage.stack(part) for part in parts], call.arguments["dim"] % rank + 1)
+    return draft.call(aten.cat.default, [draft.stack(part) for part in parts], call.arguments["dim"] % rank + 1)
 
 
-def reshaped(stage: Stage, call: Call) -> fx.Node:
+def reshaped(draft: Draft, call: Call) -> fx.Node:
     """reshape(x_i, shape) -> reshape(x, [E, *shape])."""
-    return stage.reshape(stage.stack(call.arguments["self"]), [call.count, *call.shape])
+    return draft.reshape(draft.stack(call.arguments["self"]), [call.count, *call.shape])
 
 
-def permuted(stage: Stage, call: Call) -> fx.Node:
+def permuted(draft: Draft, call: Call) -> fx.Node:
     """permute(x_i, axes) -> permute(x, [0, *(axes + 1)])."""
     x, rank = call.arguments["self"], len(call.shape)
-    return stage.permute(stage.stack(x), [0, *(axis % rank + 1 for axis in call.arguments["dims"])])
+    return draft.permute(draft.stack(x), [0, *(axis % rank + 1 for axis in call.arguments["dims"])])
 
 
-def expanded(stage: Stage, call: Call) -> fx.Node:
+def expanded(draft: Draft, call: Call) -> fx.Node:
     """expand(x_i, shape) -> expand(x, [E, *shape])."""
-    value = stage.aligned(call.arguments["self"], len(call.shape))
-    return stage.call(aten.expand.default, value, [call.count, *call.shape])
+    value = draft.aligned(call.arguments["self"], len(call.shape))
+    return draft.call(aten.expand.default, value, [call.count, *call.shape])
 
 
-def item(stage: Stage, call: Call) -> fx.Node:
+def item(draft: Draft, call: Call) -> fx.Node:
     """xs_i[k] -> xs[k]."""
-    return stage.call(operator.getitem, call.arguments["0"].whole, call.arguments["1"])
+    return draft.call(operator.getitem, call.arguments["0"].whole, call.arguments["1"])
 
 
 LOWERINGS: dict[Any, Lowering] = {

@@ -51,7 +51,7 @@ class Loads(Protocol):
         """What runs the files that `save` has written.
 
         Raises:
-            ArtifactError: they are not the files of this signature.
+            BundleError: they are not the files of this signature.
             BackendError: its library refuses them.
         """
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tsopt.compiler.quiet import quiet
-from tsopt.errors import ArtifactError, BackendError
+from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.cudagraph import Recorded, missing_gpu, unrecordable
 from tsopt.runtime.backends.eager import torch_runner
@@ -120,7 +120,7 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     try:
         return _runner(directory / FILE, signature, options)
     except Exception as error:  # the package decides what goes wrong
-        raise ArtifactError("the compiled package cannot be loaded", why=_said(error)) from error
+        raise BundleError("the compiled package cannot be loaded", why=_said(error)) from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program, attribute_name, origin_of
-from tsopt.errors import ArtifactError, BackendError
+from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import by_torch, torch_runner
 from tsopt.runtime.backends.onednn import LOSES_NAN
@@ -116,5 +116,5 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
             warnings.simplefilter("ignore")
             script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location=device))
     except RuntimeError as error:
-        raise ArtifactError("the TorchScript file cannot be read", why=str(error)[:200]) from error
+        raise BundleError("the TorchScript file cannot be read", why=str(error)[:200]) from error
     return torch_runner(script, signature, options.get("threads"))

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tsopt.compiler.graph.strict_json import parse
-from tsopt.errors import ArtifactError
-from tsopt.runtime.bundles.staging import settled
+from tsopt.errors import BundleError
+from tsopt.runtime.bundles.staging import finished
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -54,11 +54,11 @@ def reading(path: Path, read: Callable[[Bundle], Found]) -> Found:
     """What `read` makes of a bundle, all of it from the same one: read again when a writer has replaced it meanwhile.
 
     Raises:
-        ArtifactError: missing, damaged, changed since it was written, from a newer version, or never the same for long
+        BundleError: missing, damaged, changed since it was written, from a newer version, or never the same for long
             enough to be read.
     """
     for _ in range(TRIES):
-        directory = settled(path)
+        directory = finished(path)
         with _held(directory):
             before = _identity(directory)
             try:
@@ -67,11 +67,11 @@ def reading(path: Path, read: Callable[[Bundle], Found]) -> Found:
                 if _identity(directory) != before:
                     continue
                 if isinstance(error, OSError):
-                    raise ArtifactError("the bundle cannot be read", where=str(path), why=str(error)) from error
+                    raise BundleError("the bundle cannot be read", where=str(path), why=str(error)) from error
                 raise
             if _identity(directory) == before:
                 return found
-    raise ArtifactError(
+    raise BundleError(
         "the bundle was replaced each time that it was being read",
         where=str(path),
         fix="load it when no process is writing it",
@@ -109,12 +109,12 @@ def _facts(entry: os.DirEntry[str]) -> tuple[int, ...]:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a bundle whose every file is what the manifest says. Raises ArtifactError."""
+    """The manifest of a bundle whose every file is what the manifest says. Raises BundleError."""
     if not os.path.lexists(f"{directory}/{MANIFEST}"):
         if directory.is_dir():
-            raise ArtifactError("the directory is not a bundle", where=str(directory), why=f"it has no {MANIFEST}")
+            raise BundleError("the directory is not a bundle", where=str(directory), why=f"it has no {MANIFEST}")
         what = "is not a directory" if directory.exists() else "does not exist"
-        raise ArtifactError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
+        raise BundleError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
     with _opened(directory, MANIFEST) as (handle, facts):
         if facts.st_size > MAX_MANIFEST:
             raise damaged(directory, "the manifest is too large")
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise damaged(directory, f"the format is {str(version)[:40]!r}")
     if version > FORMAT:
-        raise ArtifactError(
+        raise BundleError(
             f"the bundle has format {version}, this tsopt reads up to {FORMAT}",
             where=str(directory),
             fix="pip install -U torch-tsopt",
@@ -229,6 +229,6 @@ def _sha256(handle: int, size: int) -> str:
     return digest.hexdigest()
 
 
-def damaged(directory: Path, why: str) -> ArtifactError:
+def damaged(directory: Path, why: str) -> BundleError:
     plain = "".join(c if c.isprintable() else "?" for c in why)  # the files decide what is in it
-    return ArtifactError("the bundle is damaged", where=str(directory), why=plain, fix="export the model again")
+    return BundleError("the bundle is damaged", where=str(directory), why=plain, fix="export the model again")

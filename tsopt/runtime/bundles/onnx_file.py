@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 FILE = "model.onnx"
 LARGEST = (1 << 31) - 1  # bytes: protobuf's own limit
@@ -130,13 +130,13 @@ def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
         sizes: bytes of each file of the bundle: there is nothing else that the model may refer to.
 
     Raises:
-        ArtifactError: it refers to something outside, holds less than it says, calls what is not known, or is too
+        BundleError: it refers to something outside, holds less than it says, calls what is not known, or is too
             large when all its functions are in place.
     """
     path = directory / FILE
     size = sizes.get(FILE)
     if size is None:
-        raise ArtifactError("the bundle is damaged", where=str(directory), why=f"it has no {FILE}")
+        raise BundleError("the bundle is damaged", where=str(directory), why=f"it has no {FILE}")
     if not 0 < size <= LARGEST:
         raise _refused(path, f"it has {size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -146,9 +146,9 @@ def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
             raise _refused(path, f"it is cut, or was never one: {error}") from error
 
 
-def _refused(path: Path, why: str) -> ArtifactError:
+def _refused(path: Path, why: str) -> BundleError:
     plain = "".join(c if c.isprintable() else "?" for c in why[:300])
-    return ArtifactError("the ONNX model is refused", where=str(path), why=plain, fix="export the model again")
+    return BundleError("the ONNX model is refused", where=str(path), why=plain, fix="export the model again")
 
 
 @dataclass
@@ -165,7 +165,7 @@ class _Scan:
         self.main = _Body()
         self.functions: dict[Name, _Body] = {}
 
-    def refuse(self, why: str) -> ArtifactError:
+    def refuse(self, why: str) -> BundleError:
         return _refused(self.path, why)
 
     def model(self) -> None:
@@ -293,7 +293,7 @@ class _Scan:
         if kind not in BITS and kind != STRINGS:
             raise self.refuse(f"a tensor is of type {kind}")
         if outside or where:
-            self.elsewhere(where, -(-math.prod(dims) * BITS.get(kind, 0) // 8), bool(elements), kind)
+            self.external(where, -(-math.prod(dims) * BITS.get(kind, 0) // 8), bool(elements), kind)
         elif not self.is_whole(kind, math.prod(dims), {n: c for n, c in elements.items() if c}):
             raise self.refuse(f"a tensor of shape {str(dims)[:80]} holds another number of elements")
 
@@ -304,7 +304,7 @@ class _Scan:
             raise self.refuse(f"a tensor is said to be elsewhere by {key[:40]!r}")
         where[key] = found.get(2, "")
 
-    def elsewhere(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
+    def external(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
         location = where.get("location", "")
         if location != f"{FILE}.data" or location not in self.sizes:
             raise self.refuse(f"a tensor is in {location[:80]!r}, which is not a file of the bundle")

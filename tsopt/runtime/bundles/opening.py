@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.compiler.calls.signature import Input, Output, Signature, mismatch
-from tsopt.errors import ArtifactError, BackendError
+from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Loads, compile, race_options
 from tsopt.runtime.backends.table import PLAIN, BackendInfo, info_of
 from tsopt.runtime.calling.executable import Executable
@@ -22,9 +22,9 @@ STATE = "state.safetensors"  # what the model writes in a call, as it was when t
 
 
 def check_trust(info: BackendInfo, directory: Path, trust: bool) -> None:
-    """Raises ArtifactError where reading the files of a backend executes them, and nobody has said that it may."""
+    """Raises BundleError where reading the files of a backend executes them, and nobody has said that it may."""
     if info.code and not trust:
-        raise ArtifactError(
+        raise BundleError(
             f"the bundle holds {info.code}, which is code",
             where=str(directory),
             why="loading it runs what its author wrote",
@@ -59,7 +59,7 @@ def open_bundle(
     """The executable of a bundle's files.
 
     Raises:
-        ArtifactError: the files are damaged, or code that is not trusted.
+        BundleError: the files are damaged, or code that is not trusted.
         BackendError: a backend of the user's own cannot be imported, or an engine refuses the files.
     """
     info = info_of(backend)
@@ -99,7 +99,7 @@ def _read_state(directory: Path, signature: Signature) -> list[Any]:
 
 
 def stored_tensors(path: Path) -> dict[str, Any]:
-    """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises ArtifactError."""
+    """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises BundleError."""
     if not is_installed("torch"):
         from safetensors.numpy import load_file
     else:
@@ -107,7 +107,7 @@ def stored_tensors(path: Path) -> dict[str, Any]:
     try:
         return dict(load_file(path))
     except Exception as error:  # the file decides what goes wrong; all of it means the same
-        raise ArtifactError(
+        raise BundleError(
             f"{path.name} cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"[:300]
         ) from error
 
@@ -121,16 +121,16 @@ def fitting(
         on: put them on the device of the signature, too.
 
     Raises:
-        ArtifactError: one is missing, or of another type.
+        BundleError: one is missing, or of another type.
     """
     found = []
     for name, item in wanted.items():
         value = tensors.get(name)
         if value is None:
-            raise ArtifactError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
+            raise BundleError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
         type_ = replace(item.type, device="cpu")
         reason = mismatch(type_, value, item.axes)
         if reason:
-            raise ArtifactError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
+            raise BundleError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
         found.append(value.to(item.type.device) if on and item.type.device != "cpu" else value)
     return found

@@ -1,7 +1,7 @@
 """A bundle that this machine does not know is opened and called once in a process of its own first.
 
 Engines compute what is constant while they open a file: a division that kills the process, a loop without an end or
-values that fill the memory do so there, under limits, and become an ArtifactError here. The inputs are those that the
+values that fill the memory do so there, under limits, and become an BundleError here. The inputs are those that the
 bundle was written with. Started as `python -m tsopt.runtime.bundles.probe`; needs torch only where the bundle does.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt import errors
-from tsopt.errors import ArtifactError, TsoptError
+from tsopt.errors import BundleError, TsoptError
 from tsopt.runtime.backends.table import info_of
 from tsopt.runtime.racing.processes import (
     SET_DEATH_SIGNAL,
@@ -59,7 +59,7 @@ def try_out(
 
     Raises:
         TsoptError: as opening it does there.
-        ArtifactError: it ends its process, does not come to an end, takes too much memory, or fails on its inputs.
+        BundleError: it ends its process, does not come to an end, takes too much memory, or fails on its inputs.
     """
     on_cpu = all(device == "cpu" for _, device in signature.devices)
     size = sum(sizes.values())
@@ -77,14 +77,14 @@ def try_out(
     said, status = _run(json.dumps(request).encode(), START_SECONDS + PATIENCE * cpu)
     ready, _, answer = said.partition(READY)
     if ready or READY not in said:
-        raise ArtifactError(
+        raise BundleError(
             "the bundle cannot be tried out: the process for it did not start",
             where=str(directory),
             why=f"{sys.executable or 'Python'} ended with status {status}",
             fix="if you know where it comes from: tsopt.load(path, probe=False)",
         )
     if status != 0:
-        raise ArtifactError(
+        raise BundleError(
             "the bundle is not safe to open",
             where=str(directory),
             why=f"tried out in a process of its own, it {_end(status, cpu)}",
@@ -150,12 +150,12 @@ def _raise_what_was_said(answer: bytes, directory: Path) -> None:
         said = json.loads(answer)
         kind, rows = str(said["kind"]), [said.get(key) for key in ("what", "where", "why", "fix")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError("the bundle is not safe to open", where=str(directory), why="no answer", fix=FIX) from error
+        raise BundleError("the bundle is not safe to open", where=str(directory), why="no answer", fix=FIX) from error
     if kind == "well":
         return
     what, where, why, fix = (text if text is None else _plain(str(text)) for text in rows)
     named: Any = getattr(errors, kind, None)
-    cls: type[TsoptError] = named if isinstance(named, type) and issubclass(named, TsoptError) else ArtifactError
+    cls: type[TsoptError] = named if isinstance(named, type) and issubclass(named, TsoptError) else BundleError
     raise cls(what or "the bundle fails", where=where, why=why, fix=fix)
 
 
@@ -214,7 +214,7 @@ def _call(request: Mapping[str, Any]) -> None:
     except TsoptError:
         raise
     except Exception as error:  # the bundle's own failure, in the words of whoever runs it
-        raise ArtifactError(
+        raise BundleError(
             "the bundle fails on the inputs that it was written with",
             where=str(directory),
             why=f"{type(error).__name__}: {str(error)[:200]}",

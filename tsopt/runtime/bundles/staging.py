@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tsopt.errors import ArtifactError
+from tsopt.errors import BundleError
 
 try:
     import fcntl
@@ -37,7 +37,7 @@ class staged:
         unpack: move the files in it beside each other instead, the one called like the target last.
 
     Raises:
-        ArtifactError: the place cannot be written.
+        BundleError: the place cannot be written.
     """
 
     def __init__(self, target: Path, *, unpack: bool = False) -> None:
@@ -64,8 +64,8 @@ class staged:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
             raise self._unwritable(error) from error
 
-    def _unwritable(self, error: BaseException | None) -> ArtifactError:
-        return ArtifactError(
+    def _unwritable(self, error: BaseException | None) -> BundleError:
+        return BundleError(
             "the output cannot be written",
             where=str(self.target),
             why=str(error),
@@ -93,7 +93,7 @@ def replace(new: Path, target: Path) -> None:
     """Puts a directory into the place of another, or where nothing is. What was there is removed.
 
     Where the system can exchange two names, there is no moment without a whole directory at the target. Elsewhere the
-    old one is set aside for a moment, where `settled` finds it.
+    old one is set aside for a moment, where `finished` finds it.
 
     Raises:
         OSError: it cannot be moved; the target is what it was.
@@ -136,7 +136,7 @@ def exchange(a: Path, b: Path) -> bool:
     raise OSError(number, os.strerror(number), str(b))
 
 
-def settled(target: Path) -> Path:
+def finished(target: Path) -> Path:
     """Where the directory of a target is now: set aside, where a writer without `exchange` is between its two steps."""
     if os.path.lexists(target):
         return target

@@ -24,7 +24,7 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precisions import FP32
 from tsopt.compiler.protect import kept, modules_of
-from tsopt.compiler.sizes.specialize import at
+from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
@@ -186,7 +186,7 @@ def difference(
         theirs, mine = answer(model, modules), answer(candidate, modules if runs_python else ())
         found = theirs.other_than(mine, LIMITS.get(precision))
         if found and reference is not None and not theirs.error and not mine.error:
-            reference = at(reference, sizes_in(reference.signature, call))
+            reference = specialize(reference, sizes_in(reference.signature, call))
             verdict = Oracle(model, call, reference, only=AUDITED).judge(candidate, precision=precision)
             return "" if verdict.ok else verdict.reason.replace(f" on the {AUDITED} input", "")
         return found

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.report import MODEL, Report, Row
 
 EAGER = "eager"
 
@@ -32,15 +32,11 @@ class InEager:
         self._unserved = Unserved(model, name, on_gradients)
         reasons = list(dict.fromkeys(map(reason_of, errors)))
         self.report = Report(
-            name,
-            (Row(EAGER),),
-            EAGER,
-            f"nothing else could be made of it: {reasons[0]}",
-            (),
-            (0, 0),
-            0.0,
-            environment(),
-            "EXACT",
+            model=name,
+            rows=(Row(EAGER),),
+            winner_key=MODEL,
+            why=f"nothing else could be made of it: {reasons[0]}",
+            environment=environment(),
             frontend=f"not at all, the model runs as it is: {'; then: '.join(reasons)}",
         )
 
@@ -52,8 +48,8 @@ class InEager:
             return self.model(*args, **kwargs)
 
     def save(self, path: str | Path) -> Path:
-        """Raises ArtifactError: there is no program to put into a file."""
-        raise ArtifactError(
+        """Raises BundleError: there is no program to put into a file."""
+        raise BundleError(
             "a model that runs as it is cannot be saved",
             where=str(path),
             why="; then: ".join(map(reason_of, self.errors)),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tsopt.compiler.calls.signature import Signature
-from tsopt.errors import ArtifactError, BackendError, IndexOutOfRange, IndexRefused
+from tsopt.errors import BackendError, BundleError, IndexOutOfRange, IndexRefused
 from tsopt.runtime.calling.executable import Runner
 
 INDEX, REFUSED, RANGE = "index", "refused", "range"  # eager raises IndexError; RuntimeError; nothing at all
@@ -101,15 +101,15 @@ def from_options(options: Mapping[str, Any], signature: Signature) -> list[Bound
     """The bounds of a bundle.
 
     Raises:
-        ArtifactError: they are not what `to_options` writes, or not of this signature.
+        BundleError: they are not what `to_options` writes, or not of this signature.
     """
     found = options.get("bounds", [])
     known = {field.name for field in fields(Bound)}
     if not isinstance(found, list) or not all(isinstance(item, dict) and set(item) == known for item in found):
-        raise ArtifactError("the bundle's bounds of values are damaged", fix="export the model again")
+        raise BundleError("the bundle's bounds of values are damaged", fix="export the model again")
     bounds = [Bound(**item) for item in found]
     if not all(_is_sound(bound, signature) for bound in bounds):
-        raise ArtifactError("the bundle's bounds do not fit its signature", fix="export the model again")
+        raise BundleError("the bundle's bounds do not fit its signature", fix="export the model again")
     return bounds
 
 

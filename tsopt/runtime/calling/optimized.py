@@ -1,4 +1,4 @@
-"""Optimized: what `optimize` hands back. Runs the winner; a call of another form is captured once, or goes eager."""
+"""Optimized: what `optimize` hands back. Runs the winner; another signature is captured once, or runs eager."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,72 +13,29 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.memory import overlaps
-from tsopt.compiler.calls.structure import Structure, flatten
-from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
+from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import modules_of
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
-from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.guard import leaves_of
+from tsopt.runtime.calling.specializations import MAX_SPECIALIZATIONS, CallKey, Specializations, call_key
 from tsopt.runtime.calling.watch import Weights
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
-MAX_FORMS = 16  # kept at a time, those that were called last
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls of eager, where it won, between looks at the weights
 ABSENT = object()  # where a call has no positional argument
-MAX_CAPTURES = 2 * MAX_FORMS  # in all: each takes seconds; who calls with still more wants a program for many sizes
-
-
-Form = tuple[Structure, tuple[Any, ...]]  # what calls that can be served alike have in common
-
-
-def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = False) -> Form:
-    """What is the same in calls that can be served alike.
-
-    Args:
-        aliasing: tell apart calls whose tensors share memory in other ways.
-    """
-    leaves, structure = flatten((args, kwargs))
-    shared = overlaps(leaves) if aliasing and not any(map(unlike_a_tensor, leaves)) else ()
-    return structure, (*map(_kind, leaves), *shared)
-
-
-def _kind(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or unlike_a_tensor(leaf) is not None:
-        return type(leaf), str(getattr(leaf, "layout", ""))
-    return TensorType.of(leaf)
-
-
-class Forms:
-    """What was made for forms of call; those that were called last are kept."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Form, Callable[..., Any]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, form: Form) -> Callable[..., Any] | None:
-        """Raises TypeError for a form with a constant that cannot be hashed: it cannot be recognized again."""
-        found = self._kept.get(form)
-        if found is not None:
-            with contextlib.suppress(KeyError):  # another thread may just have put it away
-                self._kept.move_to_end(form)
-        return found
-
-    def keep(self, form: Form, made: Callable[..., Any]) -> None:
-        if len(self._kept) >= MAX_FORMS:
-            self._kept.popitem(last=False)
-        self._kept[form] = made
+MAX_CAPTURES = (
+    2 * MAX_SPECIALIZATIONS
+)  # in all: each takes seconds; who calls with still more wants a program for many sizes
 
 
 class Optimized:
@@ -100,7 +56,7 @@ class Optimized:
         executable: Executable | None,
         report: Report,
         example: Example,
-        another: Callable[[Example], Executable],
+        specialize: Callable[[Example], Executable],
         on_new_signature: str = "capture",
         on_gradients: str = "eager",
         *,
@@ -111,10 +67,10 @@ class Optimized:
         self.model, self.program, self.report = model, program, report
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
-        self._another, self._policy = another, on_new_signature
+        self._specialize, self._policy = specialize, on_new_signature
         self._unserved = Unserved(model, report.model, on_gradients)
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
-        self._forms = Forms()
+        self._specializations = Specializations()
         self._captures = 0
         self._lock = threading.Lock()
         self._audits = audits or Audits(0)
@@ -153,7 +109,7 @@ class Optimized:
             reason = objection_to(args, kwargs)
             if reason:
                 return self._unserved(reason, args, kwargs)
-            if self._policy == "error":  # whether a form is refused must not depend on who won
+            if self._policy == "error":  # whether a signature is refused must not depend on who won
                 self.program.signature.bind(args, kwargs)
         return self._eager(*args, **kwargs)
 
@@ -218,12 +174,12 @@ class Optimized:
         if weights.changed():
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
-                why="calls of the forms that were made before keep the weights of then; for others they are gone",
+                why="signatures that are compiled already keep the old weights; for a new one those are gone",
                 fix="optimize the model again",
             )
 
     def _retire(self, found: str) -> None:
-        """Eager from now on, for every form: what is wrong with one may be with all."""
+        """Eager from now on, for every signature: what is wrong with one may be wrong with all."""
         self.executable, self.backend = None, "eager"
         self._audits.end()
         self._say(f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}")
@@ -242,7 +198,7 @@ class Optimized:
             executable.bind(args, kwargs)
             return executable
         try:
-            found = self._forms.get(form_of(args, kwargs, aliasing=self.program.signature.aliasing))
+            found = self._specializations.get(call_key(args, kwargs, aliasing=self.program.signature.aliasing))
         except (TypeError, TsoptError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
@@ -267,11 +223,11 @@ class Optimized:
         except SignatureError:
             if self._policy == "error":
                 raise
-            return self._by_form(args, kwargs)
+            return self._by_specialization(args, kwargs)
         return executable.run_leaves(leaves, args, kwargs)
 
-    def _by_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = self._form(args, kwargs)
+    def _by_specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = self._specialization(args, kwargs)
         if not isinstance(found, Executable):
             return found(*args, **kwargs)
         try:
@@ -281,48 +237,50 @@ class Optimized:
             return self._eager(*args, **kwargs)
         return found.run_leaves(leaves, args, kwargs)
 
-    def _form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        found = self._form_found(args, kwargs)
+    def _specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        found = self._specialization_found(args, kwargs)
         if not isinstance(found, Executable):
             self._check_weights(thoroughly=False)
         return found
 
-    def _form_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    def _specialization_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
-        form = form_of(args, kwargs, aliasing=self.program.signature.aliasing)
+        key = call_key(args, kwargs, aliasing=self.program.signature.aliasing)
         try:
-            found = self._forms.get(form)
+            found = self._specializations.get(key)
         except TypeError:
             return self._eager
         if found is None:
             with self._lock:
-                found = self._forms.get(form) or self._add(form, Example(args, kwargs))
+                found = self._specializations.get(key) or self._add(key, Example(args, kwargs))
         return found
 
-    def _add(self, form: Form, example: Example) -> Callable[..., Any]:
+    def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         if self._captures >= MAX_CAPTURES:
-            self._note("any further form", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many")
+            self._note(
+                "any further signature", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many"
+            )
             return self._eager
         self._check_weights(thoroughly=True)
         self._captures += 1
-        made = self._capture(example, ", ".join(str(kind) for kind in form[1] if isinstance(kind, TensorType)))
-        self._forms.keep(form, made)
+        made = self._capture(example, ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType)))
+        self._specializations.keep(key, made)
         return made
 
-    def _capture(self, example: Example, form: str) -> Callable[..., Any]:
+    def _capture(self, example: Example, signature: str) -> Callable[..., Any]:
         try:
-            executable = self._another(example)
+            executable = self._specialize(example)
         except TsoptError as error:
-            self._note(form, f"eager, because: {error.what}")
+            self._note(signature, f"eager, because: {error.what}")
             return self._eager
-        self._note(form, f"captured for {executable.backend}")
+        self._note(signature, f"captured for {executable.backend}")
         return self._refusing(executable)
 
-    def _note(self, form: str, outcome: str) -> None:
-        log.info("call of another form, %s: %s", form, outcome)
-        if (form, outcome) not in self.report.signatures:
-            self.report = self.report.with_signature(form, outcome)
+    def _note(self, signature: str, outcome: str) -> None:
+        log.info("call with another signature, %s: %s", signature, outcome)
+        if (signature, outcome) not in self.report.signatures:
+            self.report = self.report.with_signature(signature, outcome)
 
     def save(self, path: str | Path) -> Path:
         """Writes a bundle that `tsopt.load` reads; atomically: a complete bundle or none.
@@ -330,7 +288,7 @@ class Optimized:
         When eager won, the optimized program is stored, to be run by torch, once it has been verified.
 
         Raises:
-            ArtifactError: the path cannot be written or holds something else.
+            BundleError: the path cannot be written or holds something else.
             AccuracyError: eager won, because the program computes something else.
             WeightsChangedError: eager won, or weights are shared, and the model's weights have changed since.
         """
@@ -338,7 +296,7 @@ class Optimized:
         # With other weights the model is not what the bundle is to be compared with.
         outlived = self._weights is not None and self._weights.changed()
         model = executable if self.executable is not None and outlived else self.model
-        return artifact.save(executable, path, model, self.example, self.report)
+        return store.save(executable, path, model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program on another backend, verified against the model: for a file in a format of its own.

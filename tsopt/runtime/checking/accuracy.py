@@ -35,7 +35,7 @@ LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
 UNUSUAL = "differs from eager where there are NaN, infinities or denormals"
 TIED = "differs from eager where all inputs are zero"  # ties may be broken in another order
-AGAIN = 2  # calls after the first, on the example
+REPEATED_CALLS = 2  # calls after the first, on the example
 WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other differences may be ties
 FEW = 2  # input sets: the example, and values drawn from it
 # Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
@@ -163,7 +163,9 @@ class Oracle:
                 leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in (*given, *self._state))
-                again = tuple(_answers(model, inputs) for _ in range(AGAIN if is_example and not self.only else 0))
+                again = tuple(
+                    _answers(model, inputs) for _ in range(REPEATED_CALLS if is_example and not self.only else 0)
+                )
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
                 raise AccuracyError(

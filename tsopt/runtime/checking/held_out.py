@@ -19,7 +19,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precisions import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import at, traced_sizes, type_at
+from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
@@ -48,7 +48,7 @@ class Judge:
     """The verdict on candidates at the sizes of the example, and at all others that were tried."""
 
     oracle: Oracle
-    elsewhere: Sequence[HeldOut] = ()
+    held_out: Sequence[HeldOut] = ()
 
     @property
     def inputs(self) -> list[Example]:
@@ -58,7 +58,7 @@ class Judge:
     def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
         """Raises Exception: whatever the candidate raises."""
         verdict = self.oracle.judge(candidate, exact=exact, precision=precision)
-        for item in self.elsewhere:
+        for item in self.held_out:
             if not verdict.ok:
                 break
             found = item.oracle.judge(candidate, exact=exact, precision=precision)
@@ -68,27 +68,27 @@ class Judge:
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class ValidatedRanges:
     """A program, and for one of many sizes what its promise was tried at.
 
     Attributes:
         program: its Dims have the ranges that were checked.
-        elsewhere: the sizes, with eager's answers.
+        held_out: the sizes, with eager's answers.
         notes: where a range is smaller than what was asked for, and why.
     """
 
     program: Program
-    elsewhere: tuple[HeldOut, ...] = ()
+    held_out: tuple[HeldOut, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def checked_with(self, optimized: Program) -> Sized:
+    def checked_with(self, optimized: Program) -> ValidatedRanges:
         """This, where the passes have left it right at all sizes that were tried.
 
         Raises:
             NotGeneral: they have not.
         """
         run = compile(optimized, "eager", share_weights=True)
-        for item in self.elsewhere:
+        for item in self.held_out:
             failure = _failure(run, item.oracle)
             if failure:
                 raise NotGeneral("what the passes make is right only at some sizes", why=f"at {item}: {failure}")
@@ -99,12 +99,12 @@ class Sized:
         """`batch: 1..32, checked at 1, 2, 7, 32`."""
         parts = []
         for dim in self.program.signature.dims:
-            sizes = sorted({item.sizes[dim.name] for item in self.elsewhere})
+            sizes = sorted({item.sizes[dim.name] for item in self.held_out})
             parts.append(f"{dim}, checked at {', '.join(map(str, sizes))}")
         return "; ".join(parts)
 
 
-def settled(model: Callable[..., Any], program: Program, *examples: Example, seed: int) -> Sized:
+def validate_ranges(model: Callable[..., Any], program: Program, *examples: Example, seed: int) -> ValidatedRanges:
     """Runs a captured program by torch at the ends of its ranges and between them, and makes its promise fit.
 
     Args:
@@ -120,9 +120,9 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
     search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
     program = replace(program, signature=replace(program.signature, dims=dims))
-    elsewhere = []
+    held_out = []
     for sizes in _corners(dims):
-        oracle = None if _too_large(program.signature, sizes) else asked.at(program, sizes)
+        oracle = None if _too_large(program.signature, sizes) else asked.answers_at(program, sizes)
         if oracle is None:  # ends that the model takes one by one, and not together
             continue
         failure = _failure(search.run, oracle)
@@ -132,14 +132,14 @@ def settled(model: Callable[..., Any], program: Program, *examples: Example, see
                 why=failure,
                 fix="leave the sizes out of dynamic: others are captured when they are called",
             )
-        elsewhere.append(HeldOut(sizes, oracle))
-    if dims and not elsewhere:
+        held_out.append(HeldOut(sizes, oracle))
+    if dims and not held_out:
         raise CaptureError(
             "no size beside that of the example could be tried",
             why="the model fails there, or its inputs would be larger than 1 GB",
             fix="leave dynamic out: each size is captured when it is called",
         )
-    return Sized(program, tuple(elsewhere), tuple(search.notes))
+    return ValidatedRanges(program, tuple(held_out), tuple(search.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class _Asked:
     example: Example
     seed: int
 
-    def at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
+    def answers_at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
         """Eager's answers; None where the model fails."""
         call = call_at(program.signature, self.example, sizes)
         state = list(program.state.values())
         try:
-            reference = at(program, sizes)
+            reference = specialize(program, sizes)
         except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
             reference = None
         try:
@@ -185,7 +185,7 @@ def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[E
 
 def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
     """Whether the model runs at these sizes, and the program as it does."""
-    oracle = asked.at(program, sizes)
+    oracle = asked.answers_at(program, sizes)
     return oracle is not None and not _failure(run, oracle)
 
 
@@ -286,7 +286,7 @@ class _Search:
     def _why_not(self, sizes: Mapping[str, int]) -> str:
         if _too_large(self.program.signature, sizes):
             return "its inputs would be larger than 1 GB, which is not tried"
-        oracle = self.asked.at(self.program, sizes)
+        oracle = self.asked.answers_at(self.program, sizes)
         return "the model itself fails" if oracle is None else _failure(self.run, oracle)
 
 

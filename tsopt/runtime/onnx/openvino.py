@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.precisions import FP32
-from tsopt.errors import ArtifactError, BackendError, UsageError
+from tsopt.errors import BackendError, BundleError, UsageError
 from tsopt.runtime.backends.backend import Unsupported, check_precision, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.guarded import from_options, guarded, to_options
@@ -100,7 +100,7 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
 
     Raises:
         BackendError: OpenVINO refuses it.
-        ArtifactError: it is not the model of this signature.
+        BundleError: it is not the model of this signature.
     """
     import openvino
 
@@ -125,7 +125,7 @@ def _failed(what: str, error: Exception) -> BackendError:
 def _runner(compiled: Any, signature: Signature) -> Runner:
     """Flat values in and out. A request serves one call at a time, so each thread has its own."""
     if len(compiled.inputs) != len(signature.inputs) or len(compiled.outputs) != len(signature.outputs):
-        raise ArtifactError("the ONNX model does not fit its signature")
+        raise BundleError("the ONNX model does not fit its signature")
     import numpy as np
 
     own = threading.local()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.signature import Signature
-from tsopt.errors import ArtifactError, BackendError
+from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.guarded import from_options, guarded, to_options
@@ -230,7 +230,7 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     inputs = [item.name for item in session.get_inputs()]
     outputs = [item.name for item in session.get_outputs()]
     if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
-        raise ArtifactError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
+        raise BundleError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
     if _is_on_gpu(signature):
         from tsopt.runtime.onnx.ort_cuda import bound_runner
 

@@ -1,6 +1,6 @@
 """Candidates in processes of their own: whatever one of them does costs that candidate and is known by name.
 
-`Workshop` owns the helper process and its files, `Isolated` is one candidate in a child of it: callable as the model
+`Sandbox` owns the helper process and its files, `Isolated` is one candidate in a child of it: callable as the model
 is, and timed where it runs. Nothing of either outlives the `with` block.
 """
 
@@ -43,7 +43,7 @@ TAIL = 2000  # bytes of what a candidate printed that are kept
 SHARED = Path("/dev/shm")
 
 
-class Lost(BackendError):
+class CandidateDied(BackendError):
     """A candidate's process is gone, or never came to be. `kind`, one of LOST, says how."""
 
     def __init__(self, kind: str, what: str, why: str | None = None) -> None:
@@ -65,7 +65,7 @@ def can_isolate(program: Program) -> str:
     return "the model is on a device" if {device for _, device in program.signature.devices} - {"cpu"} else ""
 
 
-class Workshop:
+class Sandbox:
     """The helper process, and a directory for what goes to and fro.
 
     The process starts when the block is entered, so that it imports its libraries while the caller does other things;
@@ -81,7 +81,7 @@ class Workshop:
         self._refused = ""
         self._is_ready = False
 
-    def __enter__(self) -> Workshop:
+    def __enter__(self) -> Sandbox:
         try:
             self._connection, theirs = socket.socketpair()
         except OSError as error:
@@ -148,16 +148,16 @@ class Workshop:
         """What the helper answers. None: waits for what it says by itself."""
         what = "the process that candidates are tried in does not answer"
         if self._connection is None:
-            raise Lost("crashed", what)
+            raise CandidateDied("crashed", what)
         self._connection.settimeout(seconds)
         try:
             if message is not None:
                 send(self._connection, message, files)
             answer, _ = receive(self._connection)
         except TimeoutError as error:
-            raise Lost("timed out", what, why=str(error)) from error
+            raise CandidateDied("timed out", what, why=str(error)) from error
         except Gone as error:
-            raise Lost("crashed", what, why=str(error)) from error
+            raise CandidateDied("crashed", what, why=str(error)) from error
         if "error" in answer:
             raise BackendError("the program cannot be tried in another process", why=answer["error"])
         return answer
@@ -166,7 +166,7 @@ class Workshop:
         """A child for a candidate; not yet compiled.
 
         Raises:
-            Lost: the helper is gone, or the system gives no process.
+            CandidateDied: the helper is gone, or the system gives no process.
         """
         memory = self.memory or available_memory()
         message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
@@ -180,7 +180,9 @@ class Workshop:
                     reader, writer = os.pipe()
                     unless_piped.pop_all()
             except OSError as error:
-                raise Lost(SYSTEM_ERROR, "no process can be started for a candidate", why=str(error)) from error
+                raise CandidateDied(
+                    SYSTEM_ERROR, "no process can be started for a candidate", why=str(error)
+                ) from error
             unless_made.callback(os.close, reader)
             try:
                 pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
@@ -234,27 +236,27 @@ class Isolated:
     """One candidate in a process of its own; called as the model is.
 
     Raises:
-        Lost: the process has ended, or did not answer in time.
+        CandidateDied: the process has ended, or did not answer in time.
         NoGain, BackendError: what the backend says.
     """
 
     def __init__(
         self,
-        workshop: Workshop,
+        sandbox: Sandbox,
         candidate: Candidate,
         options: Mapping[str, Any],
         connection: socket.socket,
         out: int,
         pid: int,
     ) -> None:
-        self.workshop, self.candidate, self.options = workshop, candidate, dict(options)
+        self.sandbox, self.candidate, self.options = sandbox, candidate, dict(options)
         self.notes: tuple[str, ...] = ()
         self._connection, self._pid = connection, pid
         self._printed: deque[bytes] = deque(maxlen=4)
         self._reader = threading.Thread(target=self._drain, args=(out,), daemon=True)
         self._reader.start()
         self._sent: list[Example] = []
-        self.lost: Lost | None = None
+        self.lost: CandidateDied | None = None
 
     def _drain(self, out: int) -> None:
         """Keeps the end of what the candidate prints; without a reader it would wait for one."""
@@ -272,11 +274,11 @@ class Isolated:
         self.notes = tuple(answer["notes"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        program = self.workshop.program
+        program = self.sandbox.program
         leaves, _ = flatten((args, kwargs))
         given = [*leaves, *_state_of(program)]
         file = f"call-{self._pid}"
-        tensors = write_tensors(self.workshop.directory / file, given)
+        tensors = write_tensors(self.sandbox.directory / file, given)
         answer = self._ask({"do": "run", "file": file, "tensors": tensors})
         values = self._read(answer["file"], answer["tensors"])
         outputs, after = values[: answer["outputs"]], values[answer["outputs"] :]
@@ -291,10 +293,10 @@ class Isolated:
         return program.signature.unbind(outputs, args, kwargs)
 
     def saved(self) -> Path:
-        """A directory with the files that the candidate can be made from again; it goes with the workshop."""
+        """A directory with the files that the candidate can be made from again; it goes with the sandbox."""
         name = f"saved-{self._pid}"
         self._ask({"do": "save", "name": name})
-        return self.workshop.directory / name
+        return self.sandbox.directory / name
 
     def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
         """How long so many calls in a row take, right after `untimed` others, measured where they are made.
@@ -304,7 +306,7 @@ class Isolated:
         new = [item for item in inputs if not any(item is sent for sent in self._sent)]
         if new:
             self._sent += new
-            described = [self.workshop.described(item) for item in self._sent]
+            described = [self.sandbox.described(item) for item in self._sent]
             self._ask({"do": "examples", "examples": described})
         places = [next(i for i, sent in enumerate(self._sent) if sent is item) for item in inputs]
         inference = torch.is_inference_mode_enabled()
@@ -313,19 +315,19 @@ class Isolated:
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
         try:
-            return read_tensors(self.workshop.directory / Path(file).name, tensors)
+            return read_tensors(self.sandbox.directory / Path(file).name, tensors)
         except (Gone, OSError) as error:
             raise BackendError(f"{self.candidate.backend} broke the protocol", why=str(error)) from error
 
     def _ask(self, message: Message) -> Message:
         if self.lost is not None:
             raise self.lost
-        self._connection.settimeout(self.workshop.seconds)
+        self._connection.settimeout(self.sandbox.seconds)
         try:
             send(self._connection, message)
             answer, _ = receive(self._connection)
         except TimeoutError:
-            raise self._lose("timed out", f"no answer to {message['do']!r} in {self.workshop.seconds:.0f} s") from None
+            raise self._lose("timed out", f"no answer to {message['do']!r} in {self.sandbox.seconds:.0f} s") from None
         except Gone:
             raise self._lose(*self._how_it_ended(message["do"])) from None
         if "error" in answer:
@@ -337,7 +339,7 @@ class Isolated:
         return answer
 
     def _how_it_ended(self, doing: str) -> tuple[str, str]:
-        status = self.workshop.ended(self._pid, 5.0)
+        status = self.sandbox.ended(self._pid, 5.0)
         if status is None:
             return "crashed", f"its process stopped answering while it was asked to {doing}"
         if os.WIFSIGNALED(status):
@@ -351,10 +353,10 @@ class Isolated:
             return "crashed", f"{name} while it was asked to {doing}"
         return "exited", f"its process ended with status {os.WEXITSTATUS(status)} while it was asked to {doing}"
 
-    def _lose(self, kind: str, what: str) -> Lost:
+    def _lose(self, kind: str, what: str) -> CandidateDied:
         self.end()
         said = self.printed.splitlines()
-        self.lost = Lost(kind, f"{what}; it printed: {said[-1][:200]}" if said else what)
+        self.lost = CandidateDied(kind, f"{what}; it printed: {said[-1][:200]}" if said else what)
         return self.lost
 
     def end(self) -> None:

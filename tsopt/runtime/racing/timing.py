@@ -22,13 +22,13 @@ PAUSE = 25e-3  # seconds between looks at whether a candidate's threads have com
 # core for 10 ms of them, on a busy machine
 IDLE = 0.2  # cores in use, at most, when they have
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
-HOPELESS = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
+DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
 SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
 MAX_BUSY_ROUNDS = 400
 BOOTSTRAP = 2000
 MIN_COLD, MAX_COLD, COLD_SECONDS = 4, 12, 1.0  # calls, calls, seconds: how long the first calls are watched
-STEADY = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
+WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
 TRIES = 3  # for a sample, where the clock stands still or goes back
 # An interval decides nothing when its ends are further apart than this many times, unless the speed-up at its lower
 # end is larger still. A ratio known to within a factor of 3 says less than most speed-ups amount to, and samples that
@@ -119,7 +119,7 @@ class Speedup:
 
 
 @runtime_checkable
-class Elsewhere(Protocol):
+class Remote(Protocol):
     """A callable that runs in another process, which times it: the way there and back must not count.
 
     It answers when its threads are at rest (`rest`).
@@ -226,7 +226,7 @@ def cold_start(
     spent: list[float] = []
     while len(spent) < MIN_COLD or (len(spent) < MAX_COLD and time.perf_counter() < end):
         spent.append(_time(call, [inputs[len(spent) % len(inputs)]], 1, wait))
-    steady = next((i for i, seconds in enumerate(spent) if seconds <= STEADY * min(spent[i:])), len(spent))
+    steady = next((i for i, seconds in enumerate(spent) if seconds <= WARM_RATIO * min(spent[i:])), len(spent))
     return ColdStart(spent[0] * 1e3, steady)
 
 
@@ -246,7 +246,7 @@ def rest() -> None:
 
 def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
     lane.samples.append(_positive(lambda: _time(lane.call, inputs, lane.group, wait, lane.untimed)) / lane.group)
-    if not isinstance(lane.call, Elsewhere):
+    if not isinstance(lane.call, Remote):
         rest()
 
 
@@ -262,7 +262,7 @@ def _positive(timed: Callable[[], float]) -> float:
 def _time(
     call: Callable[..., Any], inputs: Sequence[Example], times: int, wait: Callable[[], None], untimed: int = 0
 ) -> float:
-    if isinstance(call, Elsewhere):
+    if isinstance(call, Remote):
         return call.seconds(inputs, times, untimed)
     return seconds_of_calls(call, inputs, times, untimed, wait)
 
@@ -309,7 +309,7 @@ def seconds_of(call: Callable[..., Any], inputs: Sequence[Example]) -> float:
 def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
     # The first one is the baseline: everybody's ratio needs its samples.
     best = min(float(np.median(lanes[name].samples)) for name in names)
-    return [n for i, n in enumerate(names) if i == 0 or float(np.median(lanes[n].samples)) < HOPELESS * best]
+    return [n for i, n in enumerate(names) if i == 0 or float(np.median(lanes[n].samples)) < DROP_RATIO * best]
 
 
 def _scatters(samples: Sequence[float]) -> bool:

@@ -12,96 +12,80 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precisions import FP32
 from tsopt.errors import TsoptError
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.checking.held_out import HeldOut
 from tsopt.runtime.racing import cache
+from tsopt.runtime.racing.choice import Race
+from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants, is_on_one_thread
 from tsopt.runtime.racing.endings import LOST
-from tsopt.runtime.racing.isolation import Workshop
-from tsopt.runtime.racing.race import EAGER, Progress, Race, Variants, is_on_one_thread, race
+from tsopt.runtime.racing.isolation import Sandbox
+from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.timing import UNDECIDED
-from tsopt.runtime.report import MODEL
+from tsopt.runtime.report import EAGER, MODEL
 
-AGAIN = 1.0  # seconds: the winner against eager, before it is believed
-STEADY = 1.5  # times: how wide the interval of the best speed-up may be in a race that is kept
+RECHECK_SECONDS = 1.0  # seconds: the winner against eager, before it is believed
+WIDEST_INTERVAL = 1.5  # times: how wide the interval of the best speed-up may be in a race that is kept
 DAY = 86400.0
 OLDEST = 30 * DAY  # the age at which a race is run again: machines change, and files may be made up
 # That eager won is taken over so many times, and for so long; then the best of the others is timed against it again.
-RECALLS, UNCHECKED = 10, 7 * DAY
+REUSES, UNCHECKED = 10, 7 * DAY
 
 
-def race_or_recall(
+def cached_race(
     model: Callable[..., Any],
     captured: Program,
     programs: Variants,
     example: Example,
+    settings: RaceSettings,
     *,
-    candidates: Sequence[Candidate],
-    threads: int | None,
-    seconds: float,
-    seed: int,
-    budget: float | None,
-    progress: Progress,
-    elsewhere: Sequence[HeldOut] = (),
-    check_indices: bool = False,
-    strict_specials: bool = False,
-    share_weights: bool = False,
-    **options: Any,
+    sandbox: Sandbox | None = None,
+    progress: Progress | None = None,
 ) -> Race:
-    """`race`, unless one of the same program on this machine is in the cache, whose winner is still right and faster.
-
-    Args:
-        options: of `race`, for a race that is run.
-    """
-    asked: dict[str, Any] = {"threads": threads, "seed": seed, "budget": budget, "progress": progress}
-    stricter = {"check_indices": check_indices, "strict_specials": strict_specials}
-    asked |= {"elsewhere": elsewhere, "share_weights": share_weights, **stricter}
+    """`race`, or a cached one of the same program on this machine, where its winner is still right and faster."""
+    stricter = {"check_indices": settings.check_indices, "strict_specials": settings.strict_specials}
     key = cache.key_of(
-        captured, cast(Program, programs[FP32]), candidates, threads, *(name for name, on in stricter.items() if on)
+        *(captured, cast(Program, programs[FP32]), settings.candidates, settings.threads),
+        *(name for name, on in stricter.items() if on),
     )
-    entry = None if key is None else cache.find(key, candidates, seconds, time.time())
+    entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:
+        short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
 
-        def again(candidate: Candidate, **more: Any) -> Race:
-            short: dict[str, Any] = {"candidates": (candidate,), "seconds": min(AGAIN, entry.seconds), "warn": False}
-            return race(model, captured, programs, example, **short, **asked, **more)
+        def again(candidate: Candidate, sandbox: Sandbox | None = None) -> Race:
+            only = replace(short, candidates=(candidate,))
+            return race(model, captured, programs, example, only, sandbox=sandbox, progress=progress)
 
-        found = _recalled(key, entry, candidates, again, options.get("workshop"))
+        found = _reused(key, entry, settings, again, sandbox)
         if found is not None:
             return found
         cache.forget(key)
-    found = race(model, captured, programs, example, candidates=candidates, seconds=seconds, **asked, **options)
-    if key is not None and _is_settled(found):
-        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, seconds, time.time()))
+    found = race(model, captured, programs, example, settings, sandbox=sandbox, progress=progress)
+    if key is not None and _is_repeatable(found):
+        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time()))
     return found
 
 
-def _is_settled(found: Race) -> bool:
-    """Whether the race would most likely end like this again: nobody was out of luck, the machine was not busy."""
+def _is_repeatable(found: Race) -> bool:
+    """Whether the race would most likely end like this again: no candidate was lost, the machine was not busy."""
     gains = [row.speedup for row in found.rows if row.speedup is not None]
     best = max(gains, key=lambda gain: gain.ratio, default=None)
     lucky = all(row.status not in LOST and row.verdict != UNDECIDED for row in found.rows)
-    return lucky and best is not None and best.high <= STEADY * best.low
+    return lucky and best is not None and best.high <= WIDEST_INTERVAL * best.low
 
 
-def _recalled(
-    key: str,
-    entry: cache.Entry,
-    candidates: Sequence[Candidate],
-    again: Callable[..., Race],
-    workshop: Workshop | None,
+def _reused(
+    key: str, entry: cache.Entry, settings: RaceSettings, again: Callable[..., Race], sandbox: Sandbox | None
 ) -> Race | None:
     """The outcome that an entry tells of; None when its winner does not win any more, or nothing says that it does.
 
     Args:
         again: races one candidate against eager for a moment.
-        workshop: for a candidate that has not won: it may do what it likes there.
+        sandbox: for a candidate that has not won: it may do what it likes there.
     """
-    if not _is_race_of(entry, candidates) or time.time() - entry.when > OLDEST:
+    if not _is_race_of(entry, settings.candidates) or time.time() - entry.when > OLDEST:
         return None
     try:
         if entry.winner == MODEL:
-            return _eager_again(key, entry, candidates, lambda candidate: again(candidate, workshop=workshop))
-        winner = next(candidate for candidate in candidates if candidate.key == entry.winner)
-        return _winner_again(entry, again(winner))
+            return _eager_again(key, entry, settings, lambda candidate: again(candidate, sandbox))
+        return _winner_again(entry, again(settings.candidate(entry.winner)))
     except TsoptError:  # what is wrong with the model is for the whole race to say
         return None
 
@@ -116,19 +100,19 @@ def _is_race_of(entry: cache.Entry, candidates: Sequence[Candidate]) -> bool:
 
 
 def _eager_again(
-    key: str, entry: cache.Entry, candidates: Sequence[Candidate], again: Callable[[Candidate], Race]
+    key: str, entry: cache.Entry, settings: RaceSettings, again: Callable[[Candidate], Race]
 ) -> Race | None:
     """Eager as the winner; now and then only after the best of the others has lost once more."""
     now, said = time.time(), f"raced {entry.date}"
     found = Race(entry.rows, MODEL, entry.why, None, cached=said)
-    if entry.recalls + 1 < RECALLS and now - max(entry.checked, entry.when) < UNCHECKED:
+    if entry.recalls + 1 < REUSES and now - max(entry.checked, entry.when) < UNCHECKED:
         cache.keep(key, replace(entry, recalls=entry.recalls + 1))
         return found
     right = [row for row in entry.rows if row.key != MODEL and row.status == "ok" and row.timing is not None]
     if not right:
         return None
     best = min(right, key=lambda row: row.timing.p50 if row.timing is not None else 0.0)
-    row = again(next(candidate for candidate in candidates if candidate.key == best.key)).rows[-1]
+    row = again(settings.candidate(best.key)).rows[-1]
     if row.verdict == UNDECIDED:  # the machine is busy: the next time then
         return found
     if row.verdict not in ("same", "slower"):

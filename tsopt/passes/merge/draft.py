@@ -38,7 +38,7 @@ class Operand:
         return tensor_type(self.each[0])
 
 
-class Stage:
+class Draft:
     """Makes calls that are not used yet: nothing of the program changes until `keep`, and `discard` takes all back.
 
     New calls stand at the end of the graph; `at` says whose place they will take.

@@ -9,14 +9,14 @@ from torch import nn
 
 from tests.passes.helpers import SPECIAL, check, specials
 from tsopt.compiler.rewriting.rewrite import RulePass
-from tsopt.passes import FUSE, MOVES, NORMALIZE, DeadCode, moves
+from tsopt.passes import CANONICALIZE, DATA_MOVEMENT, FUSE, DeadCode, data_movement
 
 N = len(SPECIAL)
 
 
 def with_forms(item):
     """The rule after the forms it is written for."""
-    return (DeadCode(), NORMALIZE, RulePass(item.name, (item,)), DeadCode("dce-again"))
+    return (DeadCode(), CANONICALIZE, RulePass(item.name, (item,)), DeadCode("dce-again"))
 
 
 # ---- scales -----------------------------------------------------------------------------------------------
@@ -48,7 +48,9 @@ SCALES = {
 @pytest.mark.parametrize("name", SCALES)
 def test_a_scale_goes_before_the_moves_with_the_same_bits(name, dtype):
     model, x = Layers(SCALES[name]).to(dtype), torch.randn(2, 3, 4, dtype=dtype)
-    found = check(with_forms(moves.scale_before_moves), model, x, exact=True, also=[specials(2, 3, 4, dtype=dtype)])
+    found = check(
+        with_forms(data_movement.scale_before_moves), model, x, exact=True, also=[specials(2, 3, 4, dtype=dtype)]
+    )
     assert "scale_before_moves" in found.done
     layer = next(i for i, op in enumerate(found.ops) if op.startswith(("linear", "conv", "matmul")))
     assert found.ops[layer + 1].startswith(("mul", "div"))
@@ -57,7 +59,7 @@ def test_a_scale_goes_before_the_moves_with_the_same_bits(name, dtype):
 @pytest.mark.parametrize("name", ["linear", "conv", "conv_transpose"])
 def test_a_scale_before_the_moves_is_folded(name):
     """A batch of one has an axis less to stride over, and nothing changes the layout."""
-    found = check((DeadCode(), NORMALIZE, MOVES, FUSE), Layers(SCALES[name]), torch.randn(2, 3, 4))
+    found = check((DeadCode(), CANONICALIZE, DATA_MOVEMENT, FUSE), Layers(SCALES[name]), torch.randn(2, 3, 4))
     assert "mul.Tensor" not in found.ops
 
 
@@ -77,7 +79,7 @@ def test_a_scale_before_the_moves_is_folded(name):
     ],
 )
 def test_other_scales_stay(model):
-    found = check(with_forms(moves.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
+    found = check(with_forms(data_movement.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
     assert "scale_before_moves" not in found.done
 
 
@@ -86,8 +88,8 @@ def test_a_scale_of_a_shared_layer_stays():
         y = m.linear(x)
         return y.transpose(1, 2) * 0.5, y + 1
 
-    found = check(with_forms(moves.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
-    assert ("scale_before_moves", moves.SHARED) in found.declined
+    found = check(with_forms(data_movement.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
+    assert ("scale_before_moves", data_movement.SHARED) in found.declined
 
 
 def test_a_scale_of_a_shared_move_stays():
@@ -95,5 +97,5 @@ def test_a_scale_of_a_shared_move_stays():
         y = m.linear(x).transpose(1, 2)
         return y * 0.5, y + 1
 
-    found = check(with_forms(moves.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
+    found = check(with_forms(data_movement.scale_before_moves), Layers(model), torch.randn(2, 3, 4))
     assert "scale_before_moves" not in found.done

@@ -123,7 +123,7 @@ def told(item: Any) -> str:
     return "; ".join(map(line, found))
 
 
-class Kept:
+class Snapshot:
     """What an object holds now, however deep, to be compared and put back."""
 
     def __init__(self, item: Any) -> None:

@@ -15,7 +15,7 @@ from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
 from tsopt.compiler.rewriting.rewrite import erase_unused, reaches_output
-from tsopt.passes.merge.stage import Stage
+from tsopt.passes.merge.draft import Draft
 
 # What reads memory by strides would read other values in another layout.
 BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
@@ -23,7 +23,7 @@ BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 Values = dict[fx.Node, Any]
 
 
-class Exchange:
+class Replacement:
     """Exchanges values of a program for those made on stages; the graph is in order again after `restore_order`.
 
     Args:
@@ -37,10 +37,10 @@ class Exchange:
         self.places = {node: (i, i) for i, node in enumerate(depth)}
         self.erased: set[fx.Node] = set()
 
-    def place(self, stage: Stage) -> None:
+    def place(self, draft: Draft) -> None:
         """Gives new calls the places of what they are made for."""
         last: dict[int, tuple[int, int]] = {}  # by identity: a group may stand behind as many calls as it has members
-        for node, group in stage.created.items():
+        for node, group in draft.created.items():
             if id(group) not in last:
                 last[id(group)] = (
                     max(self.order[member][0] for member in group),
@@ -50,19 +50,19 @@ class Exchange:
             depth, place = last[id(group)]
             self.order[node], self.places[node] = (depth, serial), (place, serial)
 
-    def separate(self, stage: Stage, replaced: dict[fx.Node, fx.Node]) -> None:
+    def separate(self, draft: Draft, replaced: dict[fx.Node, fx.Node]) -> None:
         """Copies what would be returned and share memory with an input, a weight or something else that is returned."""
         claimed: set[fx.Node] = set()
         for old, new in replaced.items():
             if not reaches_output(old):
                 continue
             roots = _roots(new)
-            if any(root not in stage.created or root.op == "get_attr" or root in claimed for root in roots):
-                replaced[old] = _copied(stage, old, new)
+            if any(root not in draft.created or root.op == "get_attr" or root in claimed for root in roots):
+                replaced[old] = _copied(draft, old, new)
             claimed |= roots
 
     def settle(
-        self, stage: Stage, replaced: dict[fx.Node, fx.Node], gone: set[fx.Node], *, may_copy: bool
+        self, draft: Draft, replaced: dict[fx.Node, fx.Node], gone: set[fx.Node], *, may_copy: bool
     ) -> Values | None:
         """The new types of what reads replaced values of another layout; with `may_copy` copies in the old one instead.
 
@@ -73,8 +73,8 @@ class Exchange:
             return fresh
         for old, new in replaced.items():
             if not _same_layout(old, new):
-                replaced[old] = _copied(stage, old, new)
-        self.place(stage)
+                replaced[old] = _copied(draft, old, new)
+        self.place(draft)
         return self._settled(replaced, gone)
 
     def _settled(self, replaced: Mapping[fx.Node, fx.Node], gone: set[fx.Node]) -> Values | None:
@@ -159,11 +159,11 @@ class Exchange:
                     heapq.heappush(ready, (self.places[follower], follower))
 
 
-def _copied(stage: Stage, old: fx.Node, new: fx.Node) -> fx.Node:
+def _copied(draft: Draft, old: fx.Node, new: fx.Node) -> fx.Node:
     """A copy in the layout of the value that it replaces, if that is a plain one."""
-    stage.at = (old,)
+    draft.at = (old,)
     form = torch.contiguous_format if tensor_type(old).contiguous else torch.preserve_format
-    return stage.call(aten.clone.default, new, memory_format=form)
+    return draft.call(aten.clone.default, new, memory_format=form)
 
 
 def _roots(node: fx.Node) -> set[fx.Node]:

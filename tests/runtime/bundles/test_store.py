@@ -11,7 +11,7 @@ import torch
 
 import tsopt
 from tests.runtime.helpers import Counter, save
-from tsopt.runtime.bundles import artifact
+from tsopt.runtime.bundles import store
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +28,7 @@ def test_a_bundle_computes_what_the_model_computes(bundles, mlp, mlp_input, name
 
 
 def test_torchscript_is_code_and_asks_for_trust(bundles):
-    with pytest.raises(tsopt.ArtifactError, match="TorchScript, which is code") as caught:
+    with pytest.raises(tsopt.BundleError, match="TorchScript, which is code") as caught:
         tsopt.load(bundles["torchscript"])
     assert "trust=True" in caught.value.fix
 
@@ -139,12 +139,12 @@ def failing_save(request, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(artifact, request.param, fail)
+    monkeypatch.setattr(store, request.param, fail)
 
 
 @pytest.mark.usefixtures("failing_save")
 def test_a_failed_save_leaves_nothing(optimized_by, tmp_path):
-    with pytest.raises(tsopt.ArtifactError, match="cannot be written") as caught:
+    with pytest.raises(tsopt.BundleError, match="cannot be written") as caught:
         optimized_by("eager").save(tmp_path / "m.tsopt")
     assert "No space left" in caught.value.why
     assert os.listdir(tmp_path) == []
@@ -153,7 +153,7 @@ def test_a_failed_save_leaves_nothing(optimized_by, tmp_path):
 def test_an_existing_bundle_survives_a_failed_save(optimized_by, bundle, tmp_path, monkeypatch):
     place = bundle("eager")
     before = {file.name: file.read_bytes() for file in place.iterdir()}
-    monkeypatch.setattr(artifact, "_write_manifest", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(store, "_write_manifest", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         optimized_by("onnxruntime").save(place)
     assert {file.name: file.read_bytes() for file in place.iterdir()} == before
@@ -162,7 +162,7 @@ def test_an_existing_bundle_survives_a_failed_save(optimized_by, bundle, tmp_pat
 
 def test_a_file_is_not_overwritten(optimized_by, tmp_path):
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(tsopt.ArtifactError, match="exists and is not a bundle"):
+    with pytest.raises(tsopt.BundleError, match="exists and is not a bundle"):
         optimized_by("eager").save(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "mine"
 
@@ -170,7 +170,7 @@ def test_a_file_is_not_overwritten(optimized_by, tmp_path):
 def test_a_directory_of_other_files_is_not_overwritten(optimized_by, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.tex").write_text("mine")
-    with pytest.raises(tsopt.ArtifactError, match="directory with other files"):
+    with pytest.raises(tsopt.BundleError, match="directory with other files"):
         optimized_by("eager").save(tmp_path / "d")
     assert (tmp_path / "d" / "thesis.tex").read_text() == "mine"
 
@@ -179,7 +179,7 @@ def test_somebody_elses_directory_with_a_manifest_is_not_overwritten(optimized_b
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "manifest.json").write_text('{"name": "a browser extension"}')
     (tmp_path / "d" / "background.js").write_text("mine")
-    with pytest.raises(tsopt.ArtifactError, match="directory with other files"):
+    with pytest.raises(tsopt.BundleError, match="directory with other files"):
         optimized_by("eager").save(tmp_path / "d")
     assert (tmp_path / "d" / "background.js").exists()
 
@@ -187,12 +187,12 @@ def test_somebody_elses_directory_with_a_manifest_is_not_overwritten(optimized_b
 def test_a_link_is_not_written_through(optimized_by, tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with pytest.raises(tsopt.ArtifactError, match="not a bundle"):
+    with pytest.raises(tsopt.BundleError, match="not a bundle"):
         optimized_by("eager").save(tmp_path / "link")
     assert not os.listdir(tmp_path / "real")
 
 
 def test_a_path_below_a_file_cannot_be_written(optimized_by, tmp_path):
     (tmp_path / "f").write_text("")
-    with pytest.raises(tsopt.ArtifactError, match="cannot be written"):
+    with pytest.raises(tsopt.BundleError, match="cannot be written"):
         optimized_by("eager").save(tmp_path / "f" / "m.tsopt")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime.calling import parts
-from tsopt.runtime.calling.parts import PARTS, InParts
+from tsopt.runtime.calling import partitioned
+from tsopt.runtime.calling.partitioned import PARTS, Partitioned
 from tsopt.runtime.racing import race
 from tsopt.runtime.racing.timing import Speedup, Timing
 
@@ -22,7 +22,7 @@ def parts_win(monkeypatch):
     def measure(calls, inputs, **_):
         return {name: Timing((1.0, 1.01) * 4 if name == PARTS else (9.0, 9.01) * 4, 5) for name in calls}
 
-    monkeypatch.setattr(parts, "measure", measure)
+    monkeypatch.setattr(partitioned, "measure", measure)
 
 
 class Branches(nn.Module):
@@ -53,7 +53,7 @@ def optimized(model=None, example=X, **options):
 def test_both_branches_are_right():
     model = Branches().eval()
     fast = optimized(model)
-    assert (type(fast), fast.backend, fast.report.winner) == (InParts, "parts", PARTS)
+    assert (type(fast), fast.backend, fast.report.winner) == (Partitioned, "parts", PARTS)
     seen = set()
     for factor in (0.1, 1.0, 30.0):
         model.count.zero_()
@@ -72,10 +72,10 @@ def test_the_report_says_why_and_what_the_parts_are():
     fast = optimized()
     assert "3 of 3 optimized, the Python between them stays" in fast.report.frontend
     assert "a Python decision depends on the values of a tensor: an if" in fast.report.text
-    assert "test_parts.py:" in fast.report.frontend
+    assert "test_partitioned.py:" in fast.report.frontend
     assert "part 1: " in fast.report.text
     assert fast.report.to_json()["frontend"] == fast.report.frontend
-    assert "InParts" in repr(fast)
+    assert "Partitioned" in repr(fast)
 
 
 def test_the_model_is_left_as_it_was():
@@ -88,7 +88,7 @@ def test_the_model_is_left_as_it_was():
 @pytest.mark.usefixtures("parts_win")
 def test_it_cannot_be_saved_and_says_why(tmp_path):
     fast = optimized()
-    with pytest.raises(tsopt.ArtifactError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
+    with pytest.raises(tsopt.BundleError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(tsopt.BackendError, match="not a program for onnxruntime"):
@@ -97,7 +97,7 @@ def test_it_cannot_be_saved_and_says_why(tmp_path):
 
 def test_eager_runs_where_parts_are_not_faster(monkeypatch):
     monkeypatch.setattr(
-        parts, "measure", lambda calls, inputs, **_: {name: Timing((1.0, 1.01) * 4, 5) for name in calls}
+        partitioned, "measure", lambda calls, inputs, **_: {name: Timing((1.0, 1.01) * 4, 5) for name in calls}
     )
     model = Branches().eval()
     fast = optimized(model)
@@ -117,7 +117,7 @@ def test_parts_that_answer_something_else_lose(monkeypatch):
 
 def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
     monkeypatch.setattr(
-        parts,
+        partitioned,
         "measure",
         lambda calls, inputs, **_: {n: Timing((9.0, 9.01) * 4 if n == "eager" else (1.0, 1.01) * 4, 5) for n in calls},
     )
@@ -135,7 +135,7 @@ def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
 
     model = torch.jit.script(Scripted().eval())
     fast = optimized(model)
-    assert (fast.backend, fast.report.winner) == ("torchscript", parts.SCRIPT)
+    assert (fast.backend, fast.report.winner) == ("torchscript", partitioned.SCRIPT)
     assert "as TorchScript with its own optimizations: a decision in TorchScript" in fast.report.frontend
     for sign in (1, -1):
         torch.testing.assert_close(fast(X * sign), model(X * sign).detach())
@@ -143,14 +143,14 @@ def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
 
 def test_one_that_is_wrong_on_fresh_inputs_loses(monkeypatch):
     """Right on what the race measured, and on nothing else."""
-    judge = parts.Oracle.judge
+    judge = partitioned.Oracle.judge
 
     def wrong_later(self, candidate, **options):
         is_fresh = self.program is None and self.seed == 1
         off = lambda x: {name: value + 1 for name, value in candidate(x).items()}  # noqa: E731
         return judge(self, off if is_fresh else candidate, **options)
 
-    monkeypatch.setattr(parts.Oracle, "judge", wrong_later)
+    monkeypatch.setattr(partitioned.Oracle, "judge", wrong_later)
     fast = optimized()
     assert fast.report.row(PARTS).reason.startswith("after timing: ")
     assert fast.backend == "eager"
@@ -199,10 +199,10 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
 @pytest.mark.slow
 def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
     """Dynamo traces the model again when its counter changes."""
-    from tsopt import api
+    from tsopt import request
 
-    real, made = api.capture_apart, []
-    monkeypatch.setattr(api, "capture_apart", lambda *a, **k: made.append(1) or real(*a, **k))
+    real, made = request.capture_apart, []
+    monkeypatch.setattr(request, "capture_apart", lambda *a, **k: made.append(1) or real(*a, **k))
     optimized()
     assert len(made) <= 4  # the whole, before the branch, and either side of it
 
@@ -280,7 +280,7 @@ def test_a_script_keeps_the_weights_of_then(monkeypatch):
                 y = y * 2
             return y
 
-    monkeypatch.setattr(parts, "measure", measure)
+    monkeypatch.setattr(partitioned, "measure", measure)
     script = torch.jit.script(Decides().eval())
     fast = due(optimized(script))
     wanted = fast(X)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.precisions import FP32, PRECISIONS
-from tsopt.errors import ArtifactError, BackendError, TsoptError
+from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
 from tsopt.runtime.bundles import known
 from tsopt.runtime.bundles.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
@@ -47,11 +47,11 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     """Writes a bundle beside its place and moves it there.
 
     Raises:
-        ArtifactError: the place cannot be written, or holds something that is not a bundle.
+        BundleError: the place cannot be written, or holds something that is not a bundle.
     """
     target = Path(path)
     if executable.save is None:
-        raise ArtifactError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
+        raise BundleError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
     _name_to_store(executable)  # before anything is written
     check_target(target)
     with staged(target) as staging:
@@ -69,14 +69,14 @@ def _name_to_store(executable: Executable) -> str:
     """What a bundle names its backend by: a name in the table, or where a backend of the user's own is imported from.
 
     Raises:
-        ArtifactError: another process could not import it.
+        BundleError: another process could not import it.
     """
     info, place = BACKENDS.get(executable.backend), executable.place
     if info is not None and place in ("", info.place):
         return info.name
     module, _, name = place.partition(":")
     if module in ("", "__main__") or "." in name:
-        raise ArtifactError(
+        raise BundleError(
             f"the backend {executable.backend} cannot be named in a bundle",
             why=f"no other process can import {place or 'it'}",
             fix="move its class to the top level of a module that can be imported",
@@ -85,13 +85,13 @@ def _name_to_store(executable: Executable) -> str:
 
 
 def check_target(target: Path) -> None:
-    """Raises ArtifactError where a bundle would overwrite something that is none."""
+    """Raises BundleError where a bundle would overwrite something that is none."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ArtifactError(
+        raise BundleError(
             "the output exists and is not a bundle", where=str(target), fix="remove it or choose another name"
         )
     if target.is_dir() and any(target.iterdir()) and not _is_bundle(target):
-        raise ArtifactError(
+        raise BundleError(
             "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
         )
 
@@ -108,7 +108,7 @@ def _is_bundle(directory: Path) -> bool:
 
 
 def _check_program(staging: Path, executable: Executable) -> None:
-    """What `load` would refuse is not written. Raises ArtifactError."""
+    """What `load` would refuse is not written. Raises BundleError."""
     from tsopt.compiler.graph.serialize import GRAPH, read_program
 
     if not (staging / GRAPH).exists():
@@ -116,8 +116,8 @@ def _check_program(staging: Path, executable: Executable) -> None:
 
     try:
         read_program(staging, executable.state)
-    except ArtifactError as error:
-        raise ArtifactError(
+    except BundleError as error:
+        raise BundleError(
             f"the program that {executable.backend} runs cannot be kept in a bundle",
             why="; ".join(filter(None, (error.what, error.why))),
             fix="choose another backend for it: tsopt.optimize(model, x, backends=('onnxruntime',))",
@@ -155,7 +155,7 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example, state:
 def _write_manifest(staging: Path, executable: Executable, report: Report) -> str:
     """Writes the manifest; its digest."""
     members = {file.name: facts_of(file) for file in sorted(staging.iterdir())}
-    winner = report.row(report.winner)
+    winner = report.winning
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "tsopt": __version__,
@@ -185,7 +185,7 @@ def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) ->
             so with a bundle that this machine has neither written nor tried out before.
 
     Raises:
-        ArtifactError: missing, damaged, changed since it was written, from a newer version, not safe to open, or code
+        BundleError: missing, damaged, changed since it was written, from a newer version, not safe to open, or code
             without trust.
         BackendError: a library that it needs is missing, broken, or refuses it.
     """
@@ -246,7 +246,7 @@ def _backend(directory: Path, manifest: Mapping[str, Any]) -> BackendInfo:
     backend = str(manifest["backend"])
     info = info_of(backend) if ":" in backend else BACKENDS.get(backend)
     if info is None or not info.needs:
-        raise ArtifactError(
+        raise BundleError(
             f"the bundle needs the backend {backend[:40]!r}",
             where=str(directory),
             fix="load it with a version that has it",

@@ -15,13 +15,13 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import tensor_type
 from tsopt.compiler.rewriting.rewrite import Impossible
 from tsopt.passes.merge.branches import Group, is_shared, is_weights, run_of
+from tsopt.passes.merge.draft import Draft
 from tsopt.passes.merge.stacked import lower
-from tsopt.passes.merge.stage import Stage
 
 SEVERAL = "a value with several results leaves the branches"
 
 
-def stacks(stage: Stage, groups: Sequence[Group]) -> dict[Group, fx.Node]:
+def stacks(draft: Draft, groups: Sequence[Group]) -> dict[Group, fx.Node]:
     """The calls of each group made once, on stacks; sources come before what reads them.
 
     Raises:
@@ -36,32 +36,32 @@ def stacks(stage: Stage, groups: Sequence[Group]) -> dict[Group, fx.Node]:
         if is_weights(column):
             return None
         if column not in entries:
-            entries[column] = _entry(stage, column)
+            entries[column] = _entry(draft, column)
         return entries[column]
 
     for group in groups:
-        stage.at = group
-        wholes[group] = lower(stage, group, read)
+        draft.at = group
+        wholes[group] = lower(draft, group, read)
     return wholes
 
 
-def _entry(stage: Stage, column: Group) -> fx.Node:
+def _entry(draft: Draft, column: Group) -> fx.Node:
     """Values of branches as one: a view where they are neighbouring parts of a value, else a copy."""
     run = run_of(column)
     if run is None:
-        return stage.call(aten.stack.default, list(column))
+        return draft.call(aten.stack.default, list(column))
     count, shape = len(column), list(tensor_type(run.source).shape)
     value, size = run.source, count * run.size
     if size != shape[run.axis]:
-        value = stage.call(aten.slice.Tensor, value, run.axis, run.start, run.start + size)
+        value = draft.call(aten.slice.Tensor, value, run.axis, run.start, run.start + size)
     if not run.is_index:
         shape[run.axis : run.axis + 1] = [count, run.size]
-        value = stage.reshape(value, shape)
+        value = draft.reshape(value, shape)
     axes = [axis for axis in range(len(tensor_type(value).shape)) if axis != run.axis]
-    return stage.permute(value, [run.axis, *axes])
+    return draft.permute(value, [run.axis, *axes])
 
 
-def exits(stage: Stage, wholes: dict[Group, fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+def exits(draft: Draft, wholes: dict[Group, fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
     """What stands for the values that leave the branches, and what is computed no longer.
 
     Raises:
@@ -69,21 +69,21 @@ def exits(stage: Stage, wholes: dict[Group, fx.Node]) -> tuple[dict[fx.Node, fx.
     """
     replaced: dict[fx.Node, fx.Node] = {}
     gone = {node for group in wholes for node in group}
-    made = set(stage.created)
+    made = set(draft.created)
     for group, whole in wholes.items():
         for user in [user for user in group[0].users if user not in gone and user not in made]:
-            joined = join(stage, group, whole, user)
+            joined = join(draft, group, whole, user)
             if joined is not None:
                 replaced[joined.node] = joined.value
                 gone.update(joined.gone)
     for group, whole in wholes.items():
-        stage.at = group
+        draft.at = group
         for i, member in enumerate(group):
             if all(user in gone for user in member.users):
                 continue
             if not isinstance(whole.meta["val"], torch.Tensor):
                 raise Impossible(SEVERAL)
-            replaced[member] = stage.call(aten.select.int, whole, 0, i)
+            replaced[member] = draft.call(aten.select.int, whole, 0, i)
     return replaced, gone
 
 
@@ -99,13 +99,13 @@ class Join:
     gone: tuple[fx.Node, ...]
 
 
-def join(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
+def join(draft: Draft, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
     """What a call that reads the first of a group is on the stack of the group; None when it is none of these."""
     if user.target is aten.stack.default:
-        return _stack(stage, group, whole, user)
+        return _stack(draft, group, whole, user)
     if user.target is aten.cat.default:
-        return _cat(stage, group, whole, user)
-    return _sum(stage, group, whole, user) if user.target is aten.add.Tensor else None
+        return _cat(draft, group, whole, user)
+    return _sum(draft, group, whole, user) if user.target is aten.add.Tensor else None
 
 
 def _behind(whole: fx.Node, axis: int) -> list[int]:
@@ -114,17 +114,17 @@ def _behind(whole: fx.Node, axis: int) -> list[int]:
     return [*axes[:axis], 0, *axes[axis:]]
 
 
-def _stack(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
+def _stack(draft: Draft, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
     """stack([x_0, x_1, ...], axis) -> permute(x)."""
     bound = ops.bind(user)
     if tuple(bound["tensors"]) != group:
         return None
-    stage.at = (user,)
+    draft.at = (user,)
     axis = bound["dim"] % len(tensor_type(user).shape)
-    return Join(user, stage.permute(whole, _behind(whole, axis)), (user,))
+    return Join(user, draft.permute(whole, _behind(whole, axis)), (user,))
 
 
-def _cat(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
+def _cat(draft: Draft, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
     """cat([y, x_0, x_1, ..., z], axis) -> cat([y, reshape(permute(x)), z], axis)."""
     bound, result = ops.bind(user), tensor_type(user)
     pieces: list[fx.Node] = list(bound["tensors"])
@@ -133,14 +133,14 @@ def _cat(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | No
     shape = list(tensor_type(group[0]).shape)
     if tuple(pieces[begin:end]) != group or len(shape) != len(result.shape):  # cat leaves out empty vectors
         return None
-    stage.at = (user,)
+    draft.at = (user,)
     axis = bound["dim"] % len(result.shape)
     shape[axis] *= len(group)
-    pieces[begin:end] = [stage.reshape(stage.permute(whole, _behind(whole, axis)), shape)]
-    return Join(user, pieces[0] if len(pieces) == 1 else stage.call(aten.cat.default, pieces, axis), (user,))
+    pieces[begin:end] = [draft.reshape(draft.permute(whole, _behind(whole, axis)), shape)]
+    return Join(user, pieces[0] if len(pieces) == 1 else draft.call(aten.cat.default, pieces, axis), (user,))
 
 
-def _sum(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
+def _sum(draft: Draft, group: Group, whole: fx.Node, user: fx.Node) -> Join | None:
     """x_0 + x_1 + ... + y -> sum(x, 0) + y, in whatever order they are added."""
     kind = tensor_type(group[0])
     if not kind.dtype.startswith(("float", "bfloat")):
@@ -170,10 +170,10 @@ def _sum(stage: Stage, group: Group, whole: fx.Node, user: fx.Node) -> Join | No
         node = following
     if set(rest) & set(group):
         return None  # added twice
-    stage.at = (node,)
-    value = stage.call(aten.sum.dim_IntList, whole, [0])
+    draft.at = (node,)
+    value = draft.call(aten.sum.dim_IntList, whole, [0])
     for term in rest:
-        value = stage.call(aten.add.Tensor, value, term)
+        value = draft.call(aten.add.Tensor, value, term)
     return Join(node, value, tuple(chain))
 
 

@@ -1,6 +1,6 @@
 """Chains of moves: permutes, reshapes, expands, slices, concatenations and stacks that undo or continue each other.
 
-Written for the forms of `normalize`. All EXACT, for values are only moved; the layout is the driver's to compare.
+Written for the forms of `canonicalize`. All EXACT, for values are only moved; the layout is the driver's to compare.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _part_of_split(at: Site, node: fx.Node) -> Part | None:
 
 
 def take(at: Site, part: Part) -> fx.Node:
-    """A part in the form of `normalize`: the source itself, a slice, a select, or a reshape for an axis of size 1."""
+    """A part in its canonical form: the source itself, a slice, a select, or a reshape for an axis of size 1."""
     shape = at.type(part.source).shape
     size = shape[part.axis]
     if part.is_index and size == 1:

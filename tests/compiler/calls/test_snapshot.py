@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.contents import Kept, held_by, holders, told
+from tsopt.compiler.calls.snapshot import Snapshot, held_by, holders, told
 
 
 class Slots:
@@ -53,7 +53,7 @@ DEEP = {
 def test_a_change_is_seen_told_and_taken_back(name):
     make, change = DEEP[name]
     item = make()
-    kept, before = Kept(item), told(item)
+    kept, before = Snapshot(item), told(item)
     assert not kept.changed()
     assert told(item) == before
     change(item)
@@ -69,7 +69,7 @@ def test_a_change_is_seen_told_and_taken_back(name):
 )
 def test_what_cannot_change_holds_nothing(value):
     assert list(holders(value)) == []
-    assert not Kept(value)
+    assert not Snapshot(value)
 
 
 def test_equal_contents_are_told_alike():

@@ -13,12 +13,12 @@ import tsopt
 from tests.runtime.helpers import ENTRY, candidates
 from tsopt.runtime.backends.eager import EagerBackend
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.racing import cache, recall
+from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.endings import LOST
-from tsopt.runtime.racing.race import EAGER, Race
 from tsopt.runtime.racing.timing import Speedup, Timing
-from tsopt.runtime.report import MODEL, Row
+from tsopt.runtime.report import EAGER, MODEL, Row
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 TITLE = "eager + passes"
@@ -50,11 +50,11 @@ def races(monkeypatch):
     seen = []
 
     def counted(*args, **options):
-        seen.append(options["candidates"])
+        seen.append(args[4].candidates)
         return real(*args, **options)
 
-    real = recall.race
-    monkeypatch.setattr(recall, "race", counted)
+    real = cached_race.race
+    monkeypatch.setattr(cached_race, "race", counted)
     return seen
 
 
@@ -112,7 +112,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(recall, "time", made)
+    monkeypatch.setattr(cached_race, "time", made)
     return made
 
 
@@ -138,8 +138,8 @@ def test_that_eager_wins_is_not_believed_for_ever(races, clock):
     """The entry is wrong: anything beats this model in eager. The best of its others is timed again, and then all."""
     optimize()
     with_eager_as_winner()
-    winners = [optimize().report.winner for _ in range(recall.RECALLS)]
-    assert winners[:-1] == [EAGER] * (recall.RECALLS - 1)
+    winners = [optimize().report.winner for _ in range(cached_race.REUSES)]
+    assert winners[:-1] == [EAGER] * (cached_race.REUSES - 1)
     assert winners[-1] != EAGER
     assert [len(backends) for backends in races] == [2, 1, 2]
 
@@ -147,7 +147,7 @@ def test_that_eager_wins_is_not_believed_for_ever(races, clock):
 def test_that_eager_wins_is_not_believed_for_long(races, clock):
     optimize()
     with_eager_as_winner()
-    clock.now += recall.UNCHECKED - 1
+    clock.now += cached_race.UNCHECKED - 1
     assert optimize().report.winner == EAGER
     clock.now += 1
     assert optimize().report.winner != EAGER
@@ -156,17 +156,17 @@ def test_that_eager_wins_is_not_believed_for_long(races, clock):
 
 def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, monkeypatch):
     optimize()
-    with_eager_as_winner(recalls=recall.RECALLS - 1)
-    real, asked = recall.race, []
+    with_eager_as_winner(recalls=cached_race.REUSES - 1)
+    real, asked = cached_race.race, []
 
     def still(*args, **options):
-        asked.append(options["seconds"])
+        asked.append(args[4].seconds)
         found = real(*args, **options)
         lost = replace(found.rows[-1], speedup=Speedup(0.8, 0.7, 0.9))
         return replace(found, rows=(*found.rows[:-1], lost), winner=MODEL, executable=None)
 
-    monkeypatch.setattr(recall, "race", still)
-    clock.now += recall.UNCHECKED
+    monkeypatch.setattr(cached_race, "race", still)
+    clock.now += cached_race.UNCHECKED
     found = optimize()
     assert "timed against eager again now: 0.80x [0.70, 0.90]" in found.report.cached
     assert (entry().recalls, entry().checked) == (0, clock.now)
@@ -177,15 +177,15 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
 
 def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
     optimize()
-    with_eager_as_winner(recalls=recall.RECALLS - 1)
-    real = recall.race
+    with_eager_as_winner(recalls=cached_race.REUSES - 1)
+    real = cached_race.race
 
     def busy(*args, **options):
         found = real(*args, **options)
         unclear = replace(found.rows[-1], speedup=Speedup(3.0, 0.1, 90.0))
         return replace(found, rows=(*found.rows[:-1], unclear), winner=MODEL, executable=None)
 
-    monkeypatch.setattr(recall, "race", busy)
+    monkeypatch.setattr(cached_race, "race", busy)
     assert [optimize().report.winner for _ in range(2)] == [EAGER, EAGER]
     assert [len(backends) for backends in races] == [2, 1, 1]
 
@@ -196,7 +196,7 @@ def test_eager_that_won_against_nobody_is_raced_anew_when_it_is_time(races, cloc
     with_eager_as_winner(
         rows=tuple(replace(row, timing=Timing((1.0,) * 7), speedup=None) if row.name == EAGER else row for row in wrong)
     )
-    found = [optimize().report.winner for _ in range(recall.RECALLS)]
+    found = [optimize().report.winner for _ in range(cached_race.REUSES)]
     assert found[-1] != EAGER
     assert [len(backends) for backends in races] == [2, 2]
 
@@ -207,8 +207,8 @@ def test_an_old_race_is_run_again(races, clock, winner):
     if winner:
         with_eager_as_winner(checked=clock.now)
     (path,) = cache.entries()
-    cache.keep(path.stem, replace(entry(), when=clock.now, checked=clock.now + recall.OLDEST))
-    clock.now += recall.OLDEST + 1
+    cache.keep(path.stem, replace(entry(), when=clock.now, checked=clock.now + cached_race.OLDEST))
+    clock.now += cached_race.OLDEST + 1
     assert optimize().report.cached == ""
     assert [len(backends) for backends in races] == [2, 2]
 
@@ -235,8 +235,8 @@ def test_an_entry_that_does_not_fit_is_not_believed_once(races, name):
 def test_one_thread_may_be_missing_from_the_rows():
     rows = (Row(EAGER), Row("ONNX Runtime", key="onnxruntime"))
     kept = replace(ENTRY, rows=rows)
-    assert recall._is_race_of(kept, candidates("onnxruntime", "onnxruntime?threads=1"))
-    assert not recall._is_race_of(kept, candidates("onnxruntime", "torchscript"))
+    assert cached_race._is_race_of(kept, candidates("onnxruntime", "onnxruntime?threads=1"))
+    assert not cached_race._is_race_of(kept, candidates("onnxruntime", "torchscript"))
 
 
 def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
@@ -288,14 +288,14 @@ def test_a_race_in_which_somebody_was_out_of_luck_is_not_kept(status, monkeypatc
         Row("x", key="x", speedup=Speedup(1.0, 1.0, 1.0)),
         Row("y", status, key="y"),
     )
-    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
+    monkeypatch.setattr(cached_race, "race", lambda *_, **__: Race(rows, MODEL, "", None))
     optimize()
     assert cache.entries() == []
 
 
 def test_a_race_on_a_busy_machine_is_not_kept(monkeypatch):
     rows = (Row(EAGER, timing=Timing((1.0,))), Row("x", key="x", speedup=Speedup(2.0, 0.7, 5.0)))
-    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, MODEL, "", None))
+    monkeypatch.setattr(cached_race, "race", lambda *_, **__: Race(rows, MODEL, "", None))
     optimize()
     assert cache.entries() == []
 
@@ -303,7 +303,7 @@ def test_a_race_on_a_busy_machine_is_not_kept(monkeypatch):
 def test_a_race_that_has_decided_nothing_about_somebody_is_not_kept(monkeypatch):
     good, unclear = Row("x", key="x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", key="y", speedup=Speedup(1.5, 0.4, 8.0))
     rows = (Row(EAGER, timing=Timing((1.0,))), good, unclear)
-    monkeypatch.setattr(recall, "race", lambda *_, **__: Race(rows, "x", "", None))
+    monkeypatch.setattr(cached_race, "race", lambda *_, **__: Race(rows, "x", "", None))
     optimize()
     assert cache.entries() == []
 

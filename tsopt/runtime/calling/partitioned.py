@@ -21,28 +21,29 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.protect import InEvalMode, modules_of, protected
 from tsopt.compiler.quiet import silent
-from tsopt.errors import ArtifactError, BackendError, CaptureError, NotReady, TsoptError
+from tsopt.errors import BackendError, BundleError, CaptureError, NotReady, TsoptError
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.calling.watch import Weights
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.race import EAGER, Progress, device_wait, with_timing
+from tsopt.runtime.racing.race import with_timing
 from tsopt.runtime.racing.timing import cold_start, measure
-from tsopt.runtime.report import Report, Row
+from tsopt.runtime.report import EAGER, MODEL, Report, Row
 
 log = logging.getLogger("tsopt")
 PARTS = "in parts"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which dynamo does not read
-KEYS = {EAGER: "eager", PARTS: "parts", SCRIPT: "torchscript"}  # row -> backend
+KEYS = {PARTS: "parts", SCRIPT: "torchscript"}
 # Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
 # capture for each would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
-class InParts:
+class Partitioned:
     """A drop-in for a model that is not a single graph: its parts are optimized, the Python between them stays.
 
     Attributes:
@@ -60,10 +61,11 @@ class InParts:
     ) -> None:
         self.model, self.report = model, report
         self._unserved = Unserved(model, report.model, on_gradients)
-        self._audits = Audits(0) if audits is None or report.winner == EAGER else audits
+        self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
         self._flags = [module.training for module in modules_of(model)]
-        self.backend = KEYS[report.winner]
-        self._run = model if report.winner == EAGER else run
+        eager_wins = report.winner_key == MODEL
+        self.backend = "eager" if eager_wins else report.winner_key
+        self._run = model if eager_wins else run
         # The Python between parts reads the model's weights as they are, and parts notice new ones; a script keeps its.
         self._weights = Weights(model) if self.backend == "torchscript" and self._audits.share else None
 
@@ -103,8 +105,8 @@ class InParts:
         self._audits.end()
 
     def save(self, path: str | Path) -> Path:
-        """Raises ArtifactError: there is no file for the Python between the parts."""
-        raise ArtifactError(
+        """Raises BundleError: there is no file for the Python between the parts."""
+        raise BundleError(
             "a model in parts cannot be saved", where=str(path), why=self.report.frontend, fix="make it a single graph"
         )
 
@@ -113,10 +115,10 @@ class InParts:
         raise BackendError(f"a model in parts is not a program for {backend}", why=self.report.frontend)
 
     def __repr__(self) -> str:
-        return f"<tsopt.InParts {self.report.model} on {self.backend}, {self.report.why}>"
+        return f"<tsopt.Partitioned {self.report.model} on {self.backend}, {self.report.why}>"
 
 
-def optimize_in_parts(
+def optimize_partitioned(
     model: Callable[..., Any],
     example_input: Example,
     optimize: Optimize,
@@ -128,7 +130,7 @@ def optimize_in_parts(
     audits: Audits | None = None,
     progress: Progress,
     on_gradients: str = "eager",
-) -> InParts:
+) -> Partitioned:
     """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
 
     A model that is TorchScript is optimized by TorchScript instead.
@@ -174,7 +176,7 @@ def optimize_in_parts(
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)
             if not verdict.ok:
                 rows[1] = replace(rows[1], status="wrong", reason=f"after timing: {verdict.reason}")
-    return InParts(model, run, _report(model, rows, graphs, because), audits, on_gradients)
+    return Partitioned(model, run, _report(model, rows, graphs, because), audits, on_gradients)
 
 
 def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
@@ -207,15 +209,13 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     nodes = [item.fast.report.nodes for item in distinct if item.fast]
     why = "no single graph" if because is None else "; ".join(filter(None, (because.what, because.where)))
     return Report(
-        getattr(model, "__name__", type(model).__name__),
-        tuple(rows),
-        title if wins else EAGER,
-        f"{gain} as fast as eager" if wins else f"{title} is not faster beyond noise",
-        (),
-        (sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
-        0.0,
-        environment(),
-        "ROUNDING",
+        model=getattr(model, "__name__", type(model).__name__),
+        rows=tuple(rows),
+        winner_key=rows[1].key if wins else MODEL,
+        why=f"{gain} as fast as eager" if wins else f"{title} is not faster beyond noise",
+        nodes=(sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
+        environment=environment(),
+        numerics="ROUNDING",
         frontend=(
             f"as TorchScript with its own optimizations: {why}"
             if title == SCRIPT

@@ -10,7 +10,7 @@ import torch
 from tests.passes.helpers import SPECIAL, aten, check, check_declines, check_fires, of_any_dtype, ops_of, specials
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, USED_ELSEWHERE, RulePass
-from tsopt.passes import MOVES, NORMALIZE, DeadCode, moves
+from tsopt.passes import CANONICALIZE, DATA_MOVEMENT, DeadCode, data_movement
 
 N = len(SPECIAL)
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.bool]
@@ -19,11 +19,11 @@ X = specials(2, 3, 4)
 
 def with_forms(item):
     """The rule after the forms it is written for."""
-    return (DeadCode(), NORMALIZE, RulePass(item.name, (item,)), DeadCode("dce-again"))
+    return (DeadCode(), CANONICALIZE, RulePass(item.name, (item,)), DeadCode("dce-again"))
 
 
 def test_every_rule_is_exact_and_has_an_equation():
-    assert all(item.numerics == Numerics.EXACT and "->" in item.doc for item in moves.RULES)
+    assert all(item.numerics == Numerics.EXACT and "->" in item.doc for item in data_movement.RULES)
 
 
 # ---- permute ----------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ def test_every_rule_is_exact_and_has_an_equation():
 @pytest.mark.parametrize("shape", [(2, 3, 4), (3, 3, 3), (1, 7, 2), (0, 2, 3)])
 def test_permute_permute_becomes_one(shape, dtype):
     found = check_fires(
-        moves.permute_permute,
+        data_movement.permute_permute,
         lambda x: x.permute(1, 2, 0).permute(-1, 1, 0).logical_not(),
         of_any_dtype(*shape, dtype=dtype),
         ops=["permute", "logical_not"],
@@ -51,13 +51,13 @@ def test_permute_permute_becomes_one(shape, dtype):
     ],
 )
 def test_permutes_that_cancel_go(model):
-    found = check(with_forms(moves.permute_permute), model, X, ["neg"])
+    found = check(with_forms(data_movement.permute_permute), model, X, ["neg"])
     assert found.after.numerics == Numerics.EXACT
 
 
 def test_a_cube_permuted_twice_is_permuted_still():
     check_fires(
-        moves.permute_permute, lambda x: x.permute(1, 2, 0).permute(1, 2, 0), specials(3, 3, 3), ops=["permute"]
+        data_movement.permute_permute, lambda x: x.permute(1, 2, 0).permute(1, 2, 0), specials(3, 3, 3), ops=["permute"]
     )
 
 
@@ -66,17 +66,17 @@ def test_permutes_with_a_shared_middle_stay():
         y = x.permute(1, 0, 2)
         return y.permute(2, 0, 1).neg(), y + 1
 
-    check_declines(moves.permute_permute, model, X, USED_ELSEWHERE)
+    check_declines(data_movement.permute_permute, model, X, USED_ELSEWHERE)
 
 
 @pytest.mark.parametrize("model", [lambda x: x.permute(1, 0, 2), lambda x: x.permute(1, 0, 2).neg().permute(1, 0, 2)])
 def test_other_permutes_stay(model):
-    check_declines(moves.permute_permute, model, X)
+    check_declines(data_movement.permute_permute, model, X)
 
 
 def test_a_permute_between_copies_is_no_chain():
     """The copy in the middle has its own layout."""
-    check_declines(moves.permute_permute, lambda x: x.permute(1, 0, 2).contiguous().permute(1, 0, 2) + 1, X)
+    check_declines(data_movement.permute_permute, lambda x: x.permute(1, 0, 2).contiguous().permute(1, 0, 2) + 1, X)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -86,7 +86,7 @@ def test_a_permute_between_copies_is_no_chain():
 )
 def test_a_permute_of_axes_of_size_one_is_a_reshape(shape, axes, dtype):
     x = of_any_dtype(*shape, dtype=dtype)
-    check_fires(moves.permute_ones, lambda x: x.permute(axes).logical_not(), x, ops=["reshape", "logical_not"])
+    check_fires(data_movement.permute_ones, lambda x: x.permute(axes).logical_not(), x, ops=["reshape", "logical_not"])
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_a_permute_of_axes_of_size_one_is_a_reshape(shape, axes, dtype):
     [((2, 1, 4), (2, 1, 0)), ((2, 3), (1, 0)), ((1, 3, 2), (2, 0, 1)), ((0, 2), (1, 0)), ((3, 3), (1, 0))],
 )
 def test_a_permute_of_larger_axes_stays(shape, axes):
-    check_declines(moves.permute_ones, lambda x: x.permute(axes).neg(), torch.randn(shape))
+    check_declines(data_movement.permute_ones, lambda x: x.permute(axes).neg(), torch.randn(shape))
 
 
 def test_a_permute_of_ones_that_keeps_the_shape_goes():
-    check_fires(moves.permute_ones, lambda x: x.permute(0, 2, 1).neg(), specials(2, 1, 1), ops=["neg"])
+    check_fires(data_movement.permute_ones, lambda x: x.permute(0, 2, 1).neg(), specials(2, 1, 1), ops=["neg"])
 
 
 def test_a_returned_permute_of_ones_is_a_view_still():
-    check_fires(moves.permute_ones, lambda x: x.permute(1, 0, 2), specials(2, 1, 4), ops=["reshape"])
+    check_fires(data_movement.permute_ones, lambda x: x.permute(1, 0, 2), specials(2, 1, 4), ops=["reshape"])
 
 
 # ---- reshape ----------------------------------------------------------------------------------------------
@@ -120,7 +120,9 @@ def test_a_returned_permute_of_ones_is_a_view_still():
 )
 def test_reshape_reshape_becomes_one(model, dtype):
     x = of_any_dtype(2, 3, 4, dtype=dtype)
-    found = check(with_forms(moves.reshape_reshape), lambda x: model(x).logical_not(), x, ["reshape", "logical_not"])
+    found = check(
+        with_forms(data_movement.reshape_reshape), lambda x: model(x).logical_not(), x, ["reshape", "logical_not"]
+    )
     assert "reshape_reshape" in found.done
     assert found.after.numerics == Numerics.EXACT
 
@@ -128,14 +130,16 @@ def test_reshape_reshape_becomes_one(model, dtype):
 @pytest.mark.parametrize("shape", [(2, 3), (1, 1), (0, 7)])
 def test_reshapes_that_cancel_go(shape):
     found = check(
-        with_forms(moves.reshape_reshape), lambda x: x.flatten().view(shape).neg(), torch.randn(shape), ["neg"]
+        with_forms(data_movement.reshape_reshape), lambda x: x.flatten().view(shape).neg(), torch.randn(shape), ["neg"]
     )
     assert "reshape_reshape" in found.done
 
 
 def test_a_reshape_that_copies_is_not_merged_into_a_view_of_other_layout():
     """x.t() must be copied to become flat; [2, 3] straight from x.t() has other strides."""
-    check_declines(moves.reshape_reshape, lambda x: x.t().reshape(6).reshape(2, 3), specials(3, 2), OTHER_LAYOUT)
+    check_declines(
+        data_movement.reshape_reshape, lambda x: x.t().reshape(6).reshape(2, 3), specials(3, 2), OTHER_LAYOUT
+    )
 
 
 def test_reshapes_with_a_shared_middle_stay():
@@ -143,11 +147,11 @@ def test_reshapes_with_a_shared_middle_stay():
         y = x.reshape(6)
         return y.reshape(3, 2) + 1, y * 2
 
-    check_declines(moves.reshape_reshape, model, specials(2, 3), USED_ELSEWHERE)
+    check_declines(data_movement.reshape_reshape, model, specials(2, 3), USED_ELSEWHERE)
 
 
 def test_a_copy_that_is_returned_is_a_copy_still():
-    check(MOVES, lambda x: x.t().reshape(6).reshape(3, 2), specials(2, 3))
+    check(DATA_MOVEMENT, lambda x: x.t().reshape(6).reshape(3, 2), specials(2, 3))
 
 
 CANCELS = [
@@ -165,7 +169,9 @@ CANCELS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_permute_undone_through_a_reshape_is_a_reshape(shape, model, dtype):
     x = of_any_dtype(*shape, dtype=dtype)
-    check_fires(moves.permute_reshape_permute, lambda x: model(x).logical_not(), x, ops=["reshape", "logical_not"])
+    check_fires(
+        data_movement.permute_reshape_permute, lambda x: model(x).logical_not(), x, ops=["reshape", "logical_not"]
+    )
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (24,), (2, 12)])
@@ -175,8 +181,10 @@ def test_a_permute_undone_before_a_reshape_goes(shape):
     def model(x):
         return x.permute(1, 0, 2).reshape(12, 2).reshape(3, 2, 4).permute(1, 0, 2)
 
-    check_declines(moves.permute_reshape_permute, lambda x: model(x) + 1, X, OTHER_LAYOUT)
-    check_fires(moves.permute_reshape_permute, lambda x: model(x).reshape(shape).neg(), X, ops=["reshape", "neg"])
+    check_declines(data_movement.permute_reshape_permute, lambda x: model(x) + 1, X, OTHER_LAYOUT)
+    check_fires(
+        data_movement.permute_reshape_permute, lambda x: model(x).reshape(shape).neg(), X, ops=["reshape", "neg"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +201,7 @@ def test_a_permute_undone_before_a_reshape_goes(shape):
     ],
 )
 def test_a_permute_that_is_not_undone_stays(shape, model):
-    check_declines(moves.permute_reshape_permute, lambda x: model(x).neg(), torch.randn(shape))
+    check_declines(data_movement.permute_reshape_permute, lambda x: model(x).neg(), torch.randn(shape))
 
 
 def test_every_small_chain_of_permutes_is_judged_right():
@@ -204,9 +212,9 @@ def test_every_small_chain_of_permutes_is_judged_right():
             for q in itertools.permutations(range(len(middle))):
                 order = torch.arange(24).reshape(2, 3, 4).permute(p).reshape(middle).permute(q).flatten()
                 keeps_order = torch.equal(order, torch.arange(24))
-                assert moves.is_undone((2, 3, 4), list(p), middle, list(q)) == keeps_order
+                assert data_movement.is_undone((2, 3, 4), list(p), middle, list(q)) == keeps_order
                 from_the_end = [axis - 3 for axis in p], middle, [axis - len(middle) for axis in q]
-                assert moves.is_undone((2, 3, 4), *from_the_end) == keeps_order
+                assert data_movement.is_undone((2, 3, 4), *from_the_end) == keeps_order
                 seen[keeps_order] += 1
     assert seen[True] > 30
     assert seen[False] > 200
@@ -220,7 +228,10 @@ def test_every_small_chain_of_permutes_is_judged_right():
 def test_expand_expand_becomes_one(shape, dtype):
     x = of_any_dtype(1, 3, dtype=dtype)
     found = check_fires(
-        moves.expand_expand, lambda x: x.expand(2, 3).expand(shape).logical_not(), x, ops=["expand", "logical_not"]
+        data_movement.expand_expand,
+        lambda x: x.expand(2, 3).expand(shape).logical_not(),
+        x,
+        ops=["expand", "logical_not"],
     )
     assert str(list(shape)) in found.after.text
 
@@ -230,14 +241,14 @@ def test_expands_with_a_shared_middle_stay():
         y = x.expand(2, 3)
         return y.expand(4, 2, 3) + 1, y.neg()
 
-    check_declines(moves.expand_expand, model, specials(1, 3), USED_ELSEWHERE)
+    check_declines(data_movement.expand_expand, model, specials(1, 3), USED_ELSEWHERE)
 
 
 @pytest.mark.parametrize(
     "model", [lambda x: x.expand(2, 3).repeat(2, 1), lambda x: x.expand(2, 3).reshape(6).expand(2, 6)]
 )
 def test_other_expands_stay(model):
-    check_declines(moves.expand_expand, model, specials(1, 3))
+    check_declines(data_movement.expand_expand, model, specials(1, 3))
 
 
 ELEMENTWISE = {
@@ -256,7 +267,7 @@ def test_an_expand_beside_a_whole_value_goes(name, side):
         wide = x.expand(2, 3, N) if name != "where mask" else x
         return ELEMENTWISE[name](*((wide, y) if not side or "where" in name else (y, wide)))
 
-    found = check_fires(moves.expand_dropped, model, (specials(3, 1), specials(2, 3, N)))
+    found = check_fires(data_movement.expand_dropped, model, (specials(3, 1), specials(2, 3, N)))
     assert "expand" not in found.ops
 
 
@@ -264,13 +275,13 @@ def test_an_expand_beside_a_whole_value_goes(name, side):
 @pytest.mark.parametrize("shape", [(2, 3, 7), (1, 3, 1), (0, 3, 2)])
 def test_an_expand_goes_for_any_type_and_shape(shape, dtype):
     x, y = of_any_dtype(3, 1, dtype=dtype), of_any_dtype(*shape, dtype=dtype)
-    check_fires(moves.expand_dropped, lambda x, y: x.expand(shape) * y, (x, y), ops=["mul.Tensor"])
+    check_fires(data_movement.expand_dropped, lambda x, y: x.expand(shape) * y, (x, y), ops=["mul.Tensor"])
 
 
 @pytest.mark.parametrize("name", ["bitwise_and", "bitwise_or"])
 def test_an_expanded_mask_goes(name):
     x, y = specials(3, 1) > 0, specials(2, 3, 4) < 1
-    check_fires(moves.expand_dropped, lambda x, y: getattr(torch, name)(x.expand(2, 3, 4), y), (x, y))
+    check_fires(data_movement.expand_dropped, lambda x, y: getattr(torch, name)(x.expand(2, 3, 4), y), (x, y))
 
 
 def test_an_expand_used_twice_goes_on_each_side():
@@ -278,12 +289,12 @@ def test_an_expand_used_twice_goes_on_each_side():
         wide = x.expand(2, 3, 4)
         return wide + y, y - wide
 
-    check_fires(moves.expand_dropped, model, (specials(3, 1), X), ops=["add.Tensor", "sub.Tensor"])
+    check_fires(data_movement.expand_dropped, model, (specials(3, 1), X), ops=["add.Tensor", "sub.Tensor"])
 
 
 def test_two_expands_that_meet_both_go():
     model = lambda x, y: x.expand(3, 4) + y.expand(3, 4)  # noqa: E731
-    check_fires(moves.expand_dropped, model, (specials(3, 1), specials(1, 4)), ops=["add.Tensor"])
+    check_fires(data_movement.expand_dropped, model, (specials(3, 1), specials(1, 4)), ops=["add.Tensor"])
 
 
 @pytest.mark.parametrize(
@@ -299,12 +310,12 @@ def test_two_expands_that_meet_both_go():
     ],
 )
 def test_an_expand_that_is_needed_stays(model, x, y):
-    check_declines(moves.expand_dropped, model, (x, y))
+    check_declines(data_movement.expand_dropped, model, (x, y))
 
 
 def test_an_expand_that_decides_the_layout_stays():
     y = torch.randn(3, 2).t()
-    found = check(moves.expand_dropped, lambda x, y: x.expand(2, 3) + y, (torch.randn(1, 3), y))
+    found = check(data_movement.expand_dropped, lambda x, y: x.expand(2, 3) + y, (torch.randn(1, 3), y))
     assert found.done or ("expand_dropped", OTHER_LAYOUT) in found.declined
 
 
@@ -320,7 +331,7 @@ def test_windows_made_and_put_together_again_are_gone():
         back = windows.view(n, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, c)
         return back.relu()
 
-    check((NORMALIZE, MOVES), model, torch.randn(2, 4, 6, 3), ["relu"])
+    check((CANONICALIZE, DATA_MOVEMENT), model, torch.randn(2, 4, 6, 3), ["relu"])
 
 
 def test_images_made_tokens_and_images_again_are_reshaped_once():
@@ -328,7 +339,7 @@ def test_images_made_tokens_and_images_again_are_reshaped_once():
         tokens = x.permute(0, 2, 3, 1).flatten(1, 2)
         return tokens.transpose(1, 2).unflatten(2, (4, 5)).relu()
 
-    check((NORMALIZE, MOVES), model, torch.randn(2, 3, 4, 5), ["relu"])
+    check((CANONICALIZE, DATA_MOVEMENT), model, torch.randn(2, 3, 4, 5), ["relu"])
 
 
 def test_exported_splits_stay_splits():
@@ -336,7 +347,7 @@ def test_exported_splits_stay_splits():
         a, b = x.chunk(2, -1)
         return a * b.sigmoid()
 
-    program = check((DeadCode(), NORMALIZE, MOVES), model, torch.randn(2, 4)).after
+    program = check((DeadCode(), CANONICALIZE, DATA_MOVEMENT), model, torch.randn(2, 4)).after
     assert ops_of(program) == ["chunk", "getitem", "getitem", "sigmoid", "mul.Tensor"]
 
 
@@ -345,11 +356,11 @@ def test_rules_work_together_and_come_to_rest():
         both = torch.cat([x.transpose(0, 1).transpose(0, 1)[:2], x[2:], torch.cat([y, y.view(-1).view(3, 4)])])
         return both[:3].permute(1, 0).permute(1, 0) + y[:1].expand(3, 4) * both[3:6]
 
-    found = check((DeadCode(), NORMALIZE, MOVES), model, (torch.randn(3, 4), torch.randn(3, 4)))
+    found = check((DeadCode(), CANONICALIZE, DATA_MOVEMENT), model, (torch.randn(3, 4), torch.randn(3, 4)))
     assert set(found.ops) <= {"slice.Tensor", "mul.Tensor", "add.Tensor"}
 
 
 def test_aten_names_of_splits_are_known():
     model = lambda x: torch.cat(list(aten.split.sizes(x * 2, [3, 4]))).relu()  # noqa: E731
-    found = check((MOVES, DeadCode()), model, specials(7, 2))
+    found = check((DATA_MOVEMENT, DeadCode()), model, specials(7, 2))
     assert "cat" not in found.ops

@@ -1,0 +1,332 @@
+"""What one call of `optimize` asks for, and how it is done: capture, passes, race; or in parts, or by eager."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.capture import frontends
+from tsopt.compiler.capture.capture import capture_apart, name_of
+from tsopt.compiler.capture.explain import failure_of_the_model
+from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.precisions import FP32
+from tsopt.compiler.protect import InEvalMode, training_flags
+from tsopt.compiler.rewriting.pipeline import Pass, PassRecord, Repeat
+from tsopt.compiler.sizes.generalize import NotGeneral
+from tsopt.compiler.sizes.specialize import specialize
+from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
+from tsopt.passes.precision import in_precision
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.table import PLAIN
+from tsopt.runtime.calling.audit import Audits, executable_difference
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.fallback import InEager, reason_of
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
+from tsopt.runtime.calling.watch import Weights
+from tsopt.runtime.checking.held_out import ValidatedRanges, sizes_in, validate_ranges
+from tsopt.runtime.racing.cached_race import cached_race
+from tsopt.runtime.racing.choice import Race
+from tsopt.runtime.racing.contenders import RaceSettings
+from tsopt.runtime.racing.endings import warn
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.isolation import Sandbox, is_on_cpu
+from tsopt.runtime.racing.race import race
+from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
+from tsopt.runtime.report import Report
+from tsopt.transforms import passes_in, transform_with_records
+
+log = logging.getLogger("tsopt")
+ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts again for each size"
+SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
+
+
+class ReportedProgress:
+    """The caller's `progress`; what it raises is the caller's own, and not to be taken for a failure of the model.
+
+    Attributes:
+        error: what it has raised last.
+    """
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.progress = progress
+        self.error: Exception | None = None
+
+    def __call__(self, text: str) -> None:
+        try:
+            self.progress(text)
+        except Exception as error:
+            self.error = error
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A captured program with its ranges of sizes validated, and what the passes have made of it.
+
+    Attributes:
+        reference: the program as it was captured, for all its sizes.
+        captured: the same at the sizes of the example.
+        optimized: for all sizes, right at every one that was tried.
+    """
+
+    reference: Program
+    captured: Program
+    optimized: Program
+    records: tuple[PassRecord, ...]
+    ranges: ValidatedRanges
+    pass_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `optimize` was asked for, for whatever has to be made of it: the model, a specialization, a part.
+
+    Attributes:
+        race: how candidates are raced.
+        progress: told the name of each step.
+    """
+
+    model: Callable[..., Any]
+    level: int
+    race: RaceSettings
+    passes: tuple[Pass | Repeat, ...]
+    without: tuple[str, ...]
+    eval_mode: bool
+    allow_nan: bool
+    on_new_signature: str
+    on_gradients: str
+    isolate: bool
+    cache: bool
+    progress: ReportedProgress
+    frontend: str
+    audit: float
+    dynamic: Mapping[str, Mapping[int, str]] | None
+
+    def as_one_graph(self, *examples: Example) -> Optimized:
+        """The model as one program. Raises CaptureError: it is not one."""
+        example = examples[0]
+        with Sandbox() if self.isolate and is_on_cpu(example) else nullcontext() as sandbox:
+            self.progress("capture")
+            start = time.perf_counter()
+            given = list(examples) if len(examples) > 1 else example
+            captured, rehearsal = self.captured(given, allow_nan=self.allow_nan, dynamic=self.dynamic)
+            capture_seconds = time.perf_counter() - start
+            if not captured.signature.aliasing:
+                examples = tuple(item.apart() for item in examples)
+                example = examples[0]
+            made = self._prepared(rehearsal.program(captured), rehearsal, examples)
+            outcome = (cached_race if self.cache else race)(
+                rehearsal.model,
+                made.captured,
+                variants(made.optimized, self.race.candidates),
+                example,
+                replace(self.race, held_out=made.ranges.held_out),
+                sandbox=sandbox,
+                progress=self.progress,
+            )
+        is_lossy = outcome.candidate is not None and outcome.candidate.precision != FP32
+        report = Report(
+            model=captured.name,
+            rows=outcome.rows,
+            winner_key=outcome.winner,
+            why=outcome.why,
+            passes=made.records,
+            nodes=(made.captured.node_count, made.optimized.node_count),
+            capture_seconds=capture_seconds,
+            environment=environment(),
+            numerics=Numerics.LOSSY.name if is_lossy else made.optimized.numerics.name,
+            peak_bytes=(peak_bytes(made.captured), peak_bytes(made.optimized)),
+            pass_seconds=made.pass_seconds,
+            frontend=captured.frontend,
+            not_isolated_because=outcome.not_isolated_because,
+            cached=outcome.cached,
+            sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
+        )
+        return self._served(example, rehearsal, made, outcome, report)
+
+    def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> _Prepared:
+        """Validates the ranges of sizes, runs the passes, and checks what they have made at the same sizes."""
+        ranges = ValidatedRanges(captured)
+        if captured.signature.dims:
+            self.progress("other sizes")
+            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed)
+            captured = specialize(captured, sizes_in(captured.signature, examples[0]))
+        start = time.perf_counter()
+        optimized, records, checked = self._transformed(ranges)
+        return _Prepared(ranges.program, captured, optimized, tuple(records), checked, time.perf_counter() - start)
+
+    def _served(
+        self, example: Example, rehearsal: Rehearsal, made: _Prepared, outcome: Race, report: Report
+    ) -> Optimized:
+        """The winner of a race behind the model's interface, audited."""
+        called = as_eval(self.model, self.eval_mode)
+        program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
+        reference, written = rehearsal.program(made.reference), program.state.values()
+        shares, audits = self.race.share_weights, Audits(self.audit)
+        if executable is not None:
+            executable.reference = reference
+            if not isinstance(called, InEvalMode):  # whose call sets flags that other threads would see
+                with torch.no_grad():
+                    audits.warm(partial(executable_difference, executable, called, example))
+        specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
+        return Optimized(
+            *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),
+            audits=audits,
+            weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
+            share_weights=shares,
+        )
+
+    def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
+        """The model in parts, because it is not a single graph, or because that is asked for."""
+        script = None
+        if self.frontend == "torchscript":
+            with training_flags(self.model if self.eval_mode else None, False):
+                script = frontends.by_torchscript(self.model)
+        made = optimize_partitioned(
+            as_eval(self.model, self.eval_mode),
+            examples[0],
+            self.part,
+            script=script,
+            because=because,
+            seconds=self.race.seconds,
+            seed=self.race.seed,
+            audits=Audits(self.audit),
+            progress=self.progress,
+            on_gradients=self.on_gradients,
+        )
+        if self.dynamic is not None or len(examples) > 1:
+            made.report = replace(made.report, sizes=ONE_BY_ONE)
+        return made
+
+    def for_one_size(self, error: Exception, *examples: Example) -> Optimized | None:
+        """The model for the sizes of the first example, where that was not possible for many; None where it is not.
+
+        Args:
+            error: why not for many.
+        """
+        many = self.dynamic is not None or len(examples) > 1
+        if not many or type(error) is not CaptureError or self.frontend != "auto":
+            return None
+        try:
+            made = replace(self, dynamic=None).as_one_graph(examples[0])
+        except Exception:  # whatever that is, the first reason is the one to be told
+            return None
+        made.report = replace(made.report, sizes=f"none is dynamic, because: {reason_of(error)}")
+        return made
+
+    def in_eager(self, example: Example, *errors: Exception) -> InEager:
+        """The model as it is, where tsopt cannot make anything of it.
+
+        Raises:
+            Exception: the last of `errors`, where it is not about what tsopt cannot do: an option, a model that is not
+                ready or fails by itself, the caller's `progress`; or where a front end was asked for by name.
+        """
+        error = errors[-1]
+        if isinstance(error, (UsageError, NotReady)) or error is self.progress.error or self.frontend != "auto":
+            raise error
+        called = as_eval(self.model, self.eval_mode)
+        own = failure_of_the_model(called, example, error)
+        if own is not None:
+            raise own from error
+        if not isinstance(error, TsoptError):  # a mistake of tsopt's own costs the model its speed, not its answers
+            log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
+        return InEager(called, name_of(self.model), errors, self.on_gradients)
+
+    def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
+        """The program, and what is to be called in the model's place when something is compared with it."""
+        frontend = "auto" if self.frontend == "one-graph" else self.frontend
+        program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
+        called = as_eval(self.model, self.eval_mode)
+        rehearsed = apart and not isinstance(self.model, ExportedProgram)
+        return program, rehearsal_of(called, program) if rehearsed else Rehearsal(called)
+
+    def _transformed(self, validated: ValidatedRanges) -> tuple[Program, list[PassRecord], ValidatedRanges]:
+        """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
+        change = partial(
+            transform_with_records, passes=self.passes, level=self.level, progress=self.progress, keep_going=True
+        )
+        reasons = []
+        by_size = [item.name for item in passes_in(self.passes) if item.size_dependent]
+        for left_out in (self.without, (*self.without, *by_size)) if validated.held_out else (self.without,):
+            try:
+                optimized, records = change(validated.program, without=left_out)
+                for record in filter(lambda record: record.failed, records):
+                    warn(
+                        f"tsopt: {validated.program.name}: the pass {record.name} was left out: {record.failed}",
+                        UserWarning,
+                    )
+                return optimized, records, validated.checked_with(optimized)
+            except NotGeneral as error:
+                reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))
+        return validated.program, [], replace(validated, notes=(*validated.notes, f"no passes: {reasons[-1]}"))
+
+    def specialized(self, candidate: Candidate, example: Example) -> Executable:
+        """The winner's backend for another form of call, verified and raced against eager for a moment."""
+        captured, rehearsal = self.captured(example, allow_nan=True)
+        captured = rehearsal.program(captured)
+        optimized, _ = transform_with_records(
+            captured, self.passes, level=self.level, without=self.without, keep_going=True
+        )
+        outcome = race(
+            rehearsal.model,
+            captured,
+            variants(optimized, (candidate,)),
+            example,
+            replace(self.race, candidates=(candidate,), seconds=SHORT_RACE, budget=None),
+        )
+        executable = rehearsal.ended(outcome.executable)
+        if executable is None:
+            reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
+            raise AccuracyError(f"{candidate.title} does not win for this form: {reason}")
+        executable.reference = rehearsal.program(captured)
+        return executable
+
+    def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
+        """A graph between pieces of Python, optimized as the whole would have been."""
+        own = replace(
+            self,
+            model=graph,
+            race=replace(self.race, seconds=PART["seconds"]),
+            on_new_signature=PART["on_new_signature"],
+            eval_mode=False,
+        )
+        # Whoever calls the whole model audits it, and knows its weights.
+        own = replace(own, frontend="export", audit=0.0, progress=ReportedProgress(lambda text: None))
+        try:
+            return own.as_one_graph(inputs)
+        except TsoptError:
+            raise
+        except Exception as error:  # a mistake of tsopt's own costs this part its speed
+            raise CaptureError("tsopt itself fails on a part", why=f"{type(error).__name__}: {error}") from error
+
+
+def variants(program: Program, candidates: Iterable[Candidate]) -> dict[str, Program | NoGain]:
+    """The program, and what candidates run in its place; NoGain for what would not be faster."""
+    found: dict[str, Program | NoGain] = {FP32: program}
+    for name in {candidate.variant for candidate in candidates} - {FP32}:
+        try:
+            found[name] = in_precision(program, name)
+        except NoGain as error:
+            found[name] = error
+    return found
+
+
+def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
+    """The model as it is called: an exported program as a module; under `eval_mode` with the flags set in the call."""
+    if isinstance(model, ExportedProgram):
+        return model.module(check_guards=False)
+    if not eval_mode or not isinstance(model, nn.Module) or not any(m.training for m in model.modules()):
+        return model
+    return InEvalMode(model)

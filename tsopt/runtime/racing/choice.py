@@ -1,0 +1,127 @@
+"""The choice among contenders that were timed: the fastest one that is still right on fresh inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.held_out import Judge
+from tsopt.runtime.racing import endings
+from tsopt.runtime.racing.contenders import Contender, Maker, Progress
+from tsopt.runtime.racing.isolation import CandidateDied
+from tsopt.runtime.racing.timing import UNDECIDED, speedup
+from tsopt.runtime.report import MODEL, Row
+
+EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
+
+
+@dataclass(frozen=True)
+class Race:
+    """The outcome: a row for everybody, and the winner's executable (None: eager).
+
+    winner: the key of its row.
+    candidate: the winner; None: eager.
+    not_isolated_because: why candidates ran in the caller's process, where each was meant to have one of its own.
+    cached: when the rows were measured, where that was not now, and what was checked since.
+    """
+
+    rows: tuple[Row, ...]
+    winner: str
+    why: str
+    executable: Executable | None
+    candidate: Candidate | None = None
+    not_isolated_because: str = ""
+    cached: str = ""
+
+    @property
+    def row(self) -> Row:
+        """The winner's."""
+        return next(row for row in self.rows if row.key == self.winner)
+
+
+def choose(
+    maker: Maker,
+    rows: list[Row],
+    contenders: Mapping[str, Contender],
+    fresh: Callable[[], Judge],
+    streak: Callable[[Executable], str],
+    progress: Progress,
+) -> Race:
+    """The fastest candidate that is right once more, as it was timed and as it is in this process; eager otherwise.
+
+    Args:
+        fresh: a judge with inputs that the race did not use.
+        streak: what goes wrong in many calls in a row; empty when nothing does.
+    """
+    judge: Judge | None = None
+    candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
+    faster = sorted((row for row in rows if row.verdict == "faster"), key=_median)
+    order = _simpler_first(faster, candidates)
+    for row in order:
+        progress(f"verify {row.name}")
+        judge = judge or fresh()
+        candidate = candidates[row.key]
+        try:
+            executable, failure = _verified(row, candidate, contenders[row.key], maker, judge)
+            status, failure = "wrong", failure or streak(executable)
+        except Exception as error:  # whatever it raises, it is out
+            ending = error.kind if isinstance(error, CandidateDied) else endings.ending_of(error)
+            status = ending if ending in endings.LOST else "wrong"
+            failure = f"{type(error).__name__}: {str(error)[:200]}"
+        if not failure:
+            why = f"{row.speedup} as fast as eager"
+            if order[0] is not faster[0] and row is order[0]:
+                why += f"; {faster[0].name} is the same within noise, and its file would be code"
+            return Race(tuple(rows), row.key, why, executable, candidate)
+        rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
+    return Race(tuple(rows), MODEL, _why_eager(rows), None)
+
+
+def _verified(
+    row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge
+) -> tuple[Executable, str]:
+    """The contender in this process, and why it is wrong; empty when it is right."""
+    # The one that was timed first: state that the timing has corrupted shows there.
+    verdict = judge.judge(contender, precision=candidate.precision)
+    executable = maker.here(contender, candidate)
+    if executable is not contender and verdict.ok:
+        verdict = judge.judge(executable, precision=candidate.precision)
+    executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
+    return executable, "" if verdict.ok else verdict.reason
+
+
+def _why_eager(rows: Sequence[Row]) -> str:
+    """Why nobody has won."""
+    late = " in the time that there was" if any(row.status == "timed out" for row in rows) else ""
+    reason = endings.stopped(tuple(rows))
+    if reason:
+        return f"no candidate could be tried{late}: {reason}"
+    if not any(row.key != MODEL and row.status == "ok" for row in rows):
+        return f"no candidate could be used{late}"
+    open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
+    return "no candidate is faster beyond noise" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
+
+
+def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -> list[Row]:
+    """Where noise cannot tell a candidate whose file is code from one whose file is data, data comes first."""
+    found = list(ranked)
+    if not found or not candidates[found[0].key].info.code:
+        return found
+    best = found[0]
+    for row in found[1:]:
+        is_data = not candidates[row.key].info.code
+        if is_data and _median(row) <= EQUAL * _median(best) and not _is_slower(row, best):
+            return [row, *(other for other in found if other is not row)]
+    return found
+
+
+def _is_slower(row: Row, best: Row) -> bool:
+    assert row.timing is not None
+    assert best.timing is not None
+    return speedup(best.timing, row.timing).verdict == "faster"
+
+
+def _median(row: Row) -> float:
+    return row.timing.p50 if row.timing is not None else float("inf")
