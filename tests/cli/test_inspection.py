@@ -72,6 +72,11 @@ class TestTexts:
         assert found["captured"].startswith("program Net")
         assert all({"name", "changed", "done", "declined", "text"} <= set(record) for record in found["passes"])
 
+    def test_json_says_of_each_value_which_rule_made_it_from_what(self, tsopt):
+        nodes = tsopt("inspect", "m.py", "--json").json["nodes"]
+        (conv,) = [node for node in nodes if (node["op"], node["rule"]) == ("aten.conv2d", "conv_batch_norm")]
+        assert [origin.split(",")[0] for origin in conv["origins"]] == ["norm", "conv"]
+
 
 @pytest.mark.usefixtures("folds")
 class TestPasses:

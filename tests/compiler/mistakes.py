@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from tests.passes.helpers import aten, capture, find
+from tsopt.compiler.graph.edit import new_call
 from tsopt.compiler.graph.infer import infer
-from tsopt.compiler.rewriting.rewrite import new_call
 
 
 class Tiny(nn.Module):

@@ -218,13 +218,15 @@ def inspect(
         debugged = None
         if debug:
             debugged = debug_passes(program, loaded.example_input, seed=subject.seed, **options)
-        records = transform_with_records(program, **options)[1] if debugged is None else debugged.records
+            optimized, records = debugged.program, debugged.records
+        else:
+            optimized, records = transform_with_records(program, **options)
         reasons = None
         if why is not None:
             check_name(why, [*names_of(STANDARD), *inspection.names_in(records)])
             reasons = inspection.explain(why, program.text, records, subject.level, subject.without or ())
     if json:
-        out.json(inspection.to_json(program.text, records, reasons, debugged))
+        out.json(inspection.to_json(program.text, optimized, records, reasons, debugged))
     if reasons is not None:
         inspection.show_why(out, str(why), reasons)
     if passes:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tsopt.compiler.graph.ops import name_of
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
@@ -208,11 +209,16 @@ def _several(count: int, noun: str) -> str:
 
 
 def to_json(
-    captured: str, records: Sequence[PassRecord], why: Sequence[Why] | None, debugged: Debugged | None
+    captured: str,
+    optimized: Program,
+    records: Sequence[PassRecord],
+    why: Sequence[Why] | None,
+    debugged: Debugged | None,
 ) -> dict[str, Any]:
     """Everything that was asked for, in one value."""
     found: dict[str, Any] = {
         "captured": captured,
+        "nodes": list(optimized.records()),
         "passes": [pass_json(record) | {"text": record.text} for record in records],
         "rules": rules_json(rule_records(records)),
     }

@@ -13,7 +13,8 @@ from tsopt.cli.model_file import load_model_file
 from tsopt.cli.options import Subject, Timing, capture_options, race_options
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.ops import is_number, name_of
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 from tsopt.errors import BackendError
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.candidate import Candidate

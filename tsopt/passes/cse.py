@@ -8,9 +8,11 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, format_value, origin_of
+from tsopt.compiler.graph.edit import shares_new_memory
+from tsopt.compiler.graph.origin import origin_of, record_merge
+from tsopt.compiler.graph.program import Program, format_value
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, shares_new_memory
+from tsopt.compiler.rewriting.rewrite import NEW_ALIAS
 
 COMPARED_ELEMENTS = 1  # elements: larger weights are the same only when they are the same memory
 
@@ -43,6 +45,7 @@ class CommonSubexpressions(Pass):
             if not limits.take():
                 break
             done.append(Done("same_call" if ops.is_call(node) else "same_weight", origin_of(node) or str(node.target)))
+            record_merge(earlier, node)
             node.replace_all_uses_with(earlier)
             program.graph.erase_node(node)
         return Changes(tuple(done), tuple(declined))

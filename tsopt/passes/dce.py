@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
 
 

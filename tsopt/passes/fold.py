@@ -10,12 +10,13 @@ from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.infer import infer_weight
-from tsopt.compiler.graph.program import Program, origin_of, type_of
+from tsopt.compiler.graph.edit import fresh_name, new_weight, reaches_output
+from tsopt.compiler.graph.origin import origin_of, record_rewrite
+from tsopt.compiler.graph.program import Program, type_of
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.rewriting.rewrite import fresh_name, reaches_output
 
 MEBI = 1 << 20
+RULE = "fold_constant"
 TOO_LARGE = "the result would be much larger than what it is made of"
 TRAPS = "an integer division that kills the process or raises at run time"
 RAISES = "it raises: the error stays where the user expects it"
@@ -55,19 +56,19 @@ class FoldConstants(Pass):
             sources[node] = {k: v for source in node.all_input_nodes for k, v in sources[source].items()}
             reason = self._evaluate(node, values, sum(sources[node].values()))
             if reason:
-                declined.append(Declined("fold_constant", origin_of(node), reason))
+                declined.append(Declined(RULE, origin_of(node), reason))
         places = {_place(weight) for weight in program.weights.values()}
         for node, value in values.items():
             needed = any(user not in values for user in node.users)
             if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
                 continue
             if reaches_output(node):
-                declined.append(Declined("fold_constant", origin_of(node), "an output would be a weight"))
+                declined.append(Declined(RULE, origin_of(node), "an output would be a weight"))
                 continue
             if not limits.take():
                 break
             _store(program, node, value, places)
-            done.append(Done("fold_constant", origin_of(node)))
+            done.append(Done(RULE, origin_of(node)))
         return Changes(tuple(done), tuple(declined))
 
     def _evaluate(self, node: fx.Node, values: dict[fx.Node, object], source_bytes: int) -> str | None:
@@ -98,11 +99,10 @@ def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int
     name = fresh_name(f"folded.{node.name}", program.weights)
     # NOTE: a view of a weight stays a view (no second copy); a view of a larger temporary would keep it alive.
     own = value.untyped_storage().nbytes() <= 2 * value.numel() * value.element_size()
-    program.weights[name] = value.detach() if own or _place(value) in places else value.detach().clone()
-    places.add(_place(program.weights[name]))
-    with program.graph.inserting_before(node):
-        made = program.graph.create_node("get_attr", name)
-    made.meta = {"val": infer_weight(program, program.weights[name])}
+    kept = value.detach() if own or _place(value) in places else value.detach().clone()
+    places.add(_place(kept))
+    made = new_weight(program, node, name, kept)
+    record_rewrite([made], RULE, [node])
     node.replace_all_uses_with(made)
     program.graph.erase_node(node)
 

@@ -16,12 +16,13 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.infer import infer, infer_weight
+from tsopt.compiler.graph.edit import fresh_name, new_call, new_weight
+from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.ops import aten
-from tsopt.compiler.graph.program import Numerics, Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precisions import FP32
 from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, run
-from tsopt.compiler.rewriting.rewrite import fresh_name, new_call
 from tsopt.errors import NoGain
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,11 +148,8 @@ class _Lowering:
         name = fresh_name(f"{value.target}.{str(dtype).removeprefix('torch.')}", program.weights)
         weight, ends = program.weights[str(value.target)].detach(), torch.finfo(dtype)
         # What is finite stays so: a row of a mask that is -inf all along would be NaN after softmax.
-        program.weights[name] = weight.clamp(ends.min, ends.max).where(weight.isfinite(), weight).to(dtype)
-        with program.graph.inserting_after(value):
-            made = program.graph.create_node("get_attr", name)
-        made.meta = {"val": infer_weight(program, program.weights[name])}
-        return made
+        lower = weight.clamp(ends.min, ends.max).where(weight.isfinite(), weight).to(dtype)
+        return new_weight(program, value.next, name, lower)
 
     def _call(self, value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
         # NOTE: before its first user: further ones come later, and placeholders stay together.

@@ -17,8 +17,8 @@ from tests.compiler.mistakes import (
     transpose_an_output,
 )
 from tests.passes.helpers import Edit, assert_computes, aten, capture, find, run
+from tsopt.compiler.graph.edit import new_call
 from tsopt.compiler.graph.verify import output_aliases, verify_program
-from tsopt.compiler.rewriting.rewrite import new_call
 from tsopt.errors import InvalidProgram, PassError
 
 

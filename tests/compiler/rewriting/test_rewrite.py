@@ -11,6 +11,7 @@ from torch import nn
 from tests.passes.helpers import aten, capture, check, check_declines, check_fires, find, ops_of, run
 from tsopt.compiler.rewriting import rewrite
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass, Site, rule
+from tsopt.errors import RuleError
 
 X = torch.rand(4, 4)
 
@@ -172,3 +173,15 @@ def test_a_rule_needs_its_equation_but_where_python_leaves_docstrings_out(monkey
         make(without_docstring)
     monkeypatch.setattr(rewrite, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     assert make(without_docstring).doc == rewrite.NO_DOC
+
+
+def test_a_rule_that_raises_is_named_with_the_place_and_how_to_go_on_without_it():
+    @rule(lambda x: aten.relu.default(x))
+    def broken(at, x):
+        """relu(x) -> nothing at all"""
+        return at.type(x).shape["rows"]
+
+    program = capture(lambda x: x.relu(), torch.randn(2))
+    with pytest.raises(RuleError, match=r"(?s)the rule broken raises TypeError.*where: .*--without broken") as caught:
+        run(program, [RulePass("mine", (broken,))])
+    assert isinstance(caught.value.__cause__, TypeError)

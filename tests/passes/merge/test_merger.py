@@ -29,7 +29,7 @@ from tests.passes.merge.examples import (
 from tests.passes.programs import Builder
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT
 from tsopt.passes import STANDARD
-from tsopt.passes.merge import MergeBranches, joins, merger
+from tsopt.passes.merge import MergeBranches, boundaries, merger
 from tsopt.passes.merge.merger import ISOMORPHIC, PARALLEL
 from tsopt.transforms import names_of, transform, transform_with_records
 
@@ -99,7 +99,7 @@ def test_a_split_that_leaves_its_branch_stays():
             return torch.stack([a.relu() * b for a, b, _ in thirds]), thirds[3][2].flip(0)
 
     found = check(MERGE, Net(lambda i: Body(lambda h, p, q: h)), X)
-    assert joins.SEVERAL in found.reasons
+    assert boundaries.SEVERAL in found.reasons
     assert found.done == {JOINED}  # the layers
 
 

@@ -18,10 +18,10 @@ from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.explain import size_of_values
 from tsopt.compiler.graph import control, ops
+from tsopt.compiler.graph.edit import fresh_name
 from tsopt.compiler.graph.infer import fakes
-from tsopt.compiler.graph.origin import origin_in, origin_of_meta
-from tsopt.compiler.graph.program import Program, origin_of, type_of_value
-from tsopt.compiler.rewriting.rewrite import fresh_name
+from tsopt.compiler.graph.origin import origin_in, origin_of, origin_of_meta
+from tsopt.compiler.graph.program import Program, type_of_value
 from tsopt.compiler.sizes.guards import SYMBOLIC, is_of_values, is_settled
 from tsopt.compiler.sizes.symbols import hinted
 from tsopt.errors import GraphBreakError

@@ -17,7 +17,8 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 from tsopt.errors import CaptureError, GraphBreakError, NotReady
 
 

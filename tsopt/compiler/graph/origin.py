@@ -1,18 +1,22 @@
-"""Where a value comes from: the user's module path and source line, said as the user would say it."""
+"""Where a value comes from: the user's module path and source line, and the rewrites that it has been through."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import fx
 
 LIBRARIES = tuple(Path(p).resolve().parent for p in (torch.__file__, np.__file__, Path(__file__).parents[1]))
 PYTHON = Path(sysconfig.get_path("stdlib")).resolve()
+PROVENANCE = ("module", "source", "rule", "origins")  # keys of `meta` that say where a value comes from
+SHOWN = 2  # origins in a line
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 _SLICED = re.compile(r"\.?slice\([^)]*\)")
 
@@ -34,6 +38,49 @@ def origin_in(meta: dict[str, Any]) -> dict[str, str]:
 
 def origin_of_meta(meta: dict[str, Any]) -> str:
     return ", ".join(origin_in(meta).values())
+
+
+def origin_of(node: fx.Node) -> str:
+    """`encoder.layer.0.attention, model.py:12`: where in the user's model a value comes from."""
+    return ", ".join(part for part in (node.meta.get("module"), node.meta.get("source")) if part)
+
+
+def origins_of(node: fx.Node) -> tuple[str, ...]:
+    """The origins of all that a value stands for: its own, and those of the values that it has replaced."""
+    return node.meta.get("origins") or tuple(filter(None, (origin_of(node),)))
+
+
+def rule_of(node: fx.Node) -> str:
+    """The rule that made a value, or the pass where it was no rule; empty for a value as it was captured."""
+    return str(node.meta.get("rule", ""))
+
+
+def comment_on(node: fx.Node) -> str:
+    """`conv1, model.py:9 + bn1, model.py:9; by conv_batch_norm`; empty where nothing is known."""
+    origins, rule = origins_of(node), rule_of(node)
+    more = f" + {len(origins) - SHOWN} more" if len(origins) > SHOWN else ""
+    return "; ".join(filter(None, (" + ".join(origins[:SHOWN]) + more, f"by {rule}" if rule else "")))
+
+
+def provenance(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a copy of a value says of where it comes from."""
+    return {key: meta[key] for key in PROVENANCE if key in meta}
+
+
+def record_rewrite(made: Iterable[fx.Node], rule: str, replaced: Iterable[fx.Node]) -> None:
+    """Notes on new values which rule made them, and where all that they replace came from."""
+    origins = tuple(dict.fromkeys(origin for node in replaced for origin in origins_of(node)))
+    for node in made:
+        node.meta["rule"] = rule
+        if origins and origins != (origin_of(node),):
+            node.meta["origins"] = origins
+
+
+def record_merge(kept: fx.Node, dropped: fx.Node) -> None:
+    """Notes on a value that it stands for another one, too."""
+    origins = tuple(dict.fromkeys((*origins_of(kept), *origins_of(dropped))))
+    if len(origins) > 1:
+        kept.meta["origins"] = origins
 
 
 def is_library(file: str) -> bool:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.origin import comment_on, origins_of, rule_of
 
 
 class Numerics(enum.IntEnum):
@@ -35,7 +36,8 @@ class Program:
 
     Attributes:
         graph: placeholder, get_attr, call_function and output nodes. `meta["val"]` is a fake tensor,
-            `meta["module"]` the user's module path, `meta["source"]` a `file:line` of the user's code.
+            `meta["module"]` the user's module path, `meta["source"]` a `file:line` of the user's code; of what a rule
+            has made, `meta["rule"]` its name and `meta["origins"]` where all came from that it replaced.
         weights: tensor of each get_attr target, shared with the user's model. State that the model
             writes is not here: it is an input and an output of the graph (see `Signature`).
         signature: inputs, outputs and their nesting.
@@ -106,7 +108,7 @@ class Program:
         return "\n".join([f"program {self.name}{dims}", *self.lines()])
 
     def lines(self, *, origins: bool = True) -> Iterator[str]:
-        """One line for each node; `origins` appends module path and source line."""
+        """One line for each node; `origins` appends module paths, source lines and the rule that made it."""
         names = self.value_names()
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
@@ -116,9 +118,22 @@ class Program:
                 yield f"  {names[node]}: {format_type(type_of(node))} = {kind}"
                 continue
             line = f"  {self._return_line(names) if node.op == 'output' else _line(node, names)}"
-            origin = origin_of(node) if origins and ops.is_call(node) else ""
+            origin = comment_on(node) if origins and node.op != "output" else ""
             line = f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
             yield "\n".join([line, *_lines_within(node, origins=origins)])
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """A record for each call and weight: its name in the text, op, type, and where it comes from."""
+        names = self.value_names()
+        for node in self.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                yield {
+                    "name": names[node],
+                    "op": ops.name_of(node) if node.op == "call_function" else "weight",
+                    "type": "int" if ops.is_number(node) else format_type(type_of(node)),
+                    "origins": list(origins_of(node)),
+                    "rule": rule_of(node),
+                }
 
     def _return_line(self, names: dict[fx.Node, str]) -> str:
         """`return %2`, with what the call writes as `%n <- %0`."""
@@ -211,11 +226,6 @@ def tensor_type(node: fx.Node) -> TensorType:
     if not isinstance(found, TensorType):
         raise TypeError(f"{node.name} is not one tensor")
     return found
-
-
-def origin_of(node: fx.Node) -> str:
-    """`encoder.layer.0.attention, model.py:12`: where in the user's model a value comes from."""
-    return ", ".join(part for part in (node.meta.get("module"), node.meta.get("source")) if part)
 
 
 def _lines_within(node: fx.Node, *, origins: bool) -> Iterator[str]:

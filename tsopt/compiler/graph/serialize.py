@@ -28,6 +28,7 @@ from tsopt.compiler.devices import put
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import KINDS, Control
 from tsopt.compiler.graph.infer import infer
+from tsopt.compiler.graph.origin import provenance
 from tsopt.compiler.graph.program import Numerics, Program, type_of
 from tsopt.compiler.graph.stored_ops import computes, refusal
 from tsopt.compiler.graph.strict_json import parse
@@ -93,7 +94,7 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     if node.op == "get_attr":
         value = node.meta["val"]
         place = {} if value.device.type == "cpu" else {"device": str(value.device)}
-        return out | {"target": str(node.target), "stride": list(value.stride())} | place
+        return out | {"target": str(node.target), "stride": list(value.stride())} | place | _meta_json(node)
     if node.op == "call_function":
         number = ops.number_name(node.target)
         named = f"size.{number}" if number else "getitem" if node.target is operator.getitem else str(node.target)
@@ -103,11 +104,15 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
         out["target"] = named
         if isinstance(node.target, OpOverload) and node.target.namespace not in ops.KNOWN_PURE:
             raise BackendError(f"{node.target} is a custom op and cannot be stored")
-        origin = {key: node.meta[key] for key in ("module", "source") if key in node.meta}
-        out |= {"meta": origin} if origin else {}
+        out |= _meta_json(node)
     if node.op != "placeholder":
         out |= {"args": _value_json(node.args, numbers), "kwargs": _value_json(dict(node.kwargs), numbers)}
     return out
+
+
+def _meta_json(node: fx.Node) -> dict[str, Any]:
+    found = provenance(node.meta)
+    return {"meta": found} if found else {}
 
 
 def _undecided_type(program: Program, node: fx.Node) -> dict[str, Any]:
@@ -184,7 +189,7 @@ class _Reader:
             tensor = _on(str(item.get("device", "cpu")), tensor)
             self.weights[item["target"]] = tensor
             made = self.graph.create_node("get_attr", item["target"])
-            made.meta = {"val": self.mode.from_tensor(tensor, static_shapes=True)}
+            made.meta = _provenance_from(item) | {"val": self.mode.from_tensor(tensor, static_shapes=True)}
             return made
         args, kwargs = self.value(item["args"]), self.value(item["kwargs"])
         if item["op"] == "output":
@@ -198,7 +203,7 @@ class _Reader:
         made = self.graph.call_function(target, args, kwargs)
         if ops.is_number(made):
             self.bits[made] = self._bits(made)
-        made.meta = {k: str(v) for k, v in item.get("meta", {}).items() if k in ("module", "source")}
+        made.meta = _provenance_from(item)
         try:
             made.meta["val"] = infer(program, made.target, args, kwargs)
         except ops.UNDECIDED:
@@ -305,6 +310,13 @@ def machine_memory() -> int:
     if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
         return 1 << 62
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _provenance_from(item: Any) -> dict[str, Any]:
+    """Where a stored value comes from. Read for people only: whatever a file says there is text."""
+    meta = provenance(item.get("meta", {}))
+    origins = {"origins": tuple(map(str, meta.pop("origins")))} if "origins" in meta else {}
+    return {key: str(value) for key, value in meta.items()} | origins
 
 
 def _control(item: Any, own: bool) -> Control:

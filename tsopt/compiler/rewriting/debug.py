@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Numerics, Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Unknown, Values
 from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import Rule, RulePass, Site

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from torch import fx
 
 from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.graph.origin import record_rewrite, rule_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.verify import AliasGroups, output_aliases, verify_program
 from tsopt.errors import InvalidProgram, PassError, TsoptError
@@ -248,6 +249,10 @@ class _Snapshot:
         before = self._nodes.get(node)
         return before is not None and all(a is b for a, b in zip(before, self._parts(node), strict=True))
 
+    def new(self, program: Program) -> Iterator[fx.Node]:
+        """Calls and weights that were not there before."""
+        return (node for node in program.graph.nodes if node not in self._nodes)
+
     def touched(self, program: Program) -> list[fx.Node]:
         """Calls that are new, or whose target, arguments or recorded type are others than before."""
         return [node for node in program.calls() if not self.is_same(node)]
@@ -310,6 +315,7 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
         error = PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
         raise _Failed(item.name, error)
     if changed:
+        record_rewrite((node for node in snapshot.new(edited) if not rule_of(node)), item.name, ())
         _check(edited, item, snapshot.touched(edited), state.aliases)
         edited.numerics = max(program.numerics, changes.numerics)
         state.measured = _Measured.of(edited, fingerprint)

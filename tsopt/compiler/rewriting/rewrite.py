@@ -7,10 +7,9 @@ they come from.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +19,26 @@ from torch._ops import OpOverload
 
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.infer import infer, infer_weight
-from tsopt.compiler.graph.program import Numerics, Program, format_type, origin_of, tensor_type, type_of
+from tsopt.compiler.graph.edit import (
+    Impossible,
+    erase_unused,
+    fresh_name,
+    new_call,
+    new_weight,
+    shares_new_memory,
+)
+from tsopt.compiler.graph.origin import origin_of, record_rewrite
+from tsopt.compiler.graph.program import Numerics, Program, format_type, tensor_type, type_of
 from tsopt.compiler.rewriting.match import Match, Pattern, match, pattern
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.relayout import retyped_behind
-from tsopt.errors import PassError, RuleError
+from tsopt.errors import PassError, RuleError, TsoptError
 
 USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
 OTHER_LAYOUT = "the value would have another memory layout"
 OTHER_LAYOUT_BEHIND = "a value behind would have another memory layout"
 NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
 NO_DOC = "its equation is in its docstring, which python -OO leaves out"
-
-
-class Impossible(Exception):
-    """A call that a rule wanted to make is refused by the op; the driver declines the rule there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,8 @@ class Site:
 
     def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
         """A new weight, under a fresh name that begins with `hint`."""
-        name = fresh_name(hint, self.program.weights)
-        self.program.weights[name] = value
-        with self.program.graph.inserting_before(self.root):
-            node = self.program.graph.create_node("get_attr", name)
+        node = new_weight(self.program, self.root, fresh_name(hint, self.program.weights), value)
         self.created.append(node)
-        node.meta = {"val": infer_weight(self.program, value)}
         return node
 
     def skip(self, reason: str) -> Skip:
@@ -121,50 +120,6 @@ class Site:
                 del self.program.weights[str(node.target)]
             self.program.graph.erase_node(node)
         self.created.clear()
-
-
-def new_call(
-    program: Program, before: fx.Node, origin: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> fx.Node:
-    """A new call before a node, typed; it says that it comes from where `origin` does.
-
-    Raises:
-        Impossible: the op takes no such arguments.
-    """
-    try:
-        value = infer(program, target, args, kwargs)
-    except Exception as error:  # the op's own checks decide what fits
-        raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
-    with program.graph.inserting_before(before):
-        node = program.graph.call_function(target, args, kwargs)
-    node.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta} | {"val": value}
-    return node
-
-
-def fresh_name(hint: str, taken: Container[str]) -> str:
-    """The hint, or the first of `hint.2`, `hint.3` ... that is not taken."""
-    numbered = (f"{hint}.{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain([hint], numbered) if name not in taken)
-
-
-def erase_unused(
-    program: Program, nodes: list[fx.Node], erased: set[fx.Node], replaced: Collection[fx.Node] = ()
-) -> None:
-    """Erases values that nobody uses, then what only they used; the last of `nodes` first.
-
-    Args:
-        erased: what is erased already; what is erased here is added.
-        replaced: calls that go although they draw or have an effect.
-    """
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node in erased or node.users or not (node.op == "get_attr" or ops.is_pure(node) or node in replaced):
-            continue
-        sources = node.all_input_nodes
-        program.graph.erase_node(node)
-        erased.add(node)
-        todo += sources
 
 
 @dataclass(frozen=True)
@@ -234,10 +189,7 @@ class _Driver:
     def try_rule(self, item: Rule, found: Match, node: fx.Node) -> bool:
         site = Site(self.program, node)
         used_elsewhere = any(set(inner.users) - set(found.nodes) for inner in found.nodes if inner is not node)
-        try:
-            result = item.body(site, *found.holes.values())
-        except Impossible as refused:
-            result = site.skip(str(refused))
+        result = self.tried(item, found, site)
         if result is None or isinstance(result, Skip):
             site.discard()
             return self.decline(item, node, result.reason) if result else False
@@ -249,6 +201,7 @@ class _Driver:
             site.discard()
             return False
         self.done.append(Done(item.name, origin_of(node)))
+        record_rewrite(site.created, item.name, found.nodes)
         self.numerics = max(self.numerics, item.numerics)
         users = list(node.users)
         node.replace_all_uses_with(result)
@@ -259,6 +212,22 @@ class _Driver:
         self.push([*site.created, result, *users])
         return True
 
+    def tried(self, item: Rule, found: Match, site: Site) -> fx.Node | Skip | None:
+        """What a rule makes of a match. Raises RuleError: the rule fails."""
+        try:
+            return item.body(site, *found.holes.values())
+        except Impossible as refused:
+            return site.skip(str(refused))
+        except TsoptError:
+            raise
+        except Exception as error:  # a mistake in the rule: which one, and where, is what helps
+            raise RuleError(
+                f"the rule {item.name} raises {type(error).__name__}",
+                where=origin_of(site.root) or site.root.name,
+                why=str(error) or None,
+                fix=f"correct the rule, or leave it out: --without {item.name}",
+            ) from error
+
     def decline(self, item: Rule, node: fx.Node, reason: str) -> bool:
         self.declined[item.name, node] = Declined(item.name, origin_of(node), reason)
         return False
@@ -266,7 +235,9 @@ class _Driver:
     def objection(self, item: Rule, node: fx.Node, result: object, made: Iterable[fx.Node]) -> str | None:
         if not isinstance(result, fx.Node):
             raise RuleError(
-                f"the rule {item.name} returned {type(result).__name__}", fix="return a value or at.skip(why)"
+                f"the rule {item.name} returned {type(result).__name__}",
+                where=origin_of(node) or node.name,
+                fix="return a value or at.skip(why)",
             )
         before, after = type_of(node), type_of(result)
         self.retyped = {}
@@ -305,38 +276,3 @@ class _Driver:
             if roots != self.roots.get(node):
                 self.roots[node] = roots
                 todo += node.users
-
-
-def shares_new_memory(
-    program: Program, node: fx.Node, result: fx.Node, roots: Mapping[fx.Node, ops.Roots] | None = None
-) -> bool:
-    """Whether putting `result` for `node` makes an output share memory that it did not share before.
-
-    Args:
-        roots: the memory of every value, where it is known; worked out for the whole program otherwise.
-    """
-    if roots is None:
-        if not reaches_output(node):
-            return False
-        roots = ops.storage_roots(program.graph.nodes)
-    gained = roots[result] - roots[node]
-    if not gained or not reaches_output(node):
-        return False
-    if any(source.op in ("placeholder", "get_attr") for source, _ in gained):
-        return True
-    mine = [value for value in program.outputs if roots[value] & roots[node]]
-    others = [value for value in program.outputs if value not in mine]
-    return any(roots[value] & gained for value in others)
-
-
-def reaches_output(node: fx.Node) -> bool:
-    """Whether the memory of a value, or a view of it, is returned."""
-    todo, seen = [node], {node}
-    while todo:
-        for user in todo.pop().users:
-            if user.op == "output":
-                return True
-            if user not in seen and any(source in seen for source in ops.may_alias(user)):
-                seen.add(user)
-                todo.append(user)
-    return False

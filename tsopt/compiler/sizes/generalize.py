@@ -20,7 +20,8 @@ from torch import fx
 from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of, provenance
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.specialize import Instance, Sizes, instance, retyped, traced_sizes
 from tsopt.errors import PassError
 
@@ -181,7 +182,7 @@ class _Merged:
         return self._made(first, self.graph.create_node("call_function", first.target, args, kwargs))
 
     def _made(self, like: fx.Node, node: fx.Node) -> fx.Node:
-        node.meta = {key: value for key, value in like.meta.items() if key in ("module", "source")}
+        node.meta = provenance(like.meta)
         return node
 
     def _weight(self, same: Sequence[fx.Node]) -> fx.Node:
@@ -189,7 +190,7 @@ class _Merged:
         first = tensors[0]
         if not all(other is first or _equal(other, first) for other in tensors):
             raise self._differ(same, f"another constant {same[0].target}")
-        return self._held(str(same[0].target), first)
+        return self._made(same[0], self._held(str(same[0].target), first))
 
     def _held(self, name: str, tensor: torch.Tensor) -> fx.Node:
         free, number = name, 1

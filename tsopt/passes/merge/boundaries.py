@@ -11,9 +11,9 @@ from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import Impossible
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import tensor_type
-from tsopt.compiler.rewriting.rewrite import Impossible
 from tsopt.passes.merge.branches import Group, is_shared, is_weights, run_of
 from tsopt.passes.merge.draft import Draft
 from tsopt.passes.merge.stacked import lower

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph.edit import fresh_name, new_call
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
-from tsopt.compiler.rewriting.rewrite import fresh_name, new_call
 from tsopt.passes.merge.branches import Group, is_shared
 
 STACKED = ".stacked"  # in the names of the weights that are made here

@@ -17,11 +17,13 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import Impossible, reaches_output
 from tsopt.compiler.graph.ops import aten
-from tsopt.compiler.graph.program import Numerics, Program, origin_of, tensor_type
+from tsopt.compiler.graph.origin import origin_of, record_rewrite
+from tsopt.compiler.graph.program import Numerics, Program, tensor_type
 from tsopt.compiler.rewriting.match import pattern
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
-from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Impossible, Rule, reaches_output
+from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Rule
 from tsopt.passes.merge import stacked
 from tsopt.passes.merge.boundaries import exits, stacks
 from tsopt.passes.merge.branches import (
@@ -242,6 +244,8 @@ class _Merger:
             draft.discard()
             return reason
         added = draft.new_bytes
+        for node, group in draft.created.items():
+            record_rewrite([node], rule.name, group)
         draft.keep()
         self.has_fuel = self.limits.take()
         if not self.has_fuel:

@@ -11,10 +11,10 @@ from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import erase_unused, reaches_output
 from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
-from tsopt.compiler.rewriting.rewrite import erase_unused, reaches_output
 from tsopt.passes.merge.draft import Draft
 
 # What reads memory by strides would read other values in another layout.

@@ -16,9 +16,9 @@ from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import Impossible
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import tensor_type, type_of
-from tsopt.compiler.rewriting.rewrite import Impossible
 from tsopt.passes.merge.branches import SPLITS, Group, columns, is_shared, is_weights, operands, varies
 from tsopt.passes.merge.draft import Draft, Operand
 

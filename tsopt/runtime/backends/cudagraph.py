@@ -17,7 +17,8 @@ import torch
 from torch import cuda
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.compiler.precisions import FP32
 from tsopt.errors import BackendError

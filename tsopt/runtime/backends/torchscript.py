@@ -17,7 +17,8 @@ import torch
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, attribute_name, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program, attribute_name
 from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import by_torch, torch_runner

@@ -16,10 +16,11 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Control, all_calls, with_blocks
+from tsopt.compiler.graph.edit import new_call
 from tsopt.compiler.graph.ops import aten, bind
-from tsopt.compiler.graph.program import Program, attribute_name, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program, attribute_name
 from tsopt.compiler.quiet import quiet
-from tsopt.compiler.rewriting.rewrite import new_call
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported

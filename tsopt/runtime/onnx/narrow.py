@@ -18,7 +18,8 @@ from torch import fx
 
 from tsopt.compiler.calls.signature import Signature, dim_of
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.program import Program, origin_of
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.ranges import (
     ANY,
     FLAG,

@@ -119,7 +119,7 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
     """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
     from tsopt.compiler.graph import ops
     from tsopt.compiler.graph.control import all_calls
-    from tsopt.compiler.graph.program import origin_of
+    from tsopt.compiler.graph.origin import origin_of
 
     found: list[Unsupported] = []
     ends = [(item.name, item.type) for item in program.signature.inputs]

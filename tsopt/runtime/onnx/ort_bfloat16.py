@@ -13,9 +13,9 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Control, with_blocks
+from tsopt.compiler.graph.edit import Impossible, new_call
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.rewriting.rewrite import Impossible, new_call
 
 CASTS = (aten.to.dtype, aten._to_copy.default, operator.getitem)
 
