@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tsopt import dynamo
-from tsopt.runtime.calling import parts
+from tsopt.runtime.calling import partitioned
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def made(monkeypatch):
     """The graphs that are made, in order."""
     graphs = []
-    real = parts.Graph.__init__
+    real = partitioned.Graph.__init__
 
     def init(self, *args):
         real(self, *args)
         graphs.append(self)
 
-    monkeypatch.setattr(parts.Graph, "__init__", init)
+    monkeypatch.setattr(partitioned.Graph, "__init__", init)
     return graphs
 
 
