@@ -261,7 +261,7 @@ def test_a_shape_that_no_memory_holds_is_a_usage_error(shape):
 
 
 def test_names_on_some_inputs_only_are_refused():
-    with pytest.raises(package.UsageError, match="some --input have a name and others do not"):
+    with pytest.raises(package.UsageError, match="some --input options have names and others do not"):
         parse_inputs(["x:1x3", "1x3"], 0)
 
 

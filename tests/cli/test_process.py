@@ -110,7 +110,7 @@ def test_without_torch_what_can_run_runs_and_the_rest_says_what_to_install(serve
         "fix": "pip install torch-tsopt, which also installs torch",
     }
     assert (good.code, "intact, outputs match the model's reference outputs" in good.out) == (0, True), good.err
-    assert (bad.code, "outputs differ from the reference outputs" in bad.err) == (1, True)
+    assert (bad.code, "outputs differ from the model's reference outputs" in bad.err) == (1, True)
     assert (none.code, "does not exist" in none.err) == (2, True)
     assert (show.code, clear.code, usage.code) == (0, 0, 0)
     assert "no such file: none.py" in no_file.err

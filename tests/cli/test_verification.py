@@ -63,7 +63,7 @@ def test_other_weights_exit_with_1_although_the_bundle_is_whole(tsopt, place):
     sign(place / "m.tsopt")
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 1
-    assert "outputs differ from the reference outputs" in ran.err
+    assert "outputs differ from the model's reference outputs" in ran.err
 
 
 def test_another_model_exits_with_1(tsopt, place, write):

@@ -205,7 +205,7 @@ def parse_inputs(texts: list[str], seed: int) -> Any:
     unnamed = counts.pop(None, 0)
     if unnamed:
         if counts:
-            raise UsageError("some --input have a name and others do not", fix="name all of them or none")
+            raise UsageError("some --input options have names and others do not", fix="name all of them or none")
         return tuple(value for _, value in made)
     for name, count in counts.items():
         if count > 1:

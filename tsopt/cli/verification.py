@@ -46,7 +46,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
         worst = max(worst, found.max_difference)
         if not found.ok:
             raise AccuracyError(
-                "the bundle's outputs differ from the reference outputs of the model",
+                "the bundle's outputs differ from the model's reference outputs",
                 where=f"{bundle}, output {item.name}",
                 why=found.reason,
                 fix=EXPORT_AGAIN,
