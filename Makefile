@@ -1,4 +1,4 @@
-# Everything runs in .venv, made on first use from pyproject.toml and constraints.txt.
+# Everything runs in .venv, created on first use from pyproject.toml and constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ QUICK := tests/test_layering.py tests/test_errors.py tests/test_optimize.py test
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow quick lint types fuzz bench clean
 
-help: ## show this
+help: ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 $(READY): pyproject.toml constraints.txt
@@ -21,26 +21,26 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime side by side
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
-test: lint types ## lint, types, tests but the slow ones
+test: lint types ## lint, type check, and all tests except the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=25 --durations-min=2
 
-slow: $(READY) ## the tests that `make test` leaves out
+slow: $(READY) ## the slow tests, which `make test` skips
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow
 
-quick: lint ## the tests of one minute, for the inner loop
+quick: lint ## lint and one minute of tests, for the inner loop
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" $(QUICK)
 
-lint: $(READY) ## ruff
+lint: $(READY) ## ruff check and ruff format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: $(READY) ## mypy --strict
 	$(BIN)/mypy
 
-fuzz: $(READY) ## the slow campaigns of the tests
+fuzz: $(READY) ## all tests, including the long fuzzing campaigns
 	TSOPT_FUZZ=1 $(BIN)/python -m pytest -m "" tests
 
-bench: $(READY) ## real models, eager against compiled, pass by pass; writes bench/results
+bench: $(READY) ## benchmark real models, eager against compiled and pass by pass; write bench/results
 	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json
 	$(BIN)/python -m bench.side_by_side
 	$(BIN)/python -m bench.overhead
@@ -49,5 +49,5 @@ bench: $(READY) ## real models, eager against compiled, pass by pass; writes ben
 	$(BIN)/python -m bench.precision
 	$(BIN)/python -m bench.coverage
 
-clean: ## remove what was made
+clean: ## remove all generated files, including .venv
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

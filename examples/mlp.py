@@ -1,4 +1,4 @@
-"""A small multilayer perceptron for tabular data: small enough that the overhead of a call is what counts."""
+"""A small multilayer perceptron for tabular data, so small that call overhead dominates."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""ResNet-18 from a transformers configuration: random weights, and batch norm statistics as training leaves them."""
+"""ResNet-18 from a transformers configuration, with random weights and batch norm statistics as after training."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ model = ResNetForImageClassification(
     ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512])
 ).eval()
 for module in model.modules():
-    # Fresh statistics are 0 and 1: folding them could go wrong without anybody seeing it.
+    # With the initial statistics, 0 and 1, an error in folding them would go unnoticed.
     if isinstance(module, nn.BatchNorm2d):
         nn.init.normal_(module.running_mean, std=0.2)
         nn.init.uniform_(module.running_var, 0.5, 1.5)

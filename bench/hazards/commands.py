@@ -159,7 +159,7 @@ def exported_twice(_: str) -> Outcome:
             ran = here("export", "m.py", "-o", "x.tsopt", *RACE)
         if ran.code:
             return judged(ran, 0, "")
-        return judged(here("verify", "x.tsopt"), 0, "whole")
+        return judged(here("verify", "x.tsopt"), 0, "intact")
 
 
 def kept(prepare: Callable[[], object], *arguments: str) -> Callable[[str], Outcome]:
@@ -182,7 +182,7 @@ def facts(place: Path) -> list[tuple[str, int]]:
 
 def parents_are_told(_: str) -> Outcome:
     with folder():
-        return judged(here("export", "m.py", "-o", "new/deep/x.tsopt", *RACE), 0, "new/deep was not there")
+        return judged(here("export", "m.py", "-o", "new/deep/x.tsopt", *RACE), 0, "created the directory new/deep")
 
 
 def signalled(number: signal.Signals) -> Callable[[str], Outcome]:
@@ -250,7 +250,7 @@ def others() -> None:
 
 CASES = (
     Case("doctor without torch", without_torch("torch", "doctor", code=0), ANY),
-    Case("verify without torch", without_torch("whole", "verify", "b.tsopt", code=0), ANY),
+    Case("verify without torch", without_torch("intact", "verify", "b.tsopt", code=0), ANY),
     Case("cache show without torch", without_torch("0 races", "cache", "show", code=0), ANY),
     Case("export without torch", without_torch("pip install", "export", "m.py"), ANY),
     Case("export --dry-run without torch", without_torch("pip install", "export", "m.py", "--dry-run"), ANY),

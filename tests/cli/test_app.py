@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tsopt.cli.app import main
+from tsopt.runtime.backends.table import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 HEAD = "import torch\nfrom torch import nn\nexample_input = torch.ones(1, 4)\n"
@@ -314,7 +315,7 @@ def test_a_sweep_is_one_table_and_is_saved(tsopt, write, tmp_path):
     assert ran.code == 0
     assert len(re.findall(r"eager \+ passes +[\d.]", ran.out)) == 4  # below, reasons may name it again
     assert "samples/s" in ran.out.splitlines()[0]
-    assert "* wins in its setting" in ran.out
+    assert "* winner in its setting" in ran.out
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "md"])
@@ -339,13 +340,13 @@ def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
     ("arguments", "text"),
     [
         (("--threads", "0"), "--threads '0'"),
-        (("--threads", "1,,2"), "empty part"),
-        (("--batch-sizes", "1,x"), "'x' is not a number"),
+        (("--threads", "1,,2"), "empty item"),
+        (("--batch-sizes", "1,x"), "'x' is not an integer"),
         (("--devices", "tpu9"), "'tpu9' cannot be used"),
         (("--backends", "nonsense"), "no backend is called 'nonsense'"),
         (("--backends", "onnxruntime?colour=red"), "no option 'colour'"),
         (("--precision", "int3"), "precision='int3'"),
-        (("-o", "out.xlsx"), "no known kind"),
+        (("-o", "out.xlsx"), "unknown suffix"),
         (("-o", "m.py/out.csv"), "cannot be written"),
     ],
 )
@@ -365,7 +366,7 @@ def test_quiet_prints_nothing(tsopt, write, quick):
 
 
 def test_quiet_still_shows_errors(tsopt):
-    assert "there is no file" in tsopt("bench", "m.py", "-q").err
+    assert "no such file" in tsopt("bench", "m.py", "-q").err
 
 
 # ---- doctor -------------------------------------------------------------------------------------------------
@@ -375,6 +376,11 @@ def test_doctor_shows_machine_and_backends(tsopt):
     ran = tsopt("doctor")
     assert ran.code == 0
     assert all(word in ran.out for word in ("cpu", "torch", "onnxruntime", "torchscript", "usable"))
+
+
+def test_doctor_shows_engines_only_and_json_has_every_backend(tsopt):
+    assert not [line for line in tsopt("doctor").out.splitlines() if line.startswith("null")]
+    assert set(tsopt("doctor", "--json").json["backends"]) == set(BACKENDS)
 
 
 def test_doctor_json_parses(tsopt):

@@ -124,12 +124,12 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
 def test_a_directory_that_is_made_on_the_way_is_told(tsopt, write, tmp_path):
     write()
     ran = tsopt("export", "m.py", "-o", "new/deep/x.tsopt")
-    assert [line for line in ran.out.splitlines() if "was made" in line] == [
-        "the directory new was not there, and was made",
-        "the directory new/deep was not there, and was made",
+    assert [line for line in ran.out.splitlines() if "created" in line] == [
+        "created the directory new",
+        "created the directory new/deep",
     ]
-    assert "was made" not in tsopt("export", "m.py", "-o", "new/deep/x.tsopt").out
-    assert "the directory t was not there, and was made" in tsopt("bench", "m.py", "-o", "t/x.csv").out
+    assert "created" not in tsopt("export", "m.py", "-o", "new/deep/x.tsopt").out
+    assert "created the directory t" in tsopt("bench", "m.py", "-o", "t/x.csv").out
 
 
 def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write, tmp_path, monkeypatch):
@@ -158,16 +158,16 @@ def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write
         (lambda p: bundle_of_others(p / "b"), ["-o", "b/m.onnx", "--format", "onnx"], "inside a bundle"),
         (lambda p: bundle_of_others(p / "b"), ["-o", "b/deep/m.tsopt"], "inside a bundle"),
         (lambda p: bundle_of_others(p / "b"), ["-o", "b", "--format", "onnx"], "is a directory"),
-        (lambda p: (p / "x.tsopt").mkdir(), ["-o", "x.tsopt", "--format", "onnx"], "the name of another format"),
-        (lambda p: None, ["-o", "x.onnx"], "the name of another format"),
-        (lambda p: None, ["-o", "x.tsopt", "--format", "onnx"], "the name of another format"),
+        (lambda p: (p / "x.tsopt").mkdir(), ["-o", "x.tsopt", "--format", "onnx"], "the suffix of tsopt"),
+        (lambda p: None, ["-o", "x.onnx"], "the suffix of onnx"),
+        (lambda p: None, ["-o", "x.tsopt", "--format", "onnx"], "the suffix of tsopt"),
         (lambda p: None, ["-o", "/dev/full", "--format", "onnx"], "not a regular file"),
         (lambda p: None, ["-o", "/dev/full"], "exists and is not a bundle"),
         (lambda p: os.mkfifo(p / "pipe"), ["-o", "pipe", "--format", "torchscript"], "not a regular file"),
-        (lambda p: (p / "link").symlink_to("m.py"), ["-o", "link", "--format", "onnx"], "is a link"),
+        (lambda p: (p / "link").symlink_to("m.py"), ["-o", "link", "--format", "onnx"], "is a symbolic link"),
         (lambda p: None, ["-o", "-"], "not a usable path"),
         (lambda p: None, ["-o", "a\nb"], "not a usable path"),
-        (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "is one file"),
+        (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "names one file"),
         (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is not a bundle"),
         (lambda p: None, ["-o", "n" * 300], "cannot be written"),
         (lambda p: None, ["-o", "n" * 245], "cannot be written"),  # fits, but not while it is written
@@ -222,7 +222,7 @@ def test_a_race_that_this_machine_has_stopped_exits_with_1_and_one_line(tsopt, w
     with monkeypatch.context() as patch:
         patch.setattr(TorchScriptBackend, "compile", fail)
         ran = tsopt("bench", "m.py", "--backends", "torchscript")
-    line = "warning: eager was not beaten, for no candidate could be tried: TorchScript out of memory (MemoryError: )\n"
+    line = "warning: no candidate could be tried, so eager is used: TorchScript out of memory (MemoryError: )\n"
     assert (ran.code, ran.err) == (1, line)
     assert "out of memory" in ran.out
     ran = tsopt("bench", "m.py")

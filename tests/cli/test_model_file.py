@@ -25,12 +25,12 @@ def failed(ran, text):
 
 def test_a_missing_file_is_named_with_its_neighbours(tsopt, write):
     write(name="model.py")
-    err = failed(tsopt("inspect", "modle.py"), "there is no file modle.py")
+    err = failed(tsopt("inspect", "modle.py"), "no such file: modle.py")
     assert "model.py" in err
 
 
 def test_a_missing_directory_is_no_traceback(tsopt):
-    failed(tsopt("inspect", "no/such/place/m.py"), "there is no file")
+    failed(tsopt("inspect", "no/such/place/m.py"), "no such file")
 
 
 def test_a_directory_is_no_model(tsopt, tmp_path):
@@ -62,7 +62,7 @@ def test_other_models_in_the_file_are_offered(tsopt, write):
 
 def test_a_model_that_cannot_be_called(tsopt, write):
     write(HEAD + "model = {'weights': 1}\n")
-    failed(tsopt("inspect", "m.py"), "'model' in m.py is a dict")
+    failed(tsopt("inspect", "m.py"), "'model' in m.py is a dict, not a model")
 
 
 def test_a_file_without_an_example_says_what_to_add(tsopt, write):
@@ -92,7 +92,7 @@ def test_a_syntax_error_is_shown_with_its_line(tsopt, write):
 @pytest.mark.parametrize("code", ["0", "3", "'bye'", ""])
 def test_a_file_that_ends_the_program(tsopt, write, code):
     write(f"import sys\nsys.exit({code})\n")
-    assert "__main__" in failed(tsopt("inspect", "m.py"), "m.py ends the program (sys.exit(")
+    assert "__main__" in failed(tsopt("inspect", "m.py"), "m.py exits the process (sys.exit(")
 
 
 @pytest.mark.parametrize("where", ["model", "example_input"])
@@ -261,7 +261,7 @@ def test_a_shape_that_no_memory_holds_is_a_usage_error(shape):
 
 
 def test_names_on_some_inputs_only_are_refused():
-    with pytest.raises(package.UsageError, match="some --input have a name"):
+    with pytest.raises(package.UsageError, match="some --input options have names and others do not"):
         parse_inputs(["x:1x3", "1x3"], 0)
 
 
@@ -294,12 +294,12 @@ model = Two().eval()
         (
             "model = nn.Linear(4, 2).eval()",
             ["y:1x4"],
-            "--input y: the model takes no input of that name|its inputs: input",
+            "--input y: the model has no input with that name|parameters of the model: input",
         ),
-        (TWO, ["x:1x4", "masc:1x4"], "--input masc: the model takes no input of that name|its inputs: x, mask"),
-        (TWO, ["mask:1x4"], "--input leaves out x, which the model needs|its inputs: x, mask"),
-        (TWO, ["1x4", "1x4", "1x4"], "--input is given 3 times, and the model takes 2 inputs|its inputs: x, mask"),
-        ("def model(a, b):\n    return a + b", ["1x4"], "--input is given 1 times, and the model takes 2"),
+        (TWO, ["x:1x4", "masc:1x4"], "--input masc: the model has no input with that name|of the model: x, mask"),
+        (TWO, ["mask:1x4"], "no --input for x, which the model requires|parameters of the model: x, mask"),
+        (TWO, ["1x4", "1x4", "1x4"], "--input was given 3 times, but the model takes 2 inputs|of the model: x, mask"),
+        ("def model(a, b):\n    return a + b", ["1x4"], "--input was given once, but the model takes 2 inputs"),
         ("def model(a, b):\n    return a + b", ["a:1x4", "c:1x4"], "--input c:"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tsopt.api import FRONTENDS
 from tsopt.cli.options import read_sizes
 from tsopt.errors import UsageError
 
@@ -26,7 +27,7 @@ def test_sizes_of_the_command_line():
     "text", ["x", "x:0", "x=b", ":0=b", "x:y=b", "x:=b", "x:--1=b", "x:\u00b2=b", "x:9999999999=b"]
 )
 def test_texts_that_are_no_sizes(text):
-    with pytest.raises(UsageError, match=r"(?s)--dynamic .*fix: --dynamic x:0=batch"):
+    with pytest.raises(UsageError, match=r"(?s)--dynamic .*fix: write --dynamic x:0=batch"):
         read_sizes([text])
 
 
@@ -51,7 +52,7 @@ def test_who_reads_the_model(tsopt, write):
     ("name", "message"),
     [
         ("magic", "one of: auto, one-graph, export, strict, fx, torchscript, parts"),
-        ("parts", "a model in parts cannot be saved"),
+        ("parts", "a partitioned model cannot be saved"),
     ],
 )
 def test_who_cannot_read_it(tsopt, write, name, message):
@@ -62,8 +63,14 @@ def test_who_cannot_read_it(tsopt, write, name, message):
     assert not done.out
 
 
+@pytest.mark.parametrize("command", ["export", "bench", "inspect"])
+def test_the_help_lists_every_front_end(tsopt, command):
+    text = " ".join(tsopt(command, "--help").out.split())
+    assert f"auto, {', '.join(FRONTENDS[1:-1])} or {FRONTENDS[-1]}." in text
+
+
 def test_an_axis_is_named_once():
-    with pytest.raises(UsageError, match="--dynamic x:0 is given twice"):
+    with pytest.raises(UsageError, match="--dynamic x:0 was given twice"):
         read_sizes(["x:0=a", "x:0=b"])
 
 
@@ -74,10 +81,10 @@ def test_an_axis_is_named_once():
         (["--dynamic", "input:7=b"], "'input' has no axis 7"),
         (["--dynamic", "input:0=b[9..1]"], "holds no two sizes"),
         (["--dynamic", "input:0=b]"], "is not a dimension"),
-        (["--input", "input:1x4:f31"], "no input can have the dtype 'f31'"),
-        (["--input", "1x4x:f32"], "is not understood"),
-        (["--input", ""], "is not understood"),
-        (["--input", "99999999999999x99999999999"], "no tensor of that shape"),
+        (["--input", "input:1x4:f31"], "unsupported dtype 'f31'"),
+        (["--input", "1x4x:f32"], "cannot parse --input '1x4x:f32'"),
+        (["--input", ""], "cannot parse --input ''"),
+        (["--input", "99999999999999x99999999999"], "cannot create a tensor of that shape"),
         (["--without", "no_such_rule"], "no rule or pass is called"),
     ],
 )

@@ -105,12 +105,15 @@ def test_without_torch_what_can_run_runs_and_the_rest_says_what_to_install(serve
     assert "torch         missing; pip install torch-tsopt" in doctor.out
     assert facts.json["missing"] == ["torch"]
     assert facts.json["backends"]["onnxruntime"]["usable"] is True
-    assert facts.json["backends"]["eager"] == {"usable": False, "fix": "pip install torch-tsopt, which brings it"}
-    assert (good.code, "whole, and equal to the model's stored answer" in good.out) == (0, True), good.err
-    assert (bad.code, "does not give here what the model gave" in bad.err) == (1, True)
+    assert facts.json["backends"]["eager"] == {
+        "usable": False,
+        "fix": "pip install torch-tsopt, which also installs torch",
+    }
+    assert (good.code, "intact, outputs match the model's reference outputs" in good.out) == (0, True), good.err
+    assert (bad.code, "outputs differ from the model's reference outputs" in bad.err) == (1, True)
     assert (none.code, "does not exist" in none.err) == (2, True)
     assert (show.code, clear.code, usage.code) == (0, 0, 0)
-    assert "there is no file none.py" in no_file.err
+    assert "no such file: none.py" in no_file.err
     assert json.loads(rest.pop().out)["error"] == "torch is not installed"
     for command, ran in zip(NEEDING_TORCH, rest, strict=True):
         assert ran.code == 2, command
@@ -246,7 +249,7 @@ def test_a_signal_ends_a_command_with_one_line_and_leaves_nothing(tmp_path, name
         with contextlib.suppress(ProcessLookupError):
             started.kill()
     assert (started.returncode, out) == (code, "")
-    word = "interrupted" if name == "SIGINT" else f"ended by {name}"
+    word = "interrupted" if name == "SIGINT" else f"terminated by {name}"
     assert err == f"{word}; nothing was written\n"
     assert not any(Path(f"/proc/{pid}").exists() for pid in below)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["m.py", "slow.py"]
@@ -259,7 +262,7 @@ def test_a_signal_ends_a_command_with_one_line_and_leaves_nothing(tmp_path, name
         (MemoryError(), "out of memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
         (ModuleNotFoundError("No module named 'onnx'", name="onnx.helper"), "onnx is not installed"),
-        (ImportError("libtorch.so: cannot open", name="torch._C"), "torch is installed and cannot be imported"),
+        (ImportError("libtorch.so: cannot open", name="torch._C"), "torch is installed but cannot be imported"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -295,7 +298,7 @@ def test_what_was_written_before_an_interrupt_is_named(monkeypatch, capsys):
     monkeypatch.setattr(process.State, "written", ("m.tsopt", "m.onnx"))
     monkeypatch.setattr(process.State, "signal", signal.SIGTERM)
     assert process.interrupted() == 143
-    assert capsys.readouterr().err == "ended by SIGTERM; m.tsopt, m.onnx was written\n"
+    assert capsys.readouterr().err == "terminated by SIGTERM; already written: m.tsopt, m.onnx\n"
 
 
 def test_engines_report_nothing_from_a_command(tmp_path, monkeypatch):

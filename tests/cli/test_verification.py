@@ -23,7 +23,7 @@ def place(exported, tmp_path):
 def test_a_sound_bundle_is_whole(tsopt, place):
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 0, ran.err
-    assert ran.out.startswith("m.tsopt: whole, and equal to the model's stored answer")
+    assert ran.out.startswith("m.tsopt: intact, outputs match the model's reference outputs")
 
 
 def test_a_sound_bundle_equals_its_model_on_fresh_inputs(tsopt, place):
@@ -63,7 +63,7 @@ def test_other_weights_exit_with_1_although_the_bundle_is_whole(tsopt, place):
     sign(place / "m.tsopt")
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 1
-    assert "does not give here what the model gave" in ran.err
+    assert "outputs differ from the model's reference outputs" in ran.err
 
 
 def test_another_model_exits_with_1(tsopt, place, write):
@@ -91,8 +91,8 @@ DAMAGE = {
     "missing": "cannot be read",
     "empty": "cannot be read",
     "junk": "cannot be read",
-    "other keys": "it holds 0 inputs, the signature 1",
-    "other number": "it has no input.0",
+    "other keys": "it has 0 inputs, but the signature has 1",
+    "other number": "input.0 is missing",
     "other shape": "has shape [1, 5]",
 }
 
@@ -125,7 +125,7 @@ def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
     monkeypatch.setattr("tsopt.runtime.calling.executable.Executable.run_flat", fail)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
-    assert "fails on the inputs that it was written with" in ran.err
+    assert "fails on its own reference inputs" in ran.err
     assert "illegal instruction" in ran.err
 
 

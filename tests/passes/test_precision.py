@@ -328,7 +328,7 @@ def test_a_bundle_is_verified_by_the_limit_of_its_precision(tmp_path):
     model = mlp()
     fast = tsopt.optimize(model, X, backends=("eager",), precision="bf16", isolate=False, cache=False)
     place = fast.save(tmp_path / "m.tsopt")
-    assert "whole" in against_record(place, trust=False).verdict
+    assert "intact" in against_record(place, trust=False).verdict
     loaded = SimpleNamespace(model=model, example_input=X)
     assert "as its precision allows" in against_model(place, False, loaded, seed=0).verdict
 

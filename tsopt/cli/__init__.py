@@ -1,1 +1,1 @@
-"""The command line: commands over the public API. `tsopt --help` imports no torch."""
+"""The command line, built on the public API. `tsopt --help` does not import torch."""

@@ -1,7 +1,7 @@
-"""The commands. Each reads its options, calls the public API and shows what came back.
+"""The commands. Each parses its options, calls the public API and prints the result.
 
-Exit codes: 0; 1 a failed verdict, or a race in which this machine stopped every candidate; 2 a mistake in the call, the
-model or a file; 130 interrupted, 143 terminated; 141 output not read.
+Exit codes: 0 success; 1 verification failed, or this machine stopped every candidate of a race; 2 an error in the
+command line, the model or a file; 130 interrupted; 141 the output pipe was closed; 143 terminated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tsopt.runtime.racing.endings import NoCandidate
 
 app = typer.Typer(
     name="tsopt",
-    help="Turns a PyTorch model into the fastest verified form that this machine can run.",
+    help="Turn a PyTorch model into the fastest verified form this machine can run.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,7 +56,7 @@ def _output(as_json: bool = False, quiet: bool = False) -> Any:
 
 
 class _State:
-    """The output of the running command, for errors that reach main."""
+    """The output of the running command, for errors that reach `main`."""
 
     output: Any = None
 
@@ -67,23 +67,24 @@ def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
     return load_model_file(model, inputs or [], seed)
 
 
-@app.command(help="Optimize a model, race it against eager, and write the winner.")
+@app.command(help="Optimize a model, race it against eager, and save the winner.")
 @grouped
 def export(
     subject: Subject,
     timing: Timing,
     threads: Threads = None,
     format: Annotated[
-        list[Format] | None, typer.Option("--format", help="Repeat for several; tsopt by default.")
+        list[Format] | None, typer.Option("--format", help="Output format; tsopt by default. Repeat for more than one.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File or directory; the current directory by default.")
+        Path | None, typer.Option("-o", "--output", help="Output file or directory; the current directory by default.")
     ] = None,
     opset: Annotated[
-        int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's default if not given.")
+        int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's own by default.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show its ops, who would take them, and what would be refused.")
+        bool,
+        typer.Option("--dry-run", help="Show the model's ops and which backends support them; time and write nothing."),
     ] = False,
     cache: UseCache = True,
     json: AsJson = False,
@@ -91,7 +92,9 @@ def export(
 ) -> None:
     out = _output(json, quiet)
     if subject.frontend == "parts":
-        raise UsageError("a model in parts cannot be saved", fix="--frontend auto, or tsopt bench to time it")
+        raise UsageError(
+            "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with tsopt bench"
+        )
     if dry_run:
         from tsopt.cli.preview import run
 
@@ -104,7 +107,7 @@ def export(
     check_formats(formats, opset)
     options = race_options(subject, timing)
     if subject.frontend == "auto":
-        options["frontend"] = "one-graph"  # a file holds one or nothing
+        options["frontend"] = "one-graph"  # a file holds one graph
     with directories(places.values()) as new, out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = _load(subject.model, subject.input, subject.seed)
@@ -118,27 +121,31 @@ def export(
             process.State.written += (str(path),)
     out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
     for directory in new:
-        out.say(f"the directory {directory} was not there, and was made")
+        out.say(f"created the directory {directory}")
     _check_tried(out, fast.report.stopped)
 
 
-@app.command(help="Time eager and every candidate side by side, in every setting that is asked for.")
+@app.command(help="Time eager and every candidate side by side, in each requested setting.")
 @grouped
 def bench(
     subject: Subject,
     timing: Timing,
     threads: Annotated[
         str | None,
-        typer.Option("--threads", metavar="N,N", help="Numbers of intra-op threads; torch's own by default."),
+        typer.Option("--threads", metavar="N,N", help="Intra-op thread counts to try; torch's own by default."),
     ] = None,
     batch_sizes: Annotated[
-        str | None, typer.Option("--batch-sizes", metavar="N,N", help="Sizes of the first axis of the inputs.")
+        str | None,
+        typer.Option("--batch-sizes", metavar="N,N", help="Batch sizes to try, as sizes of the inputs' first axis."),
     ] = None,
     devices: Annotated[
-        str | None, typer.Option("--devices", metavar="A,B", help="Such as cpu,cuda; where the example is by default.")
+        str | None,
+        typer.Option(
+            "--devices", metavar="A,B", help="Devices to try, for example cpu,cuda; the example's by default."
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Also save the table: a .json, .csv or .md file.")
+        Path | None, typer.Option("-o", "--output", help="Also save the table as a .json, .csv or .md file.")
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -172,34 +179,39 @@ def bench(
     else:
         sweeping.show(out, found)
     for directory in new:
-        out.say(f"the directory {directory} was not there, and was made")
+        out.say(f"created the directory {directory}")
     if output is not None:
         out.say(f"saved: {output}")
     _check_tried(out, next((item.report.stopped for item in found.results if item.report and item.report.stopped), ""))
 
 
 def _check_tried(out: Any, stopped: str) -> None:
-    """Exit code 1 where eager runs for want of candidates that this machine lets run."""
+    """Exits with code 1 if eager won only because this machine stopped every candidate."""
     if stopped:
-        out.warn(f"eager was not beaten, for no candidate could be tried: {stopped}")
+        out.warn(f"no candidate could be tried, so eager is used: {stopped}")
         raise typer.Exit(1)
 
 
-@app.command(help="Show the program as captured and after each pass that changed it.")
+@app.command(help="Show the captured program, and the program after each pass that changed it.")
 @grouped
 def inspect(
     subject: Subject,
-    diff: Annotated[bool, typer.Option("--diff", help="Only what each pass changed.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Show only what each pass changed.")] = False,
     passes: Annotated[
-        bool, typer.Option("--passes", help="What each pass and rule did, nearly did, and cost; not the text.")
+        bool,
+        typer.Option(
+            "--passes", help="Show the rewrites, near misses and cost of each pass and rule, not the program."
+        ),
     ] = False,
     why: Annotated[
-        str | None, typer.Option("--why", metavar="RULE", help="Where a rule or pass was applied, and where not.")
+        str | None,
+        typer.Option("--why", metavar="RULE", help="Show where a rule or pass was applied, where it was not, and why."),
     ] = None,
     debug: Annotated[
         bool,
         typer.Option(
-            "--debug-passes", help="Compare every rewrite on the example; exit code 1 and its name when one is wrong."
+            "--debug-passes",
+            help="Check every rewrite on the example and report those that change values (exit code 1).",
         ),
     ] = False,
     json: AsJson = False,
@@ -239,13 +251,16 @@ def inspect(
         raise typer.Exit(1)
 
 
-@app.command(help="Check that a bundle is whole and still gives what the model gave. Exit code 1 when it does not.")
+@app.command(
+    help="Check that a bundle is intact and reproduces the model's outputs. Exit code 1 if the outputs differ."
+)
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A .tsopt directory.")],
     model: Annotated[
-        str | None, typer.Option("--model", metavar="MODEL", help="Compare with this model, on fresh inputs too.")
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Compare with this model, on its example and on fresh inputs."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Run code from the bundle, where it holds code.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Allow code in the bundle to run.")] = False,
     input: Input = None,
     seed: Seed = 0,
     eval: Eval = False,
@@ -266,7 +281,7 @@ def verify(
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
 
 
-@app.command(help="Show this machine, and which backends it can use, and what is missing.")
+@app.command(help="Show this machine, the backends it can use, and what is missing.")
 def doctor(json: AsJson = False) -> None:
     out = _output(json)
     from tsopt.cli.diagnosis import diagnose
@@ -274,11 +289,11 @@ def doctor(json: AsJson = False) -> None:
     diagnose(out)
 
 
-races = typer.Typer(help="Results of races, kept from run to run.", no_args_is_help=True, rich_markup_mode=None)
+races = typer.Typer(help="Show or clear the cached results of races.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(races, name="cache")
 
 
-@races.command(help="Show where results are kept, and how many.")
+@races.command(help="Show where the cache is and how many races it holds.")
 def show(json: AsJson = False) -> None:
     out = _output(json)
     from tsopt.runtime.racing import cache_files as cache
@@ -288,10 +303,10 @@ def show(json: AsJson = False) -> None:
     out.json({"directory": str(directory()), "entries": len(found), "bytes": size, "objection": reason})
     out.say(f"{directory()}: {_counted(len(found))}, {size / 1e3:.1f} kB")
     if reason:
-        out.say(f"not used: {reason}")
+        out.say(f"the cache is not used: {reason}")
 
 
-@races.command(help="Forget all results.")
+@races.command(help="Delete all cached results.")
 def clear(json: AsJson = False) -> None:
     out = _output(json)
     from tsopt.runtime.racing import cache_files as cache
@@ -299,13 +314,13 @@ def clear(json: AsJson = False) -> None:
 
     reason = objection()
     if reason:
-        raise UsageError("the cache is left as it is", why=reason)
+        raise UsageError("the cache was not cleared", why=reason)
     try:
         count = cache.clear()
     except OSError as error:
         raise UsageError("the cache cannot be cleared", why=str(error)) from error
     out.json({"removed": count})
-    out.say(f"{_counted(count)} removed from {directory()}")
+    out.say(f"removed {_counted(count)} from {directory()}")
 
 
 def _counted(count: int) -> str:
@@ -328,7 +343,7 @@ def _root(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; the exit code. A user's mistake never leaves a traceback."""
+    """Runs a command and returns its exit code. A user's mistake never ends in a traceback."""
     arguments = _split_levels(sys.argv[1:] if arguments is None else arguments)
     _State.output = None
     process.State.signal, process.State.written = signal.SIGINT, ()
@@ -342,8 +357,8 @@ def main(arguments: list[str] | None = None) -> int:
         return process.interrupted() if code == process.INTERRUPTED + signal.SIGINT else code
     except TsoptError as error:
         return _refused(error, arguments)
-    except SystemExit as error:  # a model may call sys.exit(0); that must not look as if all were well
-        if isinstance(error.__context__, BrokenPipeError):  # rich ends the program so
+    except SystemExit as error:  # a model may call sys.exit(0), which must not look like success
+        if isinstance(error.__context__, BrokenPipeError):  # how rich ends the program
             return process.unread()
         return _refused(_ended(error), arguments)
     except BrokenPipeError:
@@ -365,14 +380,14 @@ def _refused(error: TsoptError, arguments: list[str]) -> int:
 def _ended(error: SystemExit) -> UsageError:
     *_, frame = traceback.extract_tb(error.__traceback__)
     return UsageError(
-        f"the model ends the program (sys.exit({error.code!r})) when it is called",
+        f"the model exits the process (sys.exit({error.code!r})) when called",
         where=f"{frame.filename}:{frame.lineno}: {frame.line}",
-        fix="raise an exception in its place",
+        fix="raise an exception instead",
     )
 
 
 def _split_levels(arguments: list[str]) -> list[str]:
-    """`-O2` as `-O 2`: the form that compilers have taught everybody."""
+    """`-O2` as `-O 2`: the form known from compilers."""
     out: list[str] = []
     for item in arguments:
         out += ["-O", item[2:]] if item.startswith("-O") and item[2:].isdigit() else [item]

@@ -1,4 +1,4 @@
-"""What `tsopt export` writes, and where. Each file is complete or not there."""
+"""What `tsopt export` writes, and where. Each file is complete or not written at all."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports
 
 
 def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
-    """Path for each format, checked before hours of work rather than after.
+    """The path for each format, checked before hours of work.
 
     Raises:
-        UsageError, BundleError: a path cannot be written or is something else.
+        UsageError, BundleError: a path cannot be written, or names something that must not be replaced.
     """
     try:
         places = _places(model, formats, output)
@@ -38,7 +38,7 @@ def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
 
 @contextmanager
 def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
-    """The directories of these paths that are not there yet; those that were made go again when the block fails."""
+    """The parent directories that do not exist yet; those the block creates are removed again if it fails."""
     new = [parent for path in paths for parent in path.parents if not parent.exists()]
     new = sorted(dict.fromkeys(new), key=lambda parent: len(parent.parts))
     try:
@@ -51,7 +51,7 @@ def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
 
 
 def check_formats(formats: list[str], opset: int | None) -> None:
-    """Raises UsageError for an opset that nobody can write, before the work."""
+    """Raises UsageError for an opset that cannot be written, before the work."""
     if "onnx" in formats:
         from tsopt.runtime.onnx.export import check_opset
 
@@ -66,46 +66,49 @@ def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Pa
         _check_name(output, formats[0])
         places = {formats[0]: output}
     elif output is not None and len(formats) > 1 and (bundle or (output.suffix in SUFFIX.values())):
-        raise UsageError(f"-o {output} is one file, and {len(formats)} formats are asked for", fix="give a directory")
+        raise UsageError(
+            f"-o {output} names one file, but {len(formats)} formats were requested", fix="pass a directory"
+        )
     else:
         places = {kind: (output or Path()) / f"{stem}{SUFFIX[kind]}" for kind in formats}
     if any("\n" in str(path) or str(path) in ("-", "") for path in places.values()):
-        raise UsageError("-o is not a usable path", fix="give a file or directory name")
+        raise UsageError("-o is not a usable path", fix="pass the name of a file or directory")
     return places
 
 
 def _is_bundle(path: Path) -> bool:
-    """Whether a directory is, or would be taken for, a bundle: a name that ends so is never a place for others."""
+    """Whether a directory is, or would be taken for, a bundle; other files never go into it."""
     return path.is_dir() and (path.suffix == SUFFIX["tsopt"] or (path / MANIFEST).is_file())
 
 
 def _check_name(path: Path, kind: str) -> None:
-    """Raises UsageError for the suffix of another format than the one that is written."""
+    """Raises UsageError if the suffix belongs to another format."""
     other = next((name for name, suffix in SUFFIX.items() if suffix == path.suffix), kind)
     if other != kind:
         raise UsageError(
-            f"-o {path} has the name of another format: what is written is {kind}",
-            fix=f"--format {other}, or -o {path.with_suffix(SUFFIX[kind])}",
+            f"-o {path} has the suffix of {other}, but the format is {kind}",
+            fix=f"use --format {other}, or -o {path.with_suffix(SUFFIX[kind])}",
         )
 
 
 def check_place(kind: str, path: Path) -> None:
-    """Raises BundleError where no file, or for the kind `tsopt` no bundle, can be written."""
+    """Raises BundleError if a file, or for `tsopt` a bundle, cannot be written there."""
     _check_parent(path)
     inside = next((parent for parent in path.parents if _is_bundle(parent)), None)
     if inside is not None:
         raise BundleError(
-            "the output is inside a bundle, which another file would damage",
+            "the output path is inside a bundle",
             where=str(path),
-            fix=f"choose a place outside {inside}",
+            why="another file would damage the bundle",
+            fix=f"choose a path outside {inside}",
         )
     if kind == "tsopt":
         check_target(path)
     elif path.is_dir():
-        raise BundleError("the output is a directory", where=str(path), fix="give a file name")
+        raise BundleError("the output path is a directory", where=str(path), fix="pass a file name")
     elif path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a link" if path.is_symlink() else "not a regular file"
-        raise BundleError(f"the output is {what}", where=str(path), fix="give the name of a file")
+        what = "a symbolic link" if path.is_symlink() else "not a regular file"
+        raise BundleError(f"the output path is {what}", where=str(path), fix="pass the name of a regular file")
 
 
 def _check_parent(path: Path) -> None:
@@ -113,12 +116,12 @@ def _check_parent(path: Path) -> None:
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise _unwritable(path, f"{parent} is not a directory that you may write to")
-    (parent / f".{path.name}.12345678.old").exists()  # the longest name while it is written: OSError if it is too long
+        raise _unwritable(path, f"{parent} is not a writable directory")
+    (parent / f".{path.name}.12345678.old").exists()  # the longest name in use while writing: OSError if too long
 
 
 def _unwritable(path: Path, why: str) -> BundleError:
-    return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another place (-o)")
+    return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another path with -o")
 
 
 def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:
@@ -126,7 +129,7 @@ def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:
     if kind == "tsopt":
         fast.save(path)
         return
-    # What is in the file need not be what has raced: the .onnx holds standard operators alone, at the opset asked for.
+    # The file may differ from what was raced: the .onnx has standard operators only, at the requested opset.
     options = {"fused": False, "opset": opset} if kind == "onnx" else {}
     save = fast.verified(BACKEND[kind], **options).save
     with staged(path, unpack=True) as directory:

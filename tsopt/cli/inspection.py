@@ -1,4 +1,4 @@
-"""Rendering for `tsopt inspect`."""
+"""The output of `tsopt inspect`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tsopt.runtime.report import (
 )
 from tsopt.transforms import LEVELS, rules_of
 
-SHOWN = 3  # places or ops in one line; JSON has them all
+SHOWN = 3  # places or ops in one line; the JSON has all of them
 
 
 def show_texts(
@@ -53,27 +53,27 @@ def show_texts(
 
 
 def show_passes(out: Any, records: Sequence[PassRecord]) -> None:
-    """A row for each pass with its sizes, then a row for each rule that did something or nearly did."""
+    """A row for each pass with its sizes, then a row for each rule with rewrites or near misses."""
     if not records:
-        out.say("no pass was run")
+        out.say("no passes were run")
         return
     out.table(PASS_COLUMNS, [_counts(cells, r) for cells, r in zip(pass_cells(records), records, strict=True)])
     first, last = records[0].before, records[-1].after
     out.say(
-        f"\nin all: nodes {arrow(first.nodes, last.nodes)}; "
+        f"\ntotal: nodes {arrow(first.nodes, last.nodes)}; "
         f"weights {arrow(first.weight_bytes, last.weight_bytes, amount)}; "
-        f"peak of activations {arrow(first.peak_bytes, last.peak_bytes, amount)}; "
+        f"peak activation memory {arrow(first.peak_bytes, last.peak_bytes, amount)}; "
         f"{sum(record.seconds for record in records):.2f} s"
     )
     rules = rule_records(records)
     if rules:
         out.say()
         out.table(RULE_COLUMNS, rule_cells(rules))
-        out.say("\n--why RULE lists the places")
+        out.say("\nuse --why RULE to list the places")
 
 
 def _counts(cells: tuple[str, ...], record: PassRecord) -> tuple[str, ...]:
-    """The row of a pass with counts in place of the names, which have rows of their own here."""
+    """The row of a pass with counts instead of names; rules have their own rows here."""
     done, nearly = PASS_COLUMNS.index("done"), PASS_COLUMNS.index("nearly")
     counts = {done: str(len(record.done) or "-"), nearly: str(len(record.declined) or "-")}
     return tuple(counts.get(position, cell) for position, cell in enumerate(cells))
@@ -84,10 +84,10 @@ def _counts(cells: tuple[str, ...], record: PassRecord) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Where a rule was applied, and where it nearly was: how often at each place.
+    """Where a rule was applied and where it nearly was, with counts by place.
 
-    equation: what the rule does; empty for the rewrites of passes that are more than rules.
-    obstacle: what kept a rule that was not even near.
+    equation: of the rule; empty for rewrites that are not rules.
+    obstacle: why a rule without rewrites and near misses did not match.
     """
 
     rule: str
@@ -99,7 +99,7 @@ class Why:
 
 
 def explain(name: str, captured: str, records: Sequence[PassRecord], level: int, without: Sequence[str]) -> list[Why]:
-    """One Why for a rule; for a pass one for each of its rules that did something or nearly did."""
+    """One Why for a rule; for a pass, one for each of its rules with rewrites or near misses."""
     rules = rules_of(STANDARD)
     found = [item for item in rule_records(records) if name == item.name or name in item.passes]
     if found or name not in rules:
@@ -118,33 +118,34 @@ def _why(found: RuleRecord, equation: str) -> Why:
 
 
 def _places(places: Iterable[str]) -> dict[str, int]:
-    return dict(Counter(place or "a place without a source line" for place in places))
+    return dict(Counter(place or "no source location" for place in places))
 
 
 def _obstacle(rule: Rule, texts: Sequence[str], level: int, left_out: bool) -> str:
-    """What kept a rule from being near."""
+    """Why a rule had no near miss."""
     allowed = LEVELS[level]
     if left_out:
-        return "not tried: it was left out"
+        return "not tried: left out with --without"
     if allowed is None or rule.numerics > allowed:
-        return f"not tried: it is {rule.numerics.name}, which -O{level} does not allow"
+        return f"not tried: the rule is {rule.numerics.name}, which -O{level} does not allow"
     ends = list(dict.fromkeys(name_of(pattern.root) for pattern in rule.patterns))
-    shown = f"{', '.join(ends[:SHOWN])}{' or the like' if len(ends) > SHOWN else ''}"
+    shown = f"{', '.join(ends[:SHOWN])}{' or similar' if len(ends) > SHOWN else ''}"
     count = max(sum(text.count(f" = {end}(") for end in ends) for text in texts)
     if not count:
-        return f"it needs the left side of its equation, which ends in {shown}; no call is one"
-    return f"it needs the left side of its equation; {_several(count, 'call')} of {shown}, none on what it asks for"
+        return f"no match for the left side of its equation: there are no calls to {shown}"
+    calls = f"{_several(count, 'call')} to {shown}"
+    return f"no match for the left side of its equation: {calls}, none with matching operands"
 
 
 def names_in(records: Sequence[PassRecord]) -> list[str]:
-    """What passes call their rewrites."""
+    """The names that passes give their rewrites."""
     return [item.name for item in rule_records(records)]
 
 
 def show_why(out: Any, name: str, found: Sequence[Why]) -> None:
-    """The places of each rule, done first, then the near misses by reason."""
+    """The places of each rule: rewrites first, then near misses by reason."""
     if not found:
-        out.say(f"{name}: did nothing, and nearly did nothing")
+        out.say(f"{name}: no rewrites, no near misses")
     for number, item in enumerate(found):
         if number:
             out.say()
@@ -153,10 +154,11 @@ def show_why(out: Any, name: str, found: Sequence[Why]) -> None:
 
 def _show_rule(out: Any, item: Why) -> None:
     nearly = sum(sum(places.values()) for places in item.declined.values())
-    out.say(f"{item.rule}: applied {_times(sum(item.done.values()))}{f', nearly {_times(nearly)}' if nearly else ''}")
+    missed = f", {_several(nearly, 'near miss')}" if nearly else ""
+    out.say(f"{item.rule}: {_applied(sum(item.done.values()))}{missed}")
     if item.equation:
         out.say(f"  {item.equation}")
-    out.say(f"  in {'the pass' if len(item.passes) == 1 else 'the passes'} {', '.join(item.passes)}")
+    out.say(f"  in {'pass' if len(item.passes) == 1 else 'passes'} {', '.join(item.passes)}")
     if item.obstacle:
         out.say(f"  {item.obstacle}")
     for heading, places in (("applied", item.done), *((f"not applied: {r}", p) for r, p in item.declined.items())):
@@ -166,20 +168,20 @@ def _show_rule(out: Any, item: Why) -> None:
             out.say(f"  {place}{f'  x{count}' if count > 1 else ''}")
 
 
-def _times(count: int) -> str:
-    return {0: "nowhere", 1: "once"}.get(count, f"{count} times")
+def _applied(count: int) -> str:
+    return {0: "not applied", 1: "applied once"}.get(count, f"applied {count} times")
 
 
 # ---- --debug-passes -----------------------------------------------------------------------------------------
 
 
 def show_debug(out: Any, found: Debugged) -> None:
-    """What was compared, then each rewrite that changes values; a rule's further sites as a list of places."""
+    """What was compared, then each rewrite that changes values, with a rule's other sites as a list of places."""
     trials = " and ".join(found.trials)
     out.say(
-        f"compared {_several(found.rewrites, 'rewrite')} of rules and what {_several(found.passes, 'pass')} returned, "
+        f"compared {_several(found.rewrites, 'rule rewrite')} and the output of {_several(found.passes, 'pass')} "
         f"on the {trials} input{'s' if len(found.trials) > 1 else ''}: "
-        + (f"{len(found.findings)} changed values" if found.findings else "no value changed")
+        + (f"{len(found.findings)} changed values" if found.findings else "no values changed")
     )
     for reason, count in found.not_compared.items():
         out.say(f"  not compared: {_several(count, 'value')}: {reason}")
@@ -215,7 +217,7 @@ def to_json(
     why: Sequence[Why] | None,
     debugged: Debugged | None,
 ) -> dict[str, Any]:
-    """Everything that was asked for, in one value."""
+    """Everything requested, as one value."""
     found: dict[str, Any] = {
         "captured": captured,
         "nodes": list(optimized.records()),

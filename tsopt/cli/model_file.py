@@ -20,7 +20,7 @@ NAMES = ("example_input", "example_inputs")
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file offers."""
+    """A model file: the model and its example input."""
 
     path: Path
     model: Callable[..., Any]
@@ -28,12 +28,12 @@ class ModelFile:
 
 
 def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
-    """Executes the file and picks the model. What the file prints goes to stderr: stdout holds the command's result.
+    """Executes the file and picks the model. Anything the file prints goes to stderr; stdout is for the result.
 
     Args:
         spec: `path.py`, `path.py:name`; the name is a model, or a class or function that makes one.
         inputs: `--input` values, which replace the file's `example_input`.
-        seed: set before the file runs, and again for each made input.
+        seed: set before the file runs, and used to generate the `--input` values.
 
     Raises:
         UsageError: no such file or name, the file raises, or it has no example input.
@@ -56,13 +56,13 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     raise UsageError(
         f"{path.name} defines no example_input",
         where=str(path),
-        why="capture needs to see what a call looks like",
-        fix="add a line such as `example_input = torch.randn(1, 3, 224, 224)`, or pass --input x:1x3x224x224:f32",
+        why="capture needs an example of how the model is called",
+        fix="add a line like `example_input = torch.randn(1, 3, 224, 224)`, or pass --input x:1x3x224x224:f32",
     )
 
 
 def split_spec(spec: str) -> tuple[Path, str]:
-    """`path.py:name` in two; the name is empty where none is given."""
+    """`path.py:name` in two; the name is empty if there is none."""
     text, _, name = spec.rpartition(":")
     if not text or name.endswith(".py") or "/" in name:
         return Path(spec), ""
@@ -74,7 +74,7 @@ def _existing(spec: str) -> tuple[Path, str]:
     try:
         if path.is_dir():
             raise UsageError(
-                f"{path} is a directory", fix="give a Python file that defines `model` and `example_input`"
+                f"{path} is a directory", fix="pass a Python file that defines `model` and `example_input`"
             )
         if not path.is_file():
             raise _missing(path)
@@ -86,19 +86,19 @@ def _existing(spec: str) -> tuple[Path, str]:
 def _missing(path: Path) -> UsageError:
     near = [p.name for p in path.parent.glob("*.py")][:5] if path.parent.is_dir() else []
     return UsageError(
-        f"there is no file {path}",
+        f"no such file: {path}",
         where=str(path.parent.resolve()),
-        fix=f"Python files there: {', '.join(sorted(near))}" if near else "check the path",
+        fix=f"use one of the Python files there: {', '.join(sorted(near))}" if near else "check the path",
     )
 
 
 def _execute(path: Path) -> Any:
-    # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` beside the model
+    # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` next to the model
     # would shadow the standard library.
     name = f"tsopt_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file", fix="give a file that ends in .py")
+        raise UsageError(f"{path} is not a Python file", fix="pass a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     here = str(path.parent.resolve())
@@ -108,16 +108,16 @@ def _execute(path: Path) -> Any:
             spec.loader.exec_module(module)
     except SystemExit as error:
         raise UsageError(
-            f"{path.name} ends the program (sys.exit({error.code!r})) while it is read",
+            f"{path.name} exits the process (sys.exit({error.code!r})) when imported",
             where=str(path),
-            fix='put what should run as a script under `if __name__ == "__main__":`',
+            fix='move script code under `if __name__ == "__main__":`',
         ) from error
     except Exception as error:
         raise UsageError(
             f"{path.name} raises {type(error).__name__}",
             where=_where(error, path),
             why=str(error)[:300] or None,
-            fix=f"make `python {path.name}` run first",
+            fix=f"make sure that `python {path.name}` runs",
         ) from error
     finally:
         if here in sys.path:
@@ -141,7 +141,9 @@ def _model(module: Any, path: Path, name: str) -> Callable[..., Any]:
         raise UsageError(
             f"{path.name} defines no {name or 'model'!r}",
             where=str(path),
-            fix=f"name one of: {', '.join(f'{path.name}:{key}' for key in offers)}" if offers else "add `model = ...`",
+            fix=f"choose one of: {', '.join(f'{path.name}:{key}' for key in offers)}"
+            if offers
+            else "add `model = ...`",
         )
     if (isinstance(found, type) and issubclass(found, nn.Module)) or (
         not isinstance(found, nn.Module) and callable(found) and _takes_nothing(found)
@@ -149,9 +151,9 @@ def _model(module: Any, path: Path, name: str) -> Callable[..., Any]:
         found = _call(found, path, name or "model")
     if not callable(found):
         raise UsageError(
-            f"{name or 'model'!r} in {path.name} is a {type(found).__name__}",
+            f"{name or 'model'!r} in {path.name} is a {type(found).__name__}, not a model",
             where=str(path),
-            fix="make it an nn.Module, a function of tensors, or a function that returns one of them",
+            fix="make it an nn.Module, a function of tensors, or a function that returns either",
         )
     return found  # type: ignore[no-any-return]
 
@@ -177,12 +179,12 @@ def _call(maker: Callable[[], Any], path: Path, name: str) -> Any:
     try:
         with redirect_stdout(sys.stderr):
             return maker()
-    except (Exception, SystemExit) as error:  # `sys.exit()` in a maker must not end the command as if all were well
+    except (Exception, SystemExit) as error:  # `sys.exit()` in a maker must not look like success
         raise UsageError(
             f"{name}() in {path.name} raises {type(error).__name__}",
             where=_where(error, path),
             why=str(error)[:300],
-            fix=f"{name} is called without arguments; give them defaults, or define `model = {name}(...)`",
+            fix=f"give its parameters defaults ({name} is called without arguments), or define `model = {name}(...)`",
         ) from error
 
 
@@ -190,10 +192,10 @@ _INPUT = re.compile(r"^(?:(?P<name>[^:]+):)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?
 
 
 def parse_inputs(texts: list[str], seed: int) -> Any:
-    """`x:1x3x224x224:f32` -> tensors of random values; with names keyword arguments, without positional ones.
+    """`x:1x3x224x224:f32` -> random tensors; named ones are keyword arguments, the others positional.
 
     Raises:
-        UsageError: wrong syntax, dtype or shape, a name twice, or names on some of them only.
+        UsageError: wrong syntax, dtype or shape, a repeated name, or only some of them have names.
     """
     import torch
 
@@ -203,25 +205,25 @@ def parse_inputs(texts: list[str], seed: int) -> Any:
     unnamed = counts.pop(None, 0)
     if unnamed:
         if counts:
-            raise UsageError("some --input have a name and some have none", fix="name all of them or none")
+            raise UsageError("some --input options have names and others do not", fix="name all of them or none")
         return tuple(value for _, value in made)
     for name, count in counts.items():
         if count > 1:
-            raise UsageError(f"--input {name} is given {count} times", fix="give each name once")
+            raise UsageError(f"--input {name} was given {count} times", fix="use each name once")
     return dict(made)
 
 
 def check_inputs(model: Callable[..., Any], made: Any) -> None:
-    """Raises UsageError where `--input` names what the model does not take, leaves out what it needs, or is too many.
+    """Raises UsageError for `--input` names that the model does not have, missing inputs, or too many of them.
 
     Args:
-        made: what `parse_inputs` gives: keyword arguments, or a tuple of positional ones.
+        made: the result of `parse_inputs`: a dict of keyword arguments, or a tuple of positional ones.
     """
     import inspect
 
     try:
         parameters = inspect.signature(getattr(model, "forward", model)).parameters
-    except (TypeError, ValueError):  # what C++ made says nothing of itself
+    except (TypeError, ValueError):  # objects from C++ have no signature
         return
     kinds = {name: item.kind for name, item in parameters.items()}
     named = [
@@ -231,31 +233,33 @@ def check_inputs(model: Callable[..., Any], made: Any) -> None:
     ]
     takes_any = len(named) < len(kinds)
     needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
-    fix = f"its inputs: {', '.join(named) or 'none'}"
+    fix = f"match the parameters of the model: {', '.join(named) or 'none'}"
     if isinstance(made, dict):
         unknown = [name for name in made if name not in named]
         if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
-            raise UsageError(f"--input {unknown[0]}: the model takes no input of that name", fix=fix)
+            raise UsageError(f"--input {unknown[0]}: the model has no input with that name", fix=fix)
         absent = [name for name in needed if name not in made]
         if absent and not takes_any:
-            raise UsageError(f"--input leaves out {', '.join(absent)}, which the model needs", fix=fix)
+            raise UsageError(f"no --input for {', '.join(absent)}, which the model requires", fix=fix)
     elif not takes_any and not len(needed) <= len(made) <= len(named):
-        raise UsageError(f"--input is given {len(made)} times, and the model takes {len(named)} inputs", fix=fix)
+        times = "once" if len(made) == 1 else f"{len(made)} times"
+        takes = f"{len(named)} input{'' if len(named) == 1 else 's'}"
+        raise UsageError(f"--input was given {times}, but the model takes {takes}", fix=fix)
 
 
 def _input(text: str, generator: Any) -> tuple[str | None, Any]:
     match = _INPUT.match(text)
     if match is None:
-        raise UsageError(f"--input {text} is not understood", fix="write NAME:SHAPE:DTYPE, such as x:1x3x224x224:f32")
+        raise UsageError(f"cannot parse --input {text!r}", fix="write NAME:SHAPE:DTYPE, for example x:1x3x224x224:f32")
     dtype = _dtype(match["dtype"] or "f32", text)
     try:
         shape = () if match["shape"] == "scalar" else tuple(int(n) for n in match["shape"].split("x"))
         return match["name"], _random(shape, dtype, generator)
-    except (RuntimeError, TypeError, ValueError) as error:  # torch's words for too large a number, a product, a tensor
+    except (RuntimeError, TypeError, ValueError) as error:  # torch's errors for sizes that are too large
         raise UsageError(
-            f"--input {text}: no tensor of that shape can be made here",
+            f"--input {text}: cannot create a tensor of that shape",
             why=str(error).partition("\n")[0][:200],
-            fix="give a smaller shape",
+            fix="use a smaller shape",
         ) from error
 
 
@@ -266,7 +270,7 @@ def _dtype(kind: str, text: str) -> Any:
 
     dtype = getattr(torch, LONG.get(kind, kind), None)
     if not isinstance(dtype, torch.dtype) or not _can_hold_values(dtype):
-        raise UsageError(f"--input {text}: no input can have the dtype {kind!r}", fix=f"one of: {', '.join(LONG)}")
+        raise UsageError(f"--input {text}: unsupported dtype {kind!r}", fix=f"use one of: {', '.join(LONG)}")
     return dtype
 
 

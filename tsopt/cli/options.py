@@ -1,4 +1,4 @@
-"""The options of the commands: what each is called, what it must be, and what it means to `optimize`."""
+"""The options of the commands: their names, their checks, and what they are to `optimize`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_THREADS = 4096
 
 
 class Format(str, Enum):
-    """What `tsopt export` writes."""
+    """The formats that `tsopt export` writes."""
 
     tsopt = "tsopt"
     onnx = "onnx"
@@ -26,72 +26,88 @@ class Format(str, Enum):
 
 
 def _seed(value: int) -> int:
-    # NOTE: one below what torch takes: a verdict on fresh inputs counts on from the seed.
+    # NOTE: one below torch's limit: verification on fresh inputs uses the next seed.
     if not -(1 << 63) <= value < 1 << 63:
         raise UsageError(
-            f"--seed {value} is out of range", why="a seed has 64 bits", fix="a number from 0 to 2**63 - 1"
+            f"--seed {value} is out of range", why="a seed is a 64-bit integer", fix="use a number from 0 to 2**63 - 1"
         )
     return value
 
 
 def _seconds(value: float) -> float:
     if not 0 < value < math.inf:
-        raise UsageError(f"--seconds {value:g} is not a positive number", fix="a number of seconds above 0")
+        raise UsageError(
+            f"--seconds must be positive and finite, not {value:g}", fix="use a number of seconds greater than 0"
+        )
     return value
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Python file, or FILE.py:NAME for another name than `model`.")
+    str, typer.Argument(metavar="MODEL", help="Python file that defines `model`, or FILE.py:NAME for another name.")
 ]
 Input = Annotated[
     list[str] | None,
     typer.Option(
-        "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for several."
+        "--input", metavar="NAME:SHAPE:DTYPE", help="Example input, e.g. x:1x3x224x224:f32. Repeat for more than one."
     ),
 ]
 Dynamic = Annotated[
     list[str] | None,
     typer.Option(
-        "--dynamic", metavar="NAME:AXIS=DIM", help="A size that differs from call to call, e.g. x:0=batch[1..32]."
+        "--dynamic", metavar="NAME:AXIS=DIM", help="Dynamic dimension, e.g. x:0=batch[1..32]. Repeat for more than one."
     ),
 ]
 Frontend = Annotated[
     str,
     typer.Option(
-        "--frontend", metavar="NAME", help="Who reads the model: auto, export, strict, fx, torchscript, parts."
+        "--frontend",
+        metavar="NAME",
+        help="How to capture the model: auto, one-graph, export, strict, fx, torchscript or parts.",
     ),
 ]
 Level = Annotated[
     int,
     typer.Option(
-        "-O", metavar="LEVEL", help="0 no passes, 1 bit-exact ones, 2 also rounding ones, 3 also lower precisions."
+        "-O",
+        metavar="LEVEL",
+        help="0: no passes; 1: bit-exact passes; 2: also passes that round differently; 3: also lower precisions.",
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, max=MOST_THREADS, help="Intra-op threads; torch's own number by default."),
+    typer.Option("--threads", min=1, max=MOST_THREADS, help="Number of intra-op threads; torch's own by default."),
 ]
 Backends = Annotated[
     str | None,
     typer.Option(
-        "--backends", metavar="A,B", help="Who races, such as onnxruntime?threads=1,onednn; all for every engine."
+        "--backends",
+        metavar="A,B",
+        help="Backends to try, for example onnxruntime?threads=1,onednn, or all.",
     ),
 ]
 Precision = Annotated[
     str | None,
-    typer.Option("--precision", metavar="P", help="fp32; bf16, fp16, tf32 or auto let lower precisions race as well."),
+    typer.Option("--precision", metavar="P", help="fp32, or bf16, fp16, tf32 or auto to try lower precisions as well."),
 ]
-Seed = Annotated[int, typer.Option("--seed", callback=_seed, help="For the model file and the inputs that are made.")]
-Eval = Annotated[bool, typer.Option("--eval", help="Capture a model in training mode as if it were in eval mode.")]
-AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Take weights that hold NaN.")]
-Without = Annotated[list[str] | None, typer.Option("--without", metavar="RULE", help="Leave out a rule or pass.")]
-Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="About how long to time.")]
+Seed = Annotated[
+    int, typer.Option("--seed", callback=_seed, help="Random seed for the model file and for generated inputs.")
+]
+Eval = Annotated[bool, typer.Option("--eval", help="Treat a model in training mode as if it were in eval mode.")]
+AllowNan = Annotated[bool, typer.Option("--allow-nan", help="Accept weights that contain NaN.")]
+Without = Annotated[
+    list[str] | None,
+    typer.Option("--without", metavar="RULE", help="Leave out a rule or pass. Repeat for more than one."),
+]
+Seconds = Annotated[
+    float, typer.Option("--seconds", callback=_seconds, help="Approximate time to spend on timing, in seconds.")
+]
 Budget = Annotated[
-    float | None, typer.Option("--budget", metavar="SECONDS", help="For all candidates together; no limit by default.")
+    float | None,
+    typer.Option("--budget", metavar="SECONDS", help="Time limit for all candidates together; none by default."),
 ]
-Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Give each candidate a process of its own.")]
+Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Run each candidate in a separate process.")]
 UseCache = Annotated[
-    bool, typer.Option("--cache/--no-cache", help="Take over what an earlier race on this machine has found.")
+    bool, typer.Option("--cache/--no-cache", help="Reuse the results of earlier races on this machine.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]
@@ -99,7 +115,7 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, how to capture it, and which rewrites it gets."""
+    """A model, how to capture it, and which rewrites to apply."""
 
     model: Model
     input: Input = None
@@ -114,7 +130,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Who is raced, and for how long."""
+    """Which candidates to race, and for how long."""
 
     backends: Backends = None
     precision: Precision = None
@@ -124,7 +140,7 @@ class Timing:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes groups of options, as typer reads it: with each option of a group as one of its own."""
+    """Flattens a command's groups of options into separate options, as typer expects them."""
     own = _options_of(command)
     groups = {option.name: _options_of(option.annotation) for option in own if is_dataclass(option.annotation)}
     options = [part.replace(kind=Parameter.KEYWORD_ONLY) for item in own for part in groups.get(item.name, [item])]
@@ -147,20 +163,23 @@ def _options_of(called: Any) -> list[Parameter]:
 
 
 def read_sizes(texts: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Reads `x:0=batch[1..32]`, once for each axis, as `optimize` and `capture` take it.
+    """Parses `x:0=batch[1..32]`, one text per axis, into what `optimize` and `capture` accept.
 
     Raises:
-        UsageError: a text is something else.
+        UsageError: a text does not have this form.
     """
     found: dict[str, dict[int, str]] = {}
     for text in texts:
         place, equals, name = text.partition("=")
         item, colon, axis = place.rpartition(":")
         if not equals or not colon or not item or not re.fullmatch(r"-?[0-9]{1,9}", axis):
-            raise UsageError(f"--dynamic {text!r}", fix="--dynamic x:0=batch, or --dynamic 'x:0=batch[1..32]'")
+            raise UsageError(
+                f"--dynamic {text!r} is not of the form NAME:AXIS=DIM",
+                fix="write --dynamic x:0=batch, or --dynamic 'x:0=batch[1..32]'",
+            )
         axes = found.setdefault(item.strip(), {})
         if int(axis) in axes:
-            raise UsageError(f"--dynamic {item}:{axis} is given twice", fix="give each axis one dimension")
+            raise UsageError(f"--dynamic {item}:{axis} was given twice", fix="name each axis once")
         axes[int(axis)] = name
     return found
 

@@ -1,4 +1,4 @@
-"""The process that a command runs in: its standard files, the signals that end it, packages that it lacks."""
+"""The process of a command: standard streams, signals, missing packages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.racing.endings import LOST, ending_of
 from tsopt.runtime.racing.processes import NO_TELEMETRY
 
-INTERRUPTED = 128  # and the number of the signal, as shells report it
+INTERRUPTED = 128  # plus the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")
-# What pip calls the packages that tsopt imports, where that is a name of its own.
+# Packages that tsopt imports, by their import names.
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "openvino", "safetensors", "cloudpickle")
 
 
@@ -23,16 +23,16 @@ UNWRITTEN = "the output cannot be written"
 
 
 class State:
-    """The signal that has ended the command; what it had written by then."""
+    """The signal that ended the command, and the files written by then."""
 
     signal: int = signal.SIGINT
     written: tuple[str, ...] = ()
 
 
 def prepare() -> None:
-    """Makes sure of standard files, of text that any terminal takes, and that a signal ends all that was started.
+    """Opens missing standard streams, escapes what a terminal cannot encode, and turns signals into clean-up.
 
-    Turns the telemetry of engines off, unless the user has set it.
+    Disables the telemetry of engines, unless the user has set it.
     """
     for name, value in NO_TELEMETRY.items():
         os.environ.setdefault(name, value)
@@ -55,19 +55,20 @@ def prepare() -> None:
 
 def _end(number: int, _: FrameType | None) -> None:
     State.signal = number
-    signal.signal(number, signal.SIG_IGN)  # once is enough: what was started is being ended
+    signal.signal(number, signal.SIG_IGN)  # once is enough: child processes are being ended
     raise KeyboardInterrupt
 
 
 def interrupted() -> int:
-    """Says so in one line; the exit code."""
-    word = "interrupted" if State.signal == signal.SIGINT else f"ended by {signal.Signals(State.signal).name}"
-    sys.stderr.write(f"{word}; {', '.join(State.written) or 'nothing'} was written\n")
+    """Reports the interruption in one line and returns the exit code."""
+    word = "interrupted" if State.signal == signal.SIGINT else f"terminated by {signal.Signals(State.signal).name}"
+    written = f"already written: {', '.join(State.written)}" if State.written else "nothing was written"
+    sys.stderr.write(f"{word}; {written}\n")
     return INTERRUPTED + State.signal
 
 
 def finish(code: int) -> int:
-    """Writes out what stdout holds; the exit code, another one where that fails."""
+    """Flushes stdout. Returns the exit code, or another one if that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -80,18 +81,18 @@ def finish(code: int) -> int:
 
 
 def unread() -> int:
-    """Whoever read the output has closed it, as `head` does: no mistake, and nobody to tell."""
+    """The reader has closed the pipe, as `head` does: not an error."""
     silence_stdout()
     return INTERRUPTED + signal.SIGPIPE
 
 
 def silence_stdout() -> None:
-    """What stdout still holds, and whatever comes, goes nowhere."""
+    """Discards what stdout still holds, and all further output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def known(error: Exception) -> TsoptError | None:
-    """An error that is not tsopt's doing, in its words: a package is missing, or the system refuses; else None."""
+    """The error to report where tsopt is not at fault: a missing package, or an error of the system; else None."""
     if isinstance(error, ImportError):
         return lacking(error)
     ending = ending_of(error)
@@ -99,23 +100,23 @@ def known(error: Exception) -> TsoptError | None:
         return None
     if isinstance(error, OSError):
         why = error.strerror or str(error)
-        return UsageError("the system refuses", where=str(error.filename or "") or None, why=why)
+        return UsageError("the operating system reported an error", where=str(error.filename or "") or None, why=why)
     return UsageError(ending, why=str(error).partition("\n")[0][:300] or type(error).__name__)
 
 
 def lacking(error: BaseException | None) -> TsoptError | None:
-    """What to install for an import that has failed; None where tsopt does not use such a package."""
+    """What to install after a failed import; None for a package that tsopt does not use."""
     root = (getattr(error, "name", None) or "").partition(".")[0]
     if root not in PACKAGES:
         return None
     if not isinstance(error, ModuleNotFoundError):
         return BackendError(
-            f"{root} is installed and cannot be imported", why=str(error)[:300], fix=f"install {root} again"
+            f"{root} is installed but cannot be imported", why=str(error)[:300], fix=f"reinstall {root}"
         )
     if root == "torch":
         return BackendError(
             "torch is not installed",
-            why="only bundles for ONNX Runtime run without it, and `doctor`, `verify` and `cache`",
-            fix="pip install torch-tsopt, which brings it",
+            why="only ONNX Runtime bundles and the commands `doctor`, `verify` and `cache` work without it",
+            fix="pip install torch-tsopt, which also installs torch",
         )
     return BackendError(f"{root} is not installed", fix=f"pip install {root.replace('_', '-')}")

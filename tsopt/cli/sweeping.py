@@ -1,4 +1,4 @@
-"""`tsopt bench`: lists on the command line, and where the sweep is shown and saved."""
+"""`tsopt bench`: parsing its lists, showing the sweep and saving it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ WRITERS: dict[str, Callable[[Any], str]] = {
 
 
 def words(text: str | None, option: str) -> list[str]:
-    """The parts of `a,b`. Raises UsageError for an empty one."""
+    """The items of `a,b`. Raises UsageError for an empty item."""
     parts = [part.strip() for part in text.split(",")] if text is not None else []
     if not all(parts):
-        raise UsageError(f"{option} {text!r} has an empty part", fix=f"{option} A,B")
+        raise UsageError(f"{option} {text!r} has an empty item", fix=f"write {option} A,B")
     return list(dict.fromkeys(parts))
 
 
 def numbers(text: str | None, option: str) -> list[int]:
-    """The numbers of `1,8,32`. Raises UsageError for what is none, or below 1."""
+    """The numbers of `1,8,32`. Raises UsageError for anything but integers from 1."""
     found = words(text, option)
     for part in found:
         if not re.fullmatch(r"[0-9]{1,9}", part) or int(part) < 1:
-            raise UsageError(f"{option} {text!r}: {part!r} is not a number from 1 to 999999999", fix=f"{option} 1,8,32")
+            raise UsageError(
+                f"{option} {text!r}: {part!r} is not an integer from 1 to 999999999", fix=f"write {option} 1,8,32"
+            )
     return [int(part) for part in found]
 
 
@@ -43,12 +45,12 @@ def check_output(path: Path | None) -> None:
     if path is None:
         return
     if path.suffix not in WRITERS:
-        raise UsageError(f"-o {path} is of no known kind", fix=f"a file that ends with {', '.join(WRITERS)}")
+        raise UsageError(f"-o {path} has an unknown suffix", fix=f"use one of the suffixes {', '.join(WRITERS)}")
     check_place("sweep", path)
 
 
 def save(sweep: Sweep, path: Path) -> None:
-    """Writes a sweep in the form that the suffix names; the whole file or none."""
+    """Writes a sweep in the format of the suffix; the file is complete or not written at all."""
     from tsopt.runtime.bundles.staging import staged
 
     with staged(path, unpack=True) as directory:
@@ -62,5 +64,5 @@ def show(out: Any, sweep: Sweep) -> None:
     out.json(sweep.to_json())
     out.table(COLUMNS, sweep.cells(), style_column=len(COLUMNS) - 1)
     out.say()
-    for line in (*sweep.reasons, "* wins in its setting", *sweep.machine):
+    for line in (*sweep.reasons, "* winner in its setting", *sweep.machine):
         out.say(line)

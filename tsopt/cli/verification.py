@@ -22,19 +22,19 @@ EXPORT_AGAIN = "export the model again on this machine"
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A bundle that is right; seconds to load it into this process, with the libraries that it needs."""
+    """A bundle that passed; the seconds to load it into this process, including the libraries it needs."""
 
     verdict: str
     load_seconds: float
 
 
 def against_record(bundle: Path, trust: bool) -> Checked:
-    """Runs the bundle on its stored inputs and compares with the answers that the model gave then.
+    """Runs the bundle on its stored inputs and compares the outputs with those the model gave.
 
     Raises:
-        BundleError: the bundle, or the record in it, is missing or damaged.
+        BundleError: the bundle, or its reference data, is missing or damaged.
         BackendError: it fails here.
-        AccuracyError: it gives something else here.
+        AccuracyError: its outputs differ here.
     """
     executable, seconds, (inputs, expected) = reading(bundle, lambda found: _with_record(found, trust))
     compare = _comparison()
@@ -46,24 +46,24 @@ def against_record(bundle: Path, trust: bool) -> Checked:
         worst = max(worst, found.max_difference)
         if not found.ok:
             raise AccuracyError(
-                "the bundle does not give here what the model gave when it was written",
+                "the bundle's outputs differ from the model's reference outputs",
                 where=f"{bundle}, output {item.name}",
                 why=found.reason,
                 fix=EXPORT_AGAIN,
             )
-    return Checked(f"whole, and equal to the model's stored answer (max difference {worst:.2e})", seconds)
+    return Checked(f"intact, outputs match the model's reference outputs (max difference {worst:.2e})", seconds)
 
 
 def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mode: bool = False) -> Checked:
     """Compares the bundle with a live model on fresh inputs.
 
     Args:
-        eval_mode: take a model that is in training mode as if it were in eval mode.
+        eval_mode: treat a model in training mode as if it were in eval mode.
 
     Raises:
         BundleError: the bundle is missing or damaged.
-        BackendError: it fails where the model does not.
-        AccuracyError: it computes something else.
+        BackendError: it fails on inputs the model accepts.
+        AccuracyError: its outputs differ.
     """
     executable, seconds = reading(bundle, lambda found: _load(found, trust))
     from tsopt.compiler.calls.example import as_examples
@@ -79,7 +79,7 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
 
 
 def _comparison() -> Callable[[Any, Any, str], Any]:
-    """What compares two values in a precision: tensors, or arrays where torch is not installed."""
+    """Compares two values in a precision: tensors, or arrays if torch is not installed."""
     if not is_installed("torch"):
         from tsopt.runtime.checking import compare_arrays
 
@@ -92,7 +92,7 @@ def _comparison() -> Callable[[Any, Any, str], Any]:
 
 
 def _load(bundle: Bundle, trust: bool) -> tuple[Executable, float]:
-    """Tries a bundle out in a process of its own, then loads it here; seconds of the latter."""
+    """Tries a bundle in a separate process, then loads it here and times the loading."""
     try:
         opened = vetted(bundle, trust, probe=True)
         start = time.perf_counter()
@@ -110,7 +110,7 @@ def _with_record(bundle: Bundle, trust: bool) -> tuple[Executable, float, tuple[
 
 
 def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
-    """The stored inputs and answers, each of the type that the signature gives it."""
+    """The stored inputs and outputs, checked against the types of the signature."""
     from safetensors import SafetensorError
 
     if is_installed("torch"):
@@ -121,7 +121,7 @@ def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
         stored = load_file(bundle / CHECK)
     except (OSError, SafetensorError, KeyError, TypeError) as error:  # numpy has no bfloat16
         raise BundleError(
-            "the bundle's record of the model's answers cannot be read",
+            "the bundle's reference data cannot be read",
             where=str(bundle / CHECK),
             why=str(error),
             fix=EXPORT_AGAIN,
@@ -134,12 +134,12 @@ def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
 def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[Any]) -> list[Any]:
     count = sum(key.startswith(f"{kind}.") for key in stored)
     if count != len(items):
-        raise _unfit(bundle, f"it holds {count} {kind}s, the signature {len(items)}")
+        raise _unfit(bundle, f"it has {count} {kind}s, but the signature has {len(items)}")
     values = []
     for position, item in enumerate(items):
         value = stored.get(f"{kind}.{position}")
         if value is None:
-            raise _unfit(bundle, f"it has no {kind}.{position}")
+            raise _unfit(bundle, f"{kind}.{position} is missing")
         if hasattr(value, "to"):
             value = value.to(item.type.device)
         reason = mismatch(item.type, value, item.axes)
@@ -151,7 +151,7 @@ def _fitting(bundle: Path, stored: dict[str, Any], kind: str, items: Sequence[An
 
 def _unfit(bundle: Path, why: str) -> BundleError:
     return BundleError(
-        "the bundle's record of the model's answers does not fit its signature",
+        "the bundle's reference data does not match its signature",
         where=str(bundle / CHECK),
         why=why,
         fix=EXPORT_AGAIN,
@@ -163,9 +163,9 @@ def _answer(executable: Executable, inputs: list[Any], bundle: Path) -> list[Any
         return list(executable.run_flat(inputs))
     except TsoptError:
         raise
-    except Exception as error:  # the bundle's own failure, in the words of whoever runs it
+    except Exception as error:  # the bundle's own failure, in the engine's words
         raise BackendError(
-            "the bundle fails on the inputs that it was written with",
+            "the bundle fails on its own reference inputs",
             where=str(bundle),
             why=f"{type(error).__name__}: {str(error)[:200]}",
             fix=EXPORT_AGAIN,

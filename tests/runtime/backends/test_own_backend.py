@@ -83,7 +83,7 @@ def test_what_was_loaded_can_be_stored_again(model, tmp_path):
 def test_its_bundle_is_verified(model, tmp_path):
     bundle = optimized(model, PLACE).save(tmp_path / "m.tsopt")
     found = CliRunner().invoke(app, ["verify", str(bundle), "--trust"])
-    assert (found.exit_code, "whole" in found.output) == (0, True), found.output
+    assert (found.exit_code, "intact" in found.output) == (0, True), found.output
 
 
 def test_what_it_does_wrong_does_not_win(model):
