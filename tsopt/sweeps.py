@@ -19,7 +19,8 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
 from tsopt.compiler.sizes.dims import resized as with_sizes
 from tsopt.errors import TsoptError, UsageError
-from tsopt.runtime.report import Report, Row, data_frame, markdown_table, milliseconds, text_table
+from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
+from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")

@@ -102,22 +102,16 @@ class Output:
             self.out.print(table)
 
     def report(self, report: Report) -> None:
-        """The race, the passes, the reasons, the files."""
-        from tsopt.runtime.report import COLUMNS, PASS_COLUMNS, pass_cells
-
+        """The winner, the race, the passes, the files; as wide as the terminal, coloured there."""
         self.json(report.to_json())
-        self.say(f"{report.model}: {report.winner} wins, {report.why}\n")
-        self.table(COLUMNS, [row.cells() for row in report.rows], style_column=4)
-        for row in report.rows:
-            if row.reason:
-                self.say(f"  {row.name}: {row.reason}")
-        if report.passes:
-            self.say()
-            self.table(PASS_COLUMNS, pass_cells(report.passes))
-        # The text form has the same tables; what follows them is the same for both.
-        tail = report.text.splitlines()
-        first = next(i for i, line in enumerate(tail) if line.startswith("op nodes"))
-        self.say("\n" + "\n".join(tail[first:]))
+        if self.quiet or self.as_json:
+            return
+        bar = "\N{FULL BLOCK}" if self.out.is_terminal and "utf" in self.out.encoding.lower() else "#"
+        lines = report.lines(width=self.out.width if self.out.is_terminal else None, bar=bar)
+        with self._written():
+            for number, line in enumerate(lines):
+                style = "bold" if number == 0 else STYLES.get(line.verdict, "")
+                self.out.print(Text(line.text, style=style), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """A line on stderr, whatever was asked for: it goes with an exit code."""

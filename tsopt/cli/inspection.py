@@ -13,18 +13,17 @@ from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.debug import Debugged, title
-from tsopt.runtime.report import (
+from tsopt.runtime.rendering import (
     PASS_COLUMNS,
     RULE_COLUMNS,
-    RuleRecord,
     amount,
     arrow,
+    idle_line,
+    is_busy,
     pass_cells,
-    pass_json,
     rule_cells,
-    rule_records,
-    rules_json,
 )
+from tsopt.runtime.report import RuleRecord, pass_json, rule_records, rules_json
 from tsopt.transforms import LEVELS, rules_of
 
 SHOWN = 3  # places or ops in one line; the JSON has all of them
@@ -57,7 +56,11 @@ def show_passes(out: Any, records: Sequence[PassRecord]) -> None:
     if not records:
         out.say("no passes were run")
         return
-    out.table(PASS_COLUMNS, [_counts(cells, r) for cells, r in zip(pass_cells(records), records, strict=True)])
+    busy = [record for record in records if is_busy(record)]
+    if busy:
+        out.table(PASS_COLUMNS, [_counts(cells, r) for cells, r in zip(pass_cells(busy), busy, strict=True)])
+    for line in idle_line(records):
+        out.say(line.text)
     first, last = records[0].before, records[-1].after
     out.say(
         f"\ntotal: nodes {arrow(first.nodes, last.nodes)}; "

@@ -1,10 +1,11 @@
-"""What was measured, as values; rendering to text, markdown and JSON beside them. Prints nothing."""
+"""What was measured, as values and as JSON; text and markdown are in rendering.py. Prints nothing."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,14 +15,23 @@ from tsopt.runtime.checking.accuracy import Verdict
 from tsopt.runtime.racing.endings import stopped
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
-from tsopt.runtime.text import markdown_cell, printable
+from tsopt.runtime.rendering import (
+    COLUMNS,
+    PASS_COLUMNS,
+    Line,
+    markdown_table,
+    pass_cells,
+    ranked,
+    report_lines,
+    row_cells,
+    text_table,
+)
+from tsopt.runtime.text import printable
 
 Event = TypeVar("Event", Done, Declined)
 
 MODEL = "model"  # the key of the model itself, as eager runs it
 EAGER = "eager"  # the title of its row
-ITSELF = "calls run the model itself, with the weights that it has then"
-COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +82,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row under COLUMNS."""
-        time = self.timing
-        difference = "" if self.accuracy is None else f"{self.accuracy.max_difference:.1e}"
-        return (
-            self.name,
-            "-" if time is None else milliseconds(time.p50),
-            "-" if time is None else milliseconds(time.p90),
-            "1.00x" if self.verdict == "baseline" else "-" if self.speedup is None else str(self.speedup),
-            self.verdict,
-            difference or "-",
-            f"{self.compile_seconds:.1f}" if self.compile_seconds else "-",
-            "-" if self.cold is None else milliseconds(self.cold.first),
-        )
+        return row_cells(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Report:
         files: what was written, by kind.
         not_isolated_because: why candidates ran in this process, where each was meant to have one of its own.
         cached: when the rows were measured, where that was not now, and what was checked since.
-        signatures: what became of calls of another form: (form, outcome).
+        signatures: what became of calls with other signatures: (signature, outcome).
         frontend: how the model was captured, where that was not by torch.export as usual.
         sizes: which sizes may differ from call to call, and at which ones that was tried.
         audits: what was found since, in calls.
@@ -151,51 +150,36 @@ class Report:
     def with_files(self, files: Iterable[tuple[str, str]]) -> Report:
         return replace(self, files=(*self.files, *files))
 
-    def with_signature(self, form: str, outcome: str) -> Report:
-        return replace(self, signatures=(*self.signatures, (form, outcome)))
+    def with_signature(self, signature: str, outcome: str) -> Report:
+        return replace(self, signatures=(*self.signatures, (signature, outcome)))
 
     def with_audit(self, text: str) -> Report:
         return replace(self, audits=(*self.audits, text))
 
     @property
+    def is_eager(self) -> bool:
+        """Whether the winner is the model itself."""
+        return self.winner_key == MODEL
+
+    def lines(self, *, width: int | None = None, bar: str = "#") -> list[Line]:
+        """The report for a terminal; see `rendering.report_lines`."""
+        return report_lines(self, width=width, bar=bar)
+
+    @property
     def text(self) -> str:
-        """For a terminal: the table, the passes, the reasons."""
-        lines = [f"{self.model}: {self.winner} wins, {self.why}", ""]
-        lines += text_table(COLUMNS, [row.cells() for row in self.rows])
-        reasons = [f"  {row.name}: {row.reason}" for row in self.rows if row.reason]
-        lines += ["", *reasons] if reasons else []
-        lines += ["", *text_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
-        lines += [f"the pass {record.name} was left out: {record.failed}" for record in self.passes if record.failed]
-        lines.append("")
-        lines.append(
-            f"op nodes {self.nodes[0]} -> {self.nodes[1]}; peak of activations {arrow(*self.peak_bytes, amount)}; "
-            f"numerics {self.numerics}; capture {self.capture_seconds:.2f} s, passes {self.pass_seconds:.2f} s"
-        )
-        accuracy = self.winning.accuracy
-        if accuracy is not None:
-            lines.append(f"verified: {accuracy}")
-            lines += [f"  not compared: {reason}" for reason in accuracy.skipped]
-        lines += [f"note ({self.winner}): {note}" for note in self.winning.notes]
-        lines += [f"sizes: {self.sizes}"] if self.sizes else []
-        lines += [f"captured {self.frontend}"] if self.frontend else []
-        lines += [f"candidates ran in this process: {self.not_isolated_because}"] if self.not_isolated_because else []
-        lines += [f"from the cache: {self.cached}; --no-cache races again"] if self.cached else []
-        lines += [f"call of another form, {form}: {outcome}" for form, outcome in self.signatures]
-        lines += [ITSELF] if self.winner_key == MODEL else []
-        lines += [f"since then: {text}" for text in self.audits]
-        lines += [f"{kind}: {path}" for kind, path in self.files]
-        return printable("\n".join([*lines, f"on {self.environment}"]))
+        """Everything, in lines as long as they need to be; `str` fits them to the terminal."""
+        return "\n".join(line.text for line in self.lines())
 
     @property
     def markdown(self) -> str:
         """The table and the passes as GitHub markdown."""
         lines = [
-            printable(f"### {self.model}: {self.winner}, {self.why}"),
+            printable(f"### {self.model}: {self.winner} wins, {self.why}"),
             "",
-            *markdown_table(COLUMNS, [r.cells() for r in self.rows]),
+            *markdown_table(COLUMNS, [row.cells() for row in ranked(self)]),
         ]
-        lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes)), "", str(self.environment)]
-        return "\n".join(lines)
+        lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
+        return "\n".join([*lines, "", str(self.environment)])
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -226,27 +210,8 @@ class Report:
         return data_frame([row.record() | {"wins": row.key == self.winner_key} for row in self.rows])
 
     def __str__(self) -> str:
-        return self.text
-
-
-PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "done", "nearly", "ms")
-SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
-
-
-def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
-    """One row for each pass under PASS_COLUMNS."""
-    return [
-        (
-            record.name,
-            arrow(record.before.nodes, record.after.nodes),
-            arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
-            arrow(record.before.peak_bytes, record.after.peak_bytes, amount),
-            "left out" if record.failed else _counted(done.rule for done in record.done) or "-",
-            _counted(declined.rule for declined in record.declined) or "-",
-            f"{record.seconds * 1e3:.0f}",
-        )
-        for record in records
-    ]
+        width = shutil.get_terminal_size(fallback=(0, 0)).columns or None
+        return "\n".join(line.text for line in self.lines(width=width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,19 +246,6 @@ def rule_records(records: Sequence[PassRecord]) -> list[RuleRecord]:
     return [rule for rule in found.values() if rule.done or rule.declined]
 
 
-RULE_COLUMNS = ("rule", "in", "done", "nearly", "because")
-
-
-def rule_cells(rules: Sequence[RuleRecord]) -> list[tuple[str, ...]]:
-    """Rows under RULE_COLUMNS: one for each rule, and one more for each further reason."""
-    rows: list[tuple[str, ...]] = []
-    for rule in rules:
-        (reason, count), *more = rule.reasons.items() or [("", 0)]
-        rows.append((rule.name, ", ".join(rule.passes), str(len(rule.done) or "-"), str(count or "-"), reason))
-        rows += [("", "", "", str(count), reason) for reason, count in more]
-    return rows
-
-
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """Callables timed side by side; the first is the baseline."""
@@ -315,13 +267,6 @@ def _by_rule(items: Iterable[Event]) -> dict[str, list[Event]]:
     return found
 
 
-def _counted(names: Iterable[str]) -> str:
-    """The most frequent names with their counts."""
-    counts = Counter(names).most_common()
-    shown = [f"{name} x{count}" if count > 1 else name for name, count in counts[:SHOWN]]
-    return ", ".join([*shown, f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else shown)
-
-
 def data_frame(records: Sequence[dict[str, Any]]) -> Any:
     """A pandas DataFrame, a row for each record. Raises UsageError where pandas is missing."""
     try:
@@ -331,41 +276,9 @@ def data_frame(records: Sequence[dict[str, Any]]) -> Any:
     return pandas.DataFrame(records)
 
 
-def arrow(before: int, after: int, text: Callable[[int], str] = str) -> str:
-    """`before -> after`, or one of them where they are the same."""
-    return text(before) if text(before) == text(after) else f"{text(before)} -> {text(after)}"
-
-
-def amount(count: int) -> str:
-    """A number of bytes: `512 B`, `1.5 kB`, `44.6 MB`."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def _number(value: float) -> float | None:
     """A number for JSON, which has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
-
-
-def milliseconds(value: float) -> str:
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(map(markdown_cell, cells))} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
 def _row_json(row: Row) -> dict[str, Any]:

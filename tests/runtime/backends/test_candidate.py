@@ -49,7 +49,8 @@ def test_an_option_without_a_value_is_refused():
 
 
 def test_a_title_names_the_engine_and_what_was_asked_of_it():
-    assert Candidate.parse("onnxruntime?threads=1").title == "ONNX Runtime, threads 1"
+    assert Candidate.parse("onnxruntime?threads=1").title == "ONNX Runtime, 1 thread"
+    assert Candidate.parse("onnxruntime?threads=2").title == "ONNX Runtime, 2 threads"
     assert Candidate.parse("a.b:C?mode=fast").title == "a.b:C, mode fast"
     with pytest.raises(tsopt.UsageError, match="no backend is called 'tensorrt'"):
         Candidate("tensorrt").title  # noqa: B018

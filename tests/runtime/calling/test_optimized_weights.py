@@ -141,7 +141,7 @@ def test_weights_written_with_what_they_held_are_not_refused(net, made):
 
 def test_where_eager_won_the_model_runs_with_its_weights_and_says_so(net, made):
     fast = made("model")
-    assert "calls run the model itself, with the weights that it has then" in fast.report.text
+    assert "calls run the model itself, with the weights it has at the time of the call" in fast.report.text
     change(net)
     with pytest.warns(UserWarning, match="have changed since `optimize`: eager runs, with the new ones"):
         found = [fast(X) for _ in range(20)]

@@ -444,7 +444,7 @@ def test_the_cold_start_of_every_candidate_is_told(run_race):
 def test_progress_names_the_steps(run_race):
     told: list[str] = []
     run_race(backends=("eager",), progress=told.append)
-    assert told[:3] == ["eager", "compile eager + passes", "check eager + passes"]
+    assert told[:3] == ["eager", "compile eager + passes (1 of 1)", "check eager + passes (1 of 1)"]
 
 
 # ---- benchmark ----------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_rac
     backends = ("onnxruntime", "onnxruntime?threads=1")
     torch_threads(2)
     found = run_race(backends=backends)
-    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, threads 1"]
+    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, 1 thread"]
     monkeypatch.setattr(contenders, "SINGLE_THREAD_SECONDS", 0.0)
     assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
 

@@ -149,8 +149,11 @@ def test_the_time_given_is_about_the_time_taken(clock):
 
 def test_progress_names_warm_up_and_rounds(clock):
     told: list[str] = []
-    measure({"a": clock.taking(1e-3)}, INPUTS, seconds=1e-9, progress=told.append)
-    assert told[:2] == ["warm-up a", "round 1"]
+    measure({"a": clock.taking(1e-3)}, INPUTS, seconds=90, progress=told.append)
+    assert told[:2] == ["warm-up a", "round 1, 90 s left"]
+    told.clear()
+    measure({"a": clock.taking(1e-3)}, INPUTS, seconds=0.0, progress=told.append)
+    assert told[1] == "round 1, until it is decided"
 
 
 def _timing(*samples: float) -> Timing:

@@ -66,8 +66,8 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """Its name in tables: `ONNX Runtime, threads 1`."""
-        return ", ".join([self.info.title, *(f"{name} {_text(value)}" for name, value in self._asked)])
+        """Its name in tables: `ONNX Runtime, 1 thread`."""
+        return ", ".join([self.info.title, *(_said(name, value) for name, value in self._asked)])
 
     @property
     def _asked(self) -> Options:
@@ -85,6 +85,13 @@ class Candidate:
         if precision in self.info.precisions:
             return replace(self, options=(*self.options, ("precision", precision)))
         return None
+
+
+def _said(name: str, value: object) -> str:
+    """An option as a table says it: `1 thread`, `precision bf16`."""
+    if name == "threads":
+        return f"{_text(value)} {'thread' if value == 1 else 'threads'}"
+    return f"{name} {_text(value)}"
 
 
 def _text(value: Any) -> str:

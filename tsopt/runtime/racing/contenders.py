@@ -153,7 +153,8 @@ def prepare(maker: Maker, judge: Judge, clock: Clock, progress: Progress) -> tup
             continue
         if maker.sandbox is not None:
             maker.sandbox.seconds = min(CANDIDATE_SECONDS, clock.left / (len(candidates) - number))
-        row, contender = _prepared(candidate, maker, judge, clock, progress)
+        place = f"{number + 1} of {len(candidates)}"
+        row, contender = _prepared(candidate, place, maker, judge, clock, progress)
         rows.append(row)
         if contender is not None:
             contenders[candidate.key] = contender
@@ -161,14 +162,14 @@ def prepare(maker: Maker, judge: Judge, clock: Clock, progress: Progress) -> tup
 
 
 def _prepared(
-    candidate: Candidate, maker: Maker, judge: Judge, clock: Clock, progress: Progress
+    candidate: Candidate, place: str, maker: Maker, judge: Judge, clock: Clock, progress: Progress
 ) -> tuple[Row, Contender | None]:
     """The row of one candidate, and what was made of it, where that is right."""
     title = candidate.title
     row = Row(title, key=candidate.key)
     if not clock.left:
         return replace(row, status="timed out", reason="nothing was left of the budget"), None
-    progress(f"compile {title}")
+    progress(f"compile {title} ({place})")
     start = time.perf_counter()
     try:
         backend = get_backend(candidate)
@@ -182,7 +183,7 @@ def _prepared(
             return replace(row, status="unsupported", reason=reason), None
         made = maker.make(candidate)
         took = time.perf_counter() - start
-        progress(f"check {title}")
+        progress(f"check {title} ({place})")
         inputs, exact = judge.inputs, is_exact(program, candidate)
         # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
         with protected(None, written=program.state.values()), torch.no_grad():

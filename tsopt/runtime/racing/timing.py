@@ -178,7 +178,8 @@ def measure(
     names = list(lanes)
     for number in range(MAX_BUSY_ROUNDS):
         if progress:
-            progress(f"round {number + 1}")
+            left = max(0.0, end - time.perf_counter())
+            progress(f"round {number + 1}, {left:.0f} s left" if left else f"round {number + 1}, until it is decided")
         names = [name for name in names if not lanes[name].error]
         turn = number % len(names)
         first = number % len(inputs)

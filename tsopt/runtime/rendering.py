@@ -1,0 +1,275 @@
+"""Reports as text: tables that fit the width they are given, reasons below the rows they explain. Prints nothing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tsopt.runtime.text import markdown_cell, printable
+
+if TYPE_CHECKING:
+    from tsopt.compiler.rewriting.pipeline import PassRecord
+    from tsopt.runtime.report import Report, Row, RuleRecord
+
+COLUMNS = ("candidate", "p50 ms", "p90 ms", "speed-up [95 %]", "verdict", "max diff", "compile s", "first ms")
+TIME = "time"
+# What is left out first where a table is too wide; --json and markdown always have all of them.
+EXPENDABLE = ("first ms", "compile s", "p90 ms", "max diff", TIME)
+BAR = 10  # characters of the longest bar
+MARK = "* "  # in front of the winner
+LONGEST_NAME = 34
+PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "done", "nearly", "ms")
+RULE_COLUMNS = ("rule", "in", "done", "nearly", "because")
+SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
+ITSELF = "calls run the model itself, with the weights it has at the time of the call"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a report, and the verdict that it is coloured by on a terminal."""
+
+    text: str
+    verdict: str = ""
+
+
+# ---- a race -------------------------------------------------------------------------------------------------
+
+
+def row_cells(row: Row) -> tuple[str, ...]:
+    """A row under COLUMNS."""
+    time = row.timing
+    difference = "" if row.accuracy is None else f"{row.accuracy.max_difference:.1e}"
+    return (
+        row.name,
+        "-" if time is None else milliseconds(time.p50),
+        "-" if time is None else milliseconds(time.p90),
+        "1.00x" if row.verdict == "baseline" else "-" if row.speedup is None else str(row.speedup),
+        row.verdict,
+        difference or "-",
+        f"{row.compile_seconds:.1f}" if row.compile_seconds else "-",
+        "-" if row.cold is None else milliseconds(row.cold.first),
+    )
+
+
+def ranked(report: Report) -> list[Row]:
+    """The winner, then the others by speed, then those that were not timed."""
+    timed = sorted((row for row in report.rows if row.timing is not None), key=_median)
+    rows = [*timed, *(row for row in report.rows if row.timing is None)]
+    return sorted(rows, key=lambda row: row.key != report.winner_key)
+
+
+def _median(row: Row) -> float:
+    return row.timing.p50 if row.timing is not None else 0.0
+
+
+def report_lines(report: Report, *, width: int | None = None, bar: str = "#") -> list[Line]:
+    """A report for a terminal: the winner first, reasons below the rows they explain, then what the passes did.
+
+    Args:
+        width: columns that it may take; None: as many as it needs.
+        bar: the character that bars are drawn with.
+    """
+    return [
+        Line(printable(part), line.verdict)
+        for line in _report_lines(report, width, bar)
+        for part in _wrapped(line.text, width)
+    ]
+
+
+def _report_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]:
+    yield Line(f"{report.model}: {report.winner} wins, {report.why}")
+    if report.cached:
+        yield Line(f"from the cache: {report.cached}; --no-cache races again")
+    yield Line("")
+    yield from _race_lines(report, width, bar)
+    if report.passes:
+        yield Line("")
+        yield from pass_lines(report.passes, width)
+    tail = list(_tail(report))
+    if tail:
+        yield Line("")
+        yield from map(Line, tail)
+
+
+def _race_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]:
+    rows = ranked(report)
+    slowest = max((_median(row) for row in rows), default=0.0)
+    header, *cells = [
+        (f"{' ' * len(MARK)}{COLUMNS[0]}", *COLUMNS[1:], TIME),
+        *((*_marked(report, row), *row_cells(row)[1:], _bar(row, slowest, bar)) for row in rows),
+    ]
+    names = (*COLUMNS, TIME)
+    shown = [*range(2), len(COLUMNS), *range(2, len(COLUMNS))] if slowest else list(range(len(COLUMNS)))
+    for name in EXPENDABLE:
+        if width is None or sum(_widths([header, *cells], shown)) + 2 * (len(shown) - 1) <= width:
+            break
+        shown = [i for i in shown if names[i] != name]
+    table = text_table([header[i] for i in shown], [[row[i] for i in shown] for row in cells])
+    yield from map(Line, table[:2])
+    for row, text in zip(rows, table[2:], strict=True):
+        yield Line(text, row.verdict)
+        yield from (Line(f"    {said}") for said in _said_of(report, row))
+
+
+def _marked(report: Report, row: Row) -> tuple[str]:
+    name = row.name if len(row.name) <= LONGEST_NAME else f"...{row.name[3 - LONGEST_NAME :]}"
+    return (f"{MARK if row.key == report.winner_key else ' ' * len(MARK)}{name}",)
+
+
+def _bar(row: Row, slowest: float, bar: str) -> str:
+    return bar * max(1, round(BAR * _median(row) / slowest)) if row.timing is not None and slowest else ""
+
+
+def _said_of(report: Report, row: Row) -> Iterator[str]:
+    """What is to be said of a row: why it is out; of the winner how it was verified, and its notes."""
+    if row.reason:
+        yield row.reason
+    if row.key != report.winner_key:
+        return
+    if row.accuracy is not None:
+        yield f"verified: {row.accuracy}"
+        yield from (f"not compared: {reason}" for reason in row.accuracy.skipped)
+    yield from (f"note: {note}" for note in row.notes)
+
+
+def _tail(report: Report) -> Iterator[str]:
+    measured = [
+        f"op nodes {arrow(*report.nodes)}" if any(report.nodes) else "",
+        f"peak of activations {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",
+        f"numerics {report.numerics}" if any(report.nodes) else "",
+        f"capture {report.capture_seconds:.2f} s" if report.capture_seconds else "",
+        f"passes {report.pass_seconds:.2f} s" if report.pass_seconds else "",
+    ]
+    if any(measured):
+        yield "; ".join(filter(None, measured))
+    if report.sizes:
+        yield f"sizes: {report.sizes}"
+    if report.frontend:
+        yield f"captured {report.frontend}"
+    if report.not_isolated_because:
+        yield f"candidates ran in this process: {report.not_isolated_because}"
+    for signature, outcome in report.signatures:
+        yield f"call with another signature, {signature}: {outcome}"
+    if report.is_eager:
+        yield ITSELF
+    for text in report.audits:
+        yield f"since then: {text}"
+    for kind, path in report.files:
+        yield f"{kind}: {path}"
+    yield f"on {report.environment}"
+
+
+# ---- passes -------------------------------------------------------------------------------------------------
+
+
+def pass_lines(records: Sequence[PassRecord], width: int | None = None) -> Iterator[Line]:
+    """A row for each pass that did something or nearly did, what it did below; the others in one line."""
+    busy = [record for record in records if is_busy(record)]
+    rows = [(cells[0], *cells[1:4], cells[6]) for cells in pass_cells(busy)]
+    header, *table = text_table((*PASS_COLUMNS[:4], "ms"), rows)
+    if busy:
+        yield from map(Line, (header, table[0]))
+    for record, text in zip(busy, table[1:], strict=True):
+        yield Line(text, "failed" if record.failed else "")
+        if record.failed:
+            yield Line(f"    the pass {record.name} was left out: {record.failed}")
+        for what, rules in (("done", record.done), ("near misses", record.declined)):
+            if rules:
+                yield Line(f"    {what}: {_counted(item.rule for item in rules)}")
+    yield from idle_line(records)
+
+
+def idle_line(records: Sequence[PassRecord]) -> Iterator[Line]:
+    """The passes that found nothing to do, in whatever round."""
+    names = dict.fromkeys(record.name for record in records)
+    idle = [name for name in names if not any(is_busy(record) for record in records if record.name == name)]
+    if idle:
+        yield Line(f"{len(idle)} {'pass' if len(idle) == 1 else 'passes'} found nothing to do: {', '.join(idle)}")
+
+
+def is_busy(record: PassRecord) -> bool:
+    """Whether a pass changed something, nearly did, or failed."""
+    return bool(record.changed or record.declined or record.failed)
+
+
+def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
+    """One row for each pass under PASS_COLUMNS."""
+    return [
+        (
+            record.name,
+            arrow(record.before.nodes, record.after.nodes),
+            arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
+            arrow(record.before.peak_bytes, record.after.peak_bytes, amount),
+            "left out" if record.failed else _counted(done.rule for done in record.done) or "-",
+            _counted(declined.rule for declined in record.declined) or "-",
+            f"{record.seconds * 1e3:.0f}",
+        )
+        for record in records
+    ]
+
+
+def rule_cells(rules: Sequence[RuleRecord]) -> list[tuple[str, ...]]:
+    """Rows under RULE_COLUMNS: one for each rule, and one more for each further reason."""
+    rows: list[tuple[str, ...]] = []
+    for rule in rules:
+        (reason, count), *more = rule.reasons.items() or [("", 0)]
+        rows.append((rule.name, ", ".join(rule.passes), str(len(rule.done) or "-"), str(count or "-"), reason))
+        rows += [("", "", "", str(count), reason) for reason, count in more]
+    return rows
+
+
+def _counted(names: Iterable[str]) -> str:
+    """The most frequent names with their counts."""
+    counts = Counter(names).most_common()
+    shown = [f"{name} x{count}" if count > 1 else name for name, count in counts[:SHOWN]]
+    return ", ".join([*shown, f"{len(counts) - SHOWN} more"] if len(counts) > SHOWN else shown)
+
+
+# ---- tables and numbers -------------------------------------------------------------------------------------
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = _widths([header, *rows], range(len(header)))
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def _widths(rows: Sequence[Sequence[str]], columns: Iterable[int]) -> list[int]:
+    return [max(len(row[i]) for row in rows) for i in columns]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(map(markdown_cell, cells))} |" for cells in [header, ["---"] * len(header), *rows]]
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    """A line in pieces of a width; what follows the first is indented further."""
+    if width is None or len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def arrow(before: int, after: int, text: Callable[[int], str] = str) -> str:
+    """`before -> after`, or one of them where they are the same."""
+    return text(before) if text(before) == text(after) else f"{text(before)} -> {text(after)}"
+
+
+def amount(count: int) -> str:
+    """A number of bytes: `512 B`, `1.5 kB`, `44.6 MB`."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
