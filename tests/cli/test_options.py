@@ -72,8 +72,8 @@ def test_an_axis_is_named_once():
     [
         (["--dynamic", "y:0=b"], "there is no input 'y'"),
         (["--dynamic", "input:7=b"], "'input' has no axis 7"),
-        (["--dynamic", "input:0=b[9..1]"], "holds no two sizes"),
-        (["--dynamic", "input:0=b]"], "is not a dimension"),
+        (["--dynamic", "input:0=b[9..1]"], "invalid range"),
+        (["--dynamic", "input:0=b]"], "invalid dimension"),
         (["--input", "input:1x4:f31"], "no input can have the dtype 'f31'"),
         (["--input", "1x4x:f32"], "is not understood"),
         (["--input", ""], "is not understood"),

@@ -1,4 +1,4 @@
-"""What a program takes and returns, and the check that a call fits. Works on torch tensors and on numpy arrays.
+"""The inputs and outputs of a program, and the check that a call matches them. Works on torch tensors and numpy arrays.
 
 Imports neither torch nor a backend, so that a bundle can be called where torch is not installed.
 """
@@ -134,8 +134,8 @@ class Signature:
         """The call's tensors in graph order.
 
         Raises:
-            SignatureError: another nesting, constant, dtype, shape or device than captured, another answer to what the
-                model asks, or other inputs that are one tensor.
+            SignatureError: the nesting, a constant, a dtype, a shape or a device differs from the capture, or so does
+                something else the model reads of its inputs, or which inputs alias.
         """
         order = self.outer.children[1].keys
         if len(order) == len(kwargs) and all(key in kwargs for key in order):
@@ -143,15 +143,15 @@ class Signature:
         leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
         if structure != self.outer:
             if self.aliasing and same_but_for_sharing(structure, self.outer):
-                raise _other_sharing("are one tensor in the call or in the example, and two in the other", structure)
+                raise _other_sharing("alias in the call but not in the example, or the other way round", structure)
             place, mine, theirs = where_different(self.outer, structure)
             place = _place(place)
             at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
             mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
             raise SignatureError(
-                "the call has another form than the example",
+                "the call does not match the signature of the example",
                 why=f"captured for {str(mine)[:LONG_TEXT]}, called with {str(theirs)[:LONG_TEXT]}{at_place}",
-                fix="call it as in the example, or optimize for this form as well",
+                fix="call it with the same arguments as the example, or optimize for this signature as well",
             )
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
             odd = unlike_a_tensor(leaf)
@@ -160,21 +160,22 @@ class Signature:
             reason = mismatch(item.type, leaf, item.axes)
             if reason:
                 raise SignatureError(
-                    f"input {item.name!r} {reason}", fix="pass what the example had, or optimize for this input as well"
+                    f"input {item.name!r} {reason}",
+                    fix="pass an input like that of the example, or optimize for this input as well",
                 )
             for question in item.asked:
                 if not question.answered_by(leaf):
                     raise SignatureError(
-                        f"input {item.name!r} has another {question} than in the example",
-                        why=f"the model asks for it, and the answer was {question.answer}",
-                        fix="pass what the example had, or optimize for this input as well",
+                        f"input {item.name!r}: {question} differs from the example",
+                        why=f"the model reads it, and it was {question.answer} at capture",
+                        fix="pass an input like that of the example, or optimize for this input as well",
                     )
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):
                 raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
         reason = misfit(self.dims, self.sizes_of(leaves))
         if reason:
-            raise SignatureError(reason, fix="pass sizes that were checked, or optimize for these as well")
+            raise SignatureError(reason, fix="pass sizes in the supported range, or optimize for these sizes as well")
         return leaves
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
@@ -270,7 +271,7 @@ class Signature:
             check_given(outer, None)
             check_given(result, outer)
             if len({effect.path for effect in effects}) != len(effects):
-                raise ValueError("an object is changed twice")
+                raise ValueError("an object is modified twice")
             modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
             made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -288,22 +289,24 @@ class Signature:
             base = bases[item.view.of] if item.view.of < len(bases) else None
             sound = base is not None and item.writes is None and getattr(base, "view", None) is None
             if not sound or base is None or not item.view.fits(base.type, item.type):
-                raise BundleError("the stored signature is damaged", why=f"{item.name} is not such a view")
+                raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
 
     def _check_indices(self) -> None:
         if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
-            raise BundleError("the stored input structure is damaged", why="it is not one of args and kwargs")
+            raise BundleError("the stored input structure is damaged", why="it must be a pair of args and kwargs")
         returned = len(self.returned)
         if {dim.name for dim in self.dims} != {
             dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
         }:
-            raise BundleError("the stored sizes are damaged", why="they are not those of the inputs")
+            raise BundleError("the stored sizes are damaged", why="they do not match the inputs")
         for structure, count, what in (
             (self.outer, len(self.user_inputs), "input"),
             *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
         ):
             if structure.highest() >= count:
-                raise BundleError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
+                raise BundleError(
+                    f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count}"
+                )
 
 
 def _place(path: str) -> str:
@@ -318,8 +321,8 @@ def _other_sharing(how: str, called: Structure | None = None) -> SignatureError:
     same = "; ".join(" is ".join(paths) for paths in names.values() if len(paths) > 1)
     return SignatureError(
         f"inputs {how}",
-        why=f"the model writes one of them, or asks whether they are the same{f'; in the call {same}' if same else ''}",
-        fix="pass tensors that are apart as in the example, or optimize for such calls as well",
+        why=f"the model writes to one of them, or checks if they are the same{f'; in the call {same}' if same else ''}",
+        fix="pass tensors that alias exactly as in the example, or optimize for this call as well",
     )
 
 
@@ -356,7 +359,7 @@ def misfit(dims: Sequence[Dim], sizes: Mapping[str, set[int]]) -> str | None:
     for dim in dims:
         found = sizes[dim.name]
         if len(found) > 1:
-            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in one call"
+            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in the same call"
         if not all(map(dim.admits, found)):
             return f"{dim.name} is {next(iter(found))}, expected {str(dim).partition(': ')[2]}"
     return None
@@ -373,7 +376,7 @@ def _axes_from(data: Any, names: set[str]) -> Axes:
     if axes and (
         len(axes) != len(data["shape"]) or any(name is not None and dim_of(name)[0] not in names for name in axes)
     ):
-        raise ValueError(f"not the axes of a tensor: {str(axes)[:80]}")
+        raise ValueError(f"invalid axes: {str(axes)[:80]}")
     return axes
 
 
@@ -381,7 +384,7 @@ def _dim_from(data: Any) -> Dim:
     name, low, high, step = data
     ends = (low, low if high is None else high, step)
     if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
-        raise ValueError(f"not a dimension: {str(data)[:80]}")
+        raise ValueError(f"invalid dimension: {str(data)[:80]}")
     return Dim(name, low, high, step)
 
 
@@ -390,5 +393,5 @@ def _type_from(data: Any) -> TensorType:
     dtype, device = str(data["dtype"]), str(data["device"])
     sound = len(shape) == len(stride) <= 64 and all(0 <= size < 2**48 for size in (*shape, *stride))
     if not sound or dtype not in SHORT or not _DEVICE.fullmatch(device):
-        raise ValueError(f"not a tensor type: {str(data)[:80]}")
+        raise ValueError(f"invalid tensor type: {str(data)[:80]}")
     return TensorType(dtype, shape, stride, device)

@@ -1,4 +1,4 @@
-"""Where a value comes from: the user's module path and source line, said as the user would say it."""
+"""Where a value comes from: module path and source line in the user's code."""
 
 from __future__ import annotations
 
