@@ -426,12 +426,12 @@ def test_a_padding_with_other_values_stays(mode, value):
     found = check(fuse.pad_conv, model, image(3, 2))
     assert found.done == set()
     if "pad" in found.ops:
-        assert ("pad_conv", "it is not zero padding") in found.declined
+        assert ("pad_conv", "the padding is not zero padding") in found.declined
 
 
 def test_a_padding_with_ones_says_why_it_stays():
     model = padded([1, 1, 1, 1], nn.Conv2d(3, 4, 3), value=1.0)
-    check_declines(fuse.pad_conv, model, image(3, 2), "it is not zero padding")
+    check_declines(fuse.pad_conv, model, image(3, 2), "the padding is not zero padding")
 
 
 @pytest.mark.parametrize("pad", [[0, 1], [1, 1, 0, 2], [-1, -1], [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1]])

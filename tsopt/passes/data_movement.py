@@ -205,8 +205,8 @@ def take(at: Site, part: Part) -> fx.Node:
 def slice_slice(at, x, *_):
     """x[a:b:i][c:d:j] -> x[a + c * i : ... : i * j] on the same axis; also x[a:b][c] -> x[a + c]"""
     outer, inner = part_of(at, at.root), part_of(at, at.root.args[0])
-    assert outer is not None, "the patterns have a slice or a select"
-    assert inner is not None, "of a slice"
+    assert outer is not None, "every pattern is a slice or a select"
+    assert inner is not None, "every pattern has a slice inside"
     if outer.axis != inner.axis:
         return None
     count = -(-(outer.stop - outer.start) // outer.step)

@@ -175,7 +175,7 @@ def pad_conv(at, x, pad, mode, value, w, b, s, p, d, g):
     """conv(pad(x, p, 0), w, padding=q) -> conv(x, w, padding=p + q)"""
     spatial = len(at.type(w).shape) - 2
     if mode != "constant" or value not in (None, 0, 0.0):
-        return at.skip("it is not zero padding")
+        return at.skip("the padding is not zero padding")
     before, after = list(pad[0::2])[::-1], list(pad[1::2])[::-1]
     if before != after or len(before) > spatial or min(before, default=0) < 0:
         return at.skip("the padding is asymmetric, negative or not only on spatial axes")

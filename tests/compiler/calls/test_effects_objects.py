@@ -80,7 +80,7 @@ def test_what_is_made_in_the_call_must_not_be_one_for_all_calls(make):
         cache["new"] = make()
         return self.linear(x)
 
-    with pytest.raises(GraphBreakError, match=r"creates a \w+ in the call"):
+    with pytest.raises(GraphBreakError, match=r"creates a \w+ during the call"):
         capture(linear_net(model), (X, {}))
 
 

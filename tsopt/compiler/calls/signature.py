@@ -20,7 +20,10 @@ from tsopt.compiler.calls.view import INPUT, View
 from tsopt.compiler.capture.question import Question
 from tsopt.errors import BundleError, SignatureError
 
-SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
+SHORT_TEXT, LONG_TEXT = (
+    160,
+    300,
+)  # characters of a signature in a message: without a path to the difference, and at most
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
@@ -31,7 +34,7 @@ DERIVED = "?"  # an axis of an output whose size follows from those of the input
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A size that may differ from call to call: from `low` to `high`, both included, in multiples of `step`."""
+    """A dynamic dimension: sizes from `low` to `high`, both included, in multiples of `step`."""
 
     name: str
     low: int = 1
@@ -47,7 +50,7 @@ class Dim:
 
 
 def dim_of(name: str) -> tuple[str, int]:
-    """The Dim of an axis with a name, and how much larger than it the axis is."""
+    """The Dim of a named axis, and how much larger than the Dim the axis is."""
     dim, plus, more = name.partition("+")
     return dim, int(more) if plus else 0
 
@@ -56,8 +59,8 @@ def dim_of(name: str) -> tuple[str, int]:
 class Input:
     """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes.
 
-    The sizes of axes that have a name are those that the program was traced with. `asked` is what the model's Python
-    code asked of it beside: a call that answers otherwise would have been traced otherwise.
+    The sizes of named axes are those that the program was traced with. `asked` lists the other properties that the
+    model's Python code read: a call for which they differ would have been traced differently.
     """
 
     name: str
@@ -69,10 +72,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output: returned to the user, or written to the input called `writes` after the call.
+    """A graph output: returned to the user, or written to the input named `writes` after the call.
 
-    `view`: the memory that it shares with an input, or with another result. `lasting`: it is the same in every call, so
-    that an engine may return memory that it goes on using.
+    `view`: the memory that it shares with an input or with another result. `lasting`: it is the same in every call, so
+    an engine may return memory that it keeps using.
     """
 
     name: str
@@ -87,10 +90,10 @@ class Output:
 class Signature:
     """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
 
-    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns, and `effects` those that
-    it puts into objects of the call. `dims` are the sizes that may differ from call to call. `aliasing`: it counts
-    which tensors of the call are one object, or share memory, because the model writes one of them or asks. `modes` are
-    those that the model has asked the thread for, and whether they were on.
+    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of its return value, and `effects` those that
+    it stores in objects of the call. `dims` are the dynamic dimensions. `aliasing`: whether it matters which tensors of
+    the call are one object or share memory, because the model writes to one of them or checks. `modes` are the thread's
+    modes that the model has read, and whether they were on.
     """
 
     inputs: tuple[Input, ...]
@@ -161,14 +164,14 @@ class Signature:
             if reason:
                 raise SignatureError(
                     f"input {item.name!r} {reason}",
-                    fix="pass an input like that of the example, or optimize for this input as well",
+                    fix="pass an input like the one in the example, or optimize for this input as well",
                 )
             for question in item.asked:
                 if not question.answered_by(leaf):
                     raise SignatureError(
                         f"input {item.name!r}: {question} differs from the example",
-                        why=f"the model reads it, and it was {question.answer} at capture",
-                        fix="pass an input like that of the example, or optimize for this input as well",
+                        why=f"the model reads it, and its value at capture was {question.answer}",
+                        fix="pass an input like the one in the example, or optimize for this input as well",
                     )
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):
@@ -179,7 +182,7 @@ class Signature:
         return leaves
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
-        """The sizes that a call has for each Dim; one each, where it is a call of this signature."""
+        """The sizes that a call has for each Dim; exactly one each if it matches this signature."""
         found: dict[str, set[int]] = {dim.name: set() for dim in self.dims}
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
             for name, size in zip(item.axes, leaf.shape, strict=False):
@@ -189,7 +192,7 @@ class Signature:
         return found
 
     def tied(self, a: Dim, b: Dim) -> Signature:
-        """The same with one Dim, by the name of the first, in place of two."""
+        """The same with two Dims merged into one, under the name of the first."""
         highs = [dim.high for dim in (a, b) if dim.high is not None]
         one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
 
@@ -206,7 +209,7 @@ class Signature:
         )
 
     def flat(self) -> Signature:
-        """The same with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
+        """The same with flat inputs and outputs: nestings may contain classes that only the user's script defines."""
         returned = len(self.returned)
         inputs = tuple(Structure("leaf", index=i) for i in range(len(self.user_inputs)))
         outputs = tuple(Structure("leaf", index=i) for i in range(returned))
@@ -216,7 +219,7 @@ class Signature:
         return replace(self, outer=outer, result=result, effects=())
 
     def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The user's return value around the graph's returned tensors; objects of the call are changed as by the model.
+        """The user's return value around the graph's returned tensors; objects of the call are modified as by the model.
 
         Args:
             args, kwargs: the call, which `bind` has taken.
@@ -305,7 +308,7 @@ class Signature:
         ):
             if structure.highest() >= count:
                 raise BundleError(
-                    f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count}"
+                    f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count} tensors"
                 )
 
 
@@ -321,7 +324,7 @@ def _other_sharing(how: str, called: Structure | None = None) -> SignatureError:
     same = "; ".join(" is ".join(paths) for paths in names.values() if len(paths) > 1)
     return SignatureError(
         f"inputs {how}",
-        why=f"the model writes to one of them, or checks if they are the same{f'; in the call {same}' if same else ''}",
+        why=f"the model writes to one of them, or checks their identity{f'; in the call {same}' if same else ''}",
         fix="pass tensors that alias exactly as in the example, or optimize for this call as well",
     )
 

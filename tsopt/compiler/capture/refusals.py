@@ -34,7 +34,7 @@ def check_model(model: object, *, allow_nan: bool) -> None:
         devices.setdefault(str(tensor.device), name)
     if len(devices) > 1:
         raise CaptureError(
-            "the model's weights are on several devices",
+            "the model's weights are on different devices",
             where=", ".join(f"{name} on {device}" for device, name in devices.items()),
             fix=f"move the model to one device: model.to({next(iter(devices))!r})",
         )
@@ -142,7 +142,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
         for value in _changing(structure):
             if id(value) not in held:
                 raise GraphBreakError(
-                    f"the model creates a {type(value).__name__} in the call",
+                    f"the model creates a {type(value).__name__} during the call",
                     why="every call of the program would return or store the same object",
                     fix="use tensors, lists, dicts, dataclasses or objects with plain attributes",
                 )

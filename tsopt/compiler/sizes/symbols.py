@@ -132,7 +132,7 @@ def _shifted(known: Range, more: int) -> Range:
     """The range of a size, as one of another that is so much smaller."""
     if more and known.step > 1:
         raise CaptureError(
-            f"the model needs a size that is a multiple of {known.step} and also {more} larger than another",
+            f"the model needs a size that is both a multiple of {known.step} and {more} larger than another",
             fix="leave dynamic out: each size is captured when it is first called",
         )
     if not more:
