@@ -171,7 +171,7 @@ def test_weights_that_are_nan_are_refused_until_they_are_asked_for():
     model = Net().eval()
     with torch.no_grad():
         model.layer.weight[0, 0] = float("nan")
-    with pytest.raises(tsopt.NotReady, match="1 NaN"):
+    with pytest.raises(tsopt.NotReady, match="NaN in 1 of"):
         tsopt.optimize(model, X, **OPTIONS)
 
 

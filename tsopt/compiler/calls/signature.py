@@ -219,7 +219,7 @@ class Signature:
         return replace(self, outer=outer, result=result, effects=())
 
     def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The user's return value around the graph's returned tensors; objects of the call are modified as by the model.
+        """The user's return value around the returned tensors; objects of the call are modified as by the model.
 
         Args:
             args, kwargs: the call, which `bind` has taken.
