@@ -33,8 +33,8 @@ def chosen():
     return wanted.split(",")
 
 
-VALUES = "a Python decision depends on the values of a tensor"
-NUMBER = "a Python number that is computed from values of a tensor"
+VALUES = "the model has data-dependent control flow"
+NUMBER = "the model uses a Python number computed from tensor values"
 EXPORT = "torch.export cannot capture the model"
 # What is not a single graph, and by which words it is refused. This list may only shrink.
 NOT_ONE_GRAPH = {

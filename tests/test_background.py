@@ -130,7 +130,7 @@ def test_what_cannot_be_sent_runs_eager_and_says_why():
 
 @pytest.mark.slow
 def test_what_is_no_single_graph_runs_eager_and_says_why():
-    refused(tsopt.hybridize(Decides().eval(), **QUICK), "a Python decision depends on the values of a tensor")
+    refused(tsopt.hybridize(Decides().eval(), **QUICK), "the model has data-dependent control flow")
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def test_a_size_that_is_always_one_larger(backend, tmp_path):
         call = masked_step(past)
         for found, wanted in zip(run(*call), model(*call), strict=True):
             torch.testing.assert_close(found, wanted)
-    with pytest.raises(tsopt.SignatureError, match=r"keys_1 is 5 and 6 in one call"):
+    with pytest.raises(tsopt.SignatureError, match=r"keys_1 is 5 and 6 in the same call"):
         run(*masked_step(5, longer=2))
     with pytest.raises(tsopt.SignatureError, match=r"keys_1 is 40, expected 1\.\.18"):
         run(*masked_step(40))
@@ -211,5 +211,5 @@ def test_names_of_sizes_that_are_apart():
 
 
 def test_sizes_that_are_not_always_so_far_apart_are_not_one():
-    with pytest.raises(tsopt.CaptureError, match="decides by a size"):
+    with pytest.raises(tsopt.CaptureError, match="specializes on a size"):
         tsopt.capture(MaskedStep(), [masked_step(6), masked_step(9, longer=2)])

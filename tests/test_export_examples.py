@@ -15,11 +15,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # What is refused, and by which words. This list may only shrink.
 REFUSED = {
-    "assume_constant_result": "depends on values, not on shapes",
-    "constrain_as_size_example": "a Python number that is computed from values",
-    "constrain_as_value_example": "a Python number that is computed from values",
-    "dynamic_shape_map": "map is control flow",
-    "scalar_output": "the model returns no tensor",
+    "assume_constant_result": "has a data-dependent output shape",
+    "constrain_as_size_example": "uses a Python number computed from tensor values",
+    "constrain_as_value_example": "uses a Python number computed from tensor values",
+    "dynamic_shape_map": "control flow op map",
+    "scalar_output": "the model does not return a tensor",
 }
 
 

@@ -26,8 +26,8 @@ def test_the_program_says_its_sizes(tsopt, write):
     [
         ("inpt:0=n", "there is no input 'inpt'"),
         ("input=n", "--dynamic 'input=n'"),
-        ("input:1=n", "axis 1 of input has to be 4"),
-        ("input:0=n[3..2]", "holds no two sizes"),
+        ("input:1=n", "axis 1 of input must be 4"),
+        ("input:0=n[3..2]", "invalid range"),
     ],
 )
 def test_a_wrong_option_is_told_what_to_write(tsopt, write, tmp_path, text, words):

@@ -31,7 +31,7 @@ class Net(nn.Module):
 model = Net().eval()
 example_input = torch.ones(1, 1, 7, 7)
 """
-USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
+USED_ELSEWHERE = "a value inside the pattern has other users"
 
 
 @pytest.fixture

@@ -277,7 +277,7 @@ def test_input_replaces_the_example_of_the_file(tsopt, write):
 
 def test_an_input_that_the_model_cannot_take_shows_the_models_own_error(tsopt, write):
     write(HEAD + "model = nn.Linear(4, 2).eval()\n")
-    failed(tsopt("inspect", "m.py", "--input", "1x5"), "the model itself fails on the example input")
+    failed(tsopt("inspect", "m.py", "--input", "1x5"), "the model fails on the example input")
 
 
 TWO = """

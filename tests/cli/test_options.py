@@ -79,8 +79,8 @@ def test_an_axis_is_named_once():
     [
         (["--dynamic", "y:0=b"], "there is no input 'y'"),
         (["--dynamic", "input:7=b"], "'input' has no axis 7"),
-        (["--dynamic", "input:0=b[9..1]"], "holds no two sizes"),
-        (["--dynamic", "input:0=b]"], "is not a dimension"),
+        (["--dynamic", "input:0=b[9..1]"], "invalid range"),
+        (["--dynamic", "input:0=b]"], "invalid dimension"),
         (["--input", "input:1x4:f31"], "unsupported dtype 'f31'"),
         (["--input", "1x4x:f32"], "cannot parse --input '1x4x:f32'"),
         (["--input", ""], "cannot parse --input ''"),

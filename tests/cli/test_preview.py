@@ -74,5 +74,7 @@ example_input = torch.ones(2, 3)
     )
     found = tsopt("export", "m.py", "--dry-run", "--backends", "eager,torchscript,onnxruntime", "--json").json
     assert {"cond", "aten.sin", "aten.cos"} <= {name for name, _, _ in found["ops"]}
-    assert found["frontend"].startswith("by TorchScript, because without: a Python decision")
+    assert found["frontend"].startswith(
+        "by TorchScript, because torch.export failed: the model has data-dependent control flow"
+    )
     assert [item["takes"] for item in found["backends"]] == [True, False, True]

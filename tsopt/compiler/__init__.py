@@ -1,1 +1,1 @@
-"""Machinery: the Program, capture, rules, pipeline, verifier. Knows no particular pass and no backend."""
+"""The compiler core: Program, capture, rules, pipeline, verifier. Independent of the passes and the backends."""

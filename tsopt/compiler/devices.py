@@ -1,4 +1,4 @@
-"""Tensors on the device that the user names, or why they cannot be there."""
+"""Moves tensors to the device that the user names, or explains why that fails."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def put(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """
     try:
         if torch.device(device).type == "meta" and not tensor.is_meta:
-            raise UsageError("the device 'meta' cannot be used", why="it keeps no values", fix="cpu or cuda")
+            raise UsageError(
+                "the device 'meta' cannot be used", why="its tensors have no values", fix="use cpu or cuda"
+            )
         return tensor.to(device)
     except (RuntimeError, AssertionError) as error:  # a torch that was built without CUDA asserts that it has it
         raise UsageError(
             f"the device {device!r} cannot be used",
             why=str(error).splitlines()[0][:200],
-            fix="tsopt doctor shows the GPU",
+            fix="run tsopt doctor to check the GPU",
         ) from error

@@ -1,4 +1,4 @@
-"""The precisions that products of float32 matrices may be computed in, by name."""
+"""The precisions in which float32 matrix products may be computed, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves things as they were: the user's model, random state, gradients, threads and warnings.
+"""Restores what a block changes: the user's model, random state, gradients, threads and warnings.
 
 Owns one context manager; capture, verification and timing run inside it.
 """

@@ -1,4 +1,4 @@
-"""Keeps what torch and its exporters print about themselves from the user; what fails still arrives as an exception."""
+"""Silences the output of torch and its exporters; failures still surface as exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policy: which rewrites, in which order. One idea a file; rules read like a table."""
+"""The standard passes and their order. One idea per file; rules read like a table."""
 
 from __future__ import annotations
 

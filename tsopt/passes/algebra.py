@@ -1,6 +1,6 @@
 """Algebraic simplification: identities, signs, bounds, casts, cheaper forms of powers and divisions.
 
-Written for the forms of `canonicalize`. What happens to constants is in `constants`, and part of this pass.
+Expects canonicalized programs. The rules for constants are in `constants`, and are part of this pass.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
 from tsopt.passes import constants
 
-CASTS = "the literal promotes the dtype or the shape"
+CASTS = "the literal changes the dtype or the shape"
 KEEPS_FLOAT = "not a floating-point value"
 COMPLEX = "complex arithmetic with a real literal is not exact: inf * 1 has a NaN part"
-LOSES = "the first cast loses values"
-FROM_BOOL = "PyTorch adds to booleans, and refuses to subtract from them"
-PROMOTES_SIGN = "the negated value is promoted: its sign changes before or after"
-CROSSED = "the bounds are not in order"
-SHARED = "the inner value is used elsewhere"
+LOSES = "the first cast is lossy"
+FROM_BOOL = "PyTorch supports adding to a boolean, but not subtracting from one"
+PROMOTES_SIGN = "the negated value is promoted, so it matters whether it is negated before or after"
+CROSSED = "the bounds are out of order"
+SHARED = "the inner value has other users"
 
 
 @rule(
@@ -69,7 +69,7 @@ def plus_zero_integer(at, x):
     numerics=Numerics.ROUNDING,
 )
 def plus_zero(at, x):
-    """x + 0 -> x; the sign of -0.0 is kept where eager loses it"""
+    """x + 0 -> x; keeps the sign of -0.0, which eager loses"""
     return x if at.same_type(x) else at.skip(CASTS)
 
 
@@ -83,9 +83,9 @@ def neg_neg(at, x):
 
 
 def _negates_exactly(at: Site, *values: fx.Node) -> bool:
-    """Whether it makes no difference if values are negated before or after they are promoted.
+    """Whether negating values before or after promotion gives the same result.
 
-    It does for integers (-(-128) is -128 in int8 and 128 in int32) and for complex results (0j - 0j is not 0j + -0j).
+    Not for integers (-(-128) is -128 in int8 and 128 in int32) or for complex results (0j - 0j is not 0j + -0j).
     """
     dtype = at.root.meta["val"].dtype
     found = [value.meta["val"].dtype for value in values]
@@ -134,7 +134,7 @@ def neg_times_neg(at, x, y):
     lambda x, c: aten.neg.default(aten.div.Tensor(x, c)),
 )
 def neg_times(at, x, c):
-    """-x * 2 -> x * -2, -(x / 2) -> x / -2: rounding to nearest knows no sign"""
+    """-x * 2 -> x * -2, -(x / 2) -> x / -2: rounding to nearest is symmetric"""
     if not isinstance(c, (int, float)) or isinstance(c, bool):
         return None
     dtype = at.root.meta["val"].dtype
@@ -155,7 +155,7 @@ _POSITIVE = (aten.exp.default, aten.sigmoid.default, aten.softmax.int)
 
 @rule(lambda x: aten.relu.default(x), lambda x: aten.abs.default(x))
 def positive_already(at, x):
-    """relu(x) -> x, abs(x) -> x where x is relu (abs) of something, abs, exp, sigmoid or softmax"""
+    """relu(x) -> x, abs(x) -> x where x is the same op already, or abs, exp, sigmoid or softmax"""
     is_float = x.meta["val"].is_floating_point()  # NOTE: abs of the smallest integer is negative
     known = x.target is at.root.target or (is_float and x.target in (*_POSITIVE, aten.abs.default))
     return x if known else None
@@ -181,7 +181,7 @@ _BOUNDED = (
 def clamp_clamp(at, x, *_):
     """clamp(clamp(x, a, b), c, d) -> clamp(x, max(a, c), min(b, d)); relu, relu6 and hardtanh are clamps too
 
-    ROUNDING for the sign of zero alone. NaN goes through all of them.
+    ROUNDING only because of the sign of zero. All of them propagate NaN.
     """
     outer, inner = bounds_of(at.root), bounds_of(x)
     assert outer is not None, "the root of every pattern has bounds"

@@ -1,8 +1,8 @@
-"""One form for things that can be written in several; what does nothing in inference goes. All EXACT.
+"""Canonicalization: one form for equivalent ops, and no-ops in inference are removed. All EXACT.
 
-Later rules may rely on: the short name of an op, `reshape` with its whole shape, `permute` with axes from 0, `expand`
-and `slice.Tensor` with static bounds, `matmul`, `to.dtype(x, dtype)`, `pad`; in sums and products literals as literals
-and the constant on the right.
+Later rules may rely on: the short name of an op, `reshape` with its full shape, `permute` with non-negative axes,
+`expand` and `slice.Tensor` with static bounds, `matmul`, `to.dtype(x, dtype)`, `pad`; in sums and products literals as
+literals and the constant on the right.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def batch_norm_inference(at, x, w, b, mean, var, momentum, eps):
 def dropout_eval(at, x, p, train):
     """dropout(x, p, train=False) -> x"""
     if train and p != 0:
-        return at.skip("the dropout is active")
+        return at.skip("dropout is active")
     return x
 
 
@@ -174,7 +174,7 @@ _CASTS = (
 
 @rule(*_CASTS)
 def cast_to_same(at, x, *_):
-    """x.to(its own dtype and device) -> x"""
+    """x.to(x.dtype, x.device) -> x"""
     return x if at.same_type(x) else None
 
 
@@ -224,7 +224,7 @@ _SLICES = (
 
 @rule(*_RESHAPES, *_SLICES)
 def same_shape(at, x, *_):
-    """view, reshape, expand, slice, repeat ... to the shape that x has -> x"""
+    """view, reshape, expand, slice, repeat ... to the shape of x -> x"""
     return x if at.same_type(x) else None
 
 
@@ -315,7 +315,7 @@ def _convolution(conv: Any) -> Any:
 
 @rule(*map(_convolution, CONVOLUTIONS))
 def padding_form(at, x, w, b, s, p, d, g):
-    """conv(x, w, padding="same") -> conv(x, w, padding=d * (k - 1) / 2), where that is whole; "valid" -> 0"""
+    """conv(x, w, padding="same") -> conv(x, w, padding=d * (k - 1) / 2), if that is an integer; "valid" -> 0"""
     kernel = at.type(w).shape[2:]
     dilation = list(d) * len(kernel) if len(d) == 1 else list(d)
     missing = [step * (size - 1) if p == "same" else 0 for step, size in zip(dilation, kernel, strict=True)]

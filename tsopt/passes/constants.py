@@ -1,4 +1,4 @@
-"""Literals and constant tensors: written in one way, masks that decide nothing left out, two merged where they meet."""
+"""Literals and constant tensors: canonicalized, merged, and masks that have no effect are removed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
 
-PROMOTES = "the constant promotes the dtype or the shape"
-OUT_OF_RANGE = "the merged factor would be no normal number"
+PROMOTES = "the constant changes the dtype or the shape"
+OUT_OF_RANGE = "the merged factor would not be a normal number"
 OVERFLOWS = "the first factor may overflow where the merged one does not"
-ABSORBS = "a term this large rounds the value, maybe on purpose"
+ABSORBS = "adding a term this large rounds the value, possibly on purpose"
 
 PRODUCTS, SUMS = (aten.mul.Tensor, aten.div.Tensor), (aten.add.Tensor, aten.sub.Tensor)
 # What `op(x, w)` is called when the constant w is a literal.
@@ -76,21 +76,21 @@ def _is_scalar(at: Site, constant: object) -> bool:
 
 @rule(*map(_pair, LITERAL_FORMS))
 def literal_operand(at, x, constant):
-    """x * w -> x * 2.0, x > w -> x > 2.0, w a 0-d constant that promotes nothing"""
+    """x * w -> x * 2.0, x > w -> x > 2.0, w a 0-d constant that does not change the dtype"""
     literal = literal_of(at, x, constant) if _is_scalar(at, constant) else None
     return None if literal is None else at.call(LITERAL_FORMS[at.root.target], x, literal)
 
 
 @rule(lambda constant, x: aten.sub.Tensor(constant, x))
 def literal_minus(at, constant, x):
-    """w - x -> rsub(x, 2.0), w a 0-d constant that promotes nothing"""
+    """w - x -> rsub(x, 2.0), w a 0-d constant that does not change the dtype"""
     literal = literal_of(at, x, constant) if _is_scalar(at, constant) else None
     return None if literal is None else at.call(aten.rsub.Scalar, x, literal)
 
 
 @rule(lambda x, mask, constant: aten.masked_fill.Tensor(x, mask, constant))
 def literal_fill(at, x, mask, constant):
-    """masked_fill(x, mask, w) -> masked_fill(x, mask, 2.0), w a 0-d constant: the op itself takes the number out"""
+    """masked_fill(x, mask, w) -> masked_fill(x, mask, 2.0), w a 0-d constant, which the op reads as a number"""
     value = at.value(constant)
     if value is None or value.device.type != "cpu" or not (value.is_floating_point() or value.dtype in INTEGERS):
         return None
@@ -128,7 +128,7 @@ def uniform_minus(at, constant, x):
     lambda x, mask, value: aten.masked_fill.Tensor(x, mask, value),
 )
 def fill_nothing(at, x, mask, value):
-    """masked_fill(x, mask, v) -> x, mask a constant without a True"""
+    """masked_fill(x, mask, v) -> x, mask a constant that is all False"""
     known = at.value(mask)
     if known is None or bool(known.any()):
         return None
@@ -141,7 +141,7 @@ def fill_nothing(at, x, mask, value):
     lambda condition, yes, no: aten.where.ScalarSelf(condition, yes, no),
 )
 def where_decided(at, condition, yes, no):
-    """where(c, x, y) -> x, c a constant all True; y, c a constant all False"""
+    """where(c, x, y) -> x, c a constant that is all True; -> y where it is all False"""
     known = at.value(condition)
     if known is None or (bool(known.any()) and not bool(known.all())):
         return None
@@ -154,7 +154,7 @@ def where_decided(at, condition, yes, no):
 
 @rule(lambda x, w: aten.pow.Tensor_Tensor(x, w), numerics=Numerics.ROUNDING)
 def literal_power(at, x, w):
-    """x ** w -> x ** 3.0, w a constant of one number; the kernel for a literal multiplies where the other calls pow"""
+    """x ** w -> x ** 3.0, w a constant with one value; the kernel for a literal multiplies instead of calling pow"""
     literal = literal_of(at, x, w)
     # NOTE: a root by the power 0.5 differs from pow at -inf; a large exponent may be refused as a literal.
     if literal is None or abs(literal) == 0.5 or abs(literal) > 64:
@@ -236,7 +236,7 @@ def merged(at: Site, op: Any, x: fx.Node, value: torch.Tensor, a: object, b: obj
 
 FORMS = (literal_operand, literal_minus, literal_fill, constant_right)
 
-# Folding makes constants after the forms were given: the same rules once more, under names of their own.
+# Folding creates constants after canonicalization: the same rules once more, under separate names.
 literal_fill_again = replace(literal_fill, name="literal_fill_again")
 constant_right_again = replace(constant_right, name="constant_right_again")
 

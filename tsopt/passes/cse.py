@@ -1,4 +1,4 @@
-"""Common-subexpression elimination: the same pure call on the same values is made once."""
+"""Common subexpression elimination: identical pure calls on the same values are computed once."""
 
 from __future__ import annotations
 

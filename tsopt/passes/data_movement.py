@@ -1,6 +1,6 @@
-"""Chains of moves: permutes, reshapes, expands, slices, concatenations and stacks that undo or continue each other.
+"""Data movement: permutes, reshapes, expands, slices, concatenations and stacks that cancel or combine.
 
-Written for the forms of `canonicalize`. All EXACT, for values are only moved; the layout is the driver's to compare.
+Expects canonicalized programs. All EXACT, because values are only moved; the driver compares the memory layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.rewriting.rewrite import Site, rule
 
-SHARED = "the inner value is used elsewhere"
+SHARED = "the inner value has other users"
 
 # ---- permute, reshape, expand -------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def permute_permute(at, x, p, q):
 
 @rule(lambda x, p: aten.permute.default(x, p))
 def permute_ones(at, x, p):
-    """permute(x, p) -> reshape(x, ...) where only axes of size 1 change places, or x where the shape stays"""
+    """permute(x, p) -> reshape(x, ...) where only axes of size 1 move, or x where the shape does not change"""
     shape = at.type(x).shape
     order = [axis % len(shape) for axis in p if shape[axis] != 1]
     if order != sorted(order):
@@ -60,7 +60,7 @@ def _undone_in_two(x, p, s, t, q):
     lambda x, p, s, t, q, u: aten.reshape.default(_undone_in_two(x, p, s, t, q), u),
 )
 def permute_reshape_permute(at, x, p, *_):
-    """permute(reshape(permute(x, p), s), q) -> reshape(x, ...), or x, where every element is back in its place"""
+    """permute(reshape(permute(x, p), s), q) -> reshape(x, ...), or x, where the permutes cancel"""
     last: Any = at.root if at.root.target is aten.permute.default else at.root.args[0]
     if not is_undone(at.type(x).shape, p, at.type(last.args[0]).shape, last.args[1]):
         return None
@@ -117,7 +117,7 @@ def _binary(op: Any) -> Any:
 
 @rule(*map(_binary, _ELEMENTWISE), lambda c, x, y: aten.where.self(c, x, y))
 def expand_dropped(at, *operands):
-    """expand(x) + y -> x + y where y has the whole shape; also where and comparisons, and on the other side"""
+    """expand(x) + y -> x + y where y has the full shape; also for where and comparisons, and for either operand"""
     for position, value in enumerate(operands):
         if not isinstance(value, fx.Node) or value.target is not aten.expand.default:
             continue
@@ -205,8 +205,8 @@ def take(at: Site, part: Part) -> fx.Node:
 def slice_slice(at, x, *_):
     """x[a:b:i][c:d:j] -> x[a + c * i : ... : i * j] on the same axis; also x[a:b][c] -> x[a + c]"""
     outer, inner = part_of(at, at.root), part_of(at, at.root.args[0])
-    assert outer is not None, "the patterns have a slice or a select"
-    assert inner is not None, "of a slice"
+    assert outer is not None, "every pattern is a slice or a select"
+    assert inner is not None, "every pattern has a slice inside"
     if outer.axis != inner.axis:
         return None
     count = -(-(outer.stop - outer.start) // outer.step)
@@ -222,7 +222,7 @@ def slice_slice(at, x, *_):
     lambda parts, i: operator.getitem(parts, i),
 )
 def part_of_joined(at, *_):
-    """cat([x, y])[a:b] -> x[a:b] where it lies in x; stack([x, y])[1] -> y; also for the results of split and unbind"""
+    """cat([x, y])[a:b] -> x[a:b] if it is within x; stack([x, y])[1] -> y; also for the results of split and unbind"""
     part = part_of(at, at.root)
     if part is None or part.source.target not in (aten.cat.default, aten.stack.default):
         return None
@@ -318,7 +318,7 @@ _LAYERS = (
 
 @rule(lambda x, c: aten.mul.Tensor(x, c), lambda x, c: aten.div.Tensor(x, c))
 def scale_before_moves(at, x, c):
-    """permute(linear(x, w)) * c -> permute(linear(x, w) * c), c a literal, w a constant that c may be folded into"""
+    """permute(linear(x, w)) * c -> permute(linear(x, w) * c), c a literal, w a constant that c can be folded into"""
     if not isinstance(c, (int, float)) or isinstance(c, bool) or not at.same_type(x):
         return None
     moves: list[Any] = []

@@ -1,4 +1,4 @@
-"""Dead-code elimination: calls without effect that nobody uses, and checks that the types have already answered."""
+"""Dead code elimination: unused calls without side effects, and checks that the types already prove."""
 
 from __future__ import annotations
 

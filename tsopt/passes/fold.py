@@ -1,4 +1,4 @@
-"""Constant folding: what does not depend on the input is computed once, by torch itself, at compile time."""
+"""Constant folding: values that do not depend on the input are computed once, by torch itself, at compile time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, P
 
 MEBI = 1 << 20
 RULE = "fold_constant"
-TOO_LARGE = "the result would be much larger than what it is made of"
-TRAPS = "an integer division that kills the process or raises at run time"
-RAISES = "it raises: the error stays where the user expects it"
+TOO_LARGE = "the result would be much larger than its inputs"
+TRAPS = "an integer division that raises or crashes the process at run time"
+RAISES = "it raises, and the error is left to run time"
 
 # Integer ops whose divisor must be looked at before they run: INT_MIN by -1 is a SIGFPE in torch and in ORT.
 DIVIDES = ("div", "divide", "floor_divide", "remainder", "fmod", "true_divide", "__rshift__", "__lshift__")
@@ -63,7 +63,7 @@ class FoldConstants(Pass):
             if not ops.is_call(node) or not needed or not isinstance(value, torch.Tensor):
                 continue
             if reaches_output(node):
-                declined.append(Declined(RULE, origin_of(node), "an output would be a weight"))
+                declined.append(Declined(RULE, origin_of(node), "an output would share memory with a weight"))
                 continue
             if not limits.take():
                 break

@@ -1,4 +1,4 @@
-"""Folding of scales and shifts into the weights of the convolution or linear layer before them. All ROUNDING.
+"""Folds scales and shifts into the weights of the preceding convolution or linear layer. All ROUNDING.
 
 Scales and shifts are computed in float64. Source of the method: Jacob et al. 2018,
 arXiv:1712.05877, section 3.2.
@@ -27,10 +27,10 @@ TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.c
 LITERAL_PADDED = CONVOLUTIONS[:3]
 
 COMPUTED = "a weight is computed at run time"
-NO_STATISTICS = "batch norm without running statistics uses those of the batch"
-TRAINING = "batch norm in training mode uses the statistics of the batch"
-NOT_REAL = "the weights are no real numbers"
-NO_BATCH = "the input has no batch axis, so the norm is over another axis"
+NO_STATISTICS = "batch norm without running statistics uses batch statistics"
+TRAINING = "batch norm in training mode uses batch statistics"
+NOT_REAL = "the weights are not real floating-point numbers"
+NO_BATCH = "the input has no batch axis, so the norm is over a different axis"
 NOT_FINITE = "a folded weight would not be finite"
 
 
@@ -94,7 +94,7 @@ def conv_batch_norm(at, *holes):
     if layer.target is not aten.linear.default and len(at.type(layer).shape) != len(at.type(weight_of(layer)).shape):
         return at.skip(NO_BATCH)
     if layer.target is aten.linear.default and len(at.type(layer).shape) != 2:
-        return at.skip("the channels of the norm are not the features of the linear layer")
+        return at.skip("the channels of the norm are not the output features of the linear layer")
     gamma, beta, mean, var = (at.value(norm[k]) for k in ("weight", "bias", "running_mean", "running_var"))
     if (
         mean is None
@@ -175,10 +175,10 @@ def pad_conv(at, x, pad, mode, value, w, b, s, p, d, g):
     """conv(pad(x, p, 0), w, padding=q) -> conv(x, w, padding=p + q)"""
     spatial = len(at.type(w).shape) - 2
     if mode != "constant" or value not in (None, 0, 0.0):
-        return at.skip("it does not pad with zeros")
+        return at.skip("the padding is not zero padding")
     before, after = list(pad[0::2])[::-1], list(pad[1::2])[::-1]
     if before != after or len(before) > spatial or min(before, default=0) < 0:
-        return at.skip("the padding is not the same on both sides of spatial axes alone")
+        return at.skip("the padding is asymmetric, negative or not only on spatial axes")
     added = [0] * (spatial - len(before)) + before
     own = list(p) * spatial if len(p) == 1 else list(p)
     return at.call(at.root.target, x, w, b, s, [i + j for i, j in zip(own, added, strict=True)], d, g)

@@ -1,7 +1,7 @@
-"""The order of calls with the least memory alive at once. EXACT: the same calls, made at other times.
+"""Reorders calls to lower peak memory. EXACT: the calls stay the same.
 
-Finding the best order is NP-complete (Sethi 1975, doi:10.1137/0204020), so some heuristics are tried and the best of
-them, the given order included, is kept.
+Finding the best order is NP-complete (Sethi 1975, doi:10.1137/0204020), so a few heuristics are tried, and the best
+order, including the original one, is kept.
 """
 
 from __future__ import annotations

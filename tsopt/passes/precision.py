@@ -1,9 +1,9 @@
-"""The Program in a lower precision: matrix products and what lies between them; inputs and outputs stay as they are.
+"""Lowers the precision of matrix products and the ops between them; inputs and outputs keep their dtype.
 
-The division of the ops follows that of torch.autocast: products of matrices are computed in the low precision, what
-loses too much there (exp, pow, sums, ...) in float32. Between two products it differs: what can go on in the low
-precision does, as in a model that was converted whole, because every cast is a pass over memory. What never meets a
-product, such as positions and their angles, stays in float32.
+The ops are divided as in torch.autocast: matrix products run in the low precision, ops that lose too much there (exp,
+pow, sums, ...) in float32. Unlike autocast, ops between two products stay in the low precision where they can, as in a
+fully converted model, because every cast is a pass over memory. Values that never reach a product, such as positions
+and their angles, stay in float32.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def in_precision(program: Program, precision: str) -> Program:
         return program
     made, _ = run(program, (LowerPrecision(precision),), Limits(Numerics.LOSSY))
     if made is program:
-        raise NoGain(f"no product of float32 matrices that {precision} would make faster")
+        raise NoGain(f"the program has no float32 matrix products to run in {precision}")
     return made
 
 

@@ -80,7 +80,7 @@ def test_what_is_made_in_the_call_must_not_be_one_for_all_calls(make):
         cache["new"] = make()
         return self.linear(x)
 
-    with pytest.raises(GraphBreakError, match=r"makes a \w+ in the call"):
+    with pytest.raises(GraphBreakError, match=r"creates a \w+ during the call"):
         capture(linear_net(model), (X, {}))
 
 
@@ -105,10 +105,10 @@ def test_what_the_model_holds_comes_back_as_it_is():
 def test_an_object_that_the_model_holds_must_not_be_given():
     model = linear_net(lambda self, x, memory: self.linear(x) + len(self.memory))
     model.memory = []
-    with pytest.raises(GraphBreakError, match="the model holds the list that it is given"):
+    with pytest.raises(GraphBreakError, match="the list passed to the model is also stored on the model"):
         capture(model, (X, model.memory))
     memory = []
-    with pytest.raises(GraphBreakError, match="the model holds the list that it is given"):
+    with pytest.raises(GraphBreakError, match="the list passed to the model is also stored on the model"):
         capture(lambda x, given: x * len(memory), (X, memory))
 
 
@@ -196,7 +196,7 @@ def test_what_no_file_can_hold_is_refused_when_it_is_saved(tmp_path, value):
     given = {}
     fast(X, given)
     assert given["kept"] is value
-    with pytest.raises(BundleError, match="which no file can hold"):
+    with pytest.raises(BundleError, match="which cannot be saved to a file"):
         fast.save(tmp_path / "net.tsopt")
     assert list(tmp_path.iterdir()) == []
 

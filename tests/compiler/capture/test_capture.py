@@ -176,9 +176,9 @@ def test_views_of_the_input_are_returned_as_views():
 
 
 def test_an_output_without_tensors_is_refused():
-    with pytest.raises(CaptureError, match="the model returns no tensor"):
+    with pytest.raises(CaptureError, match="the model does not return a tensor"):
         capture(lambda x: 3, X)
-    with pytest.raises(CaptureError, match="the model returns no tensor"):
+    with pytest.raises(CaptureError, match="the model does not return a tensor"):
         capture(lambda x: None, X)
 
 
@@ -328,7 +328,7 @@ def test_optimizing_writes_no_statistics(norm):
 
 def test_a_norm_that_cannot_be_taken_apart_is_refused(monkeypatch):
     monkeypatch.setattr(torch.export, "default_decompositions", dict)
-    with pytest.raises(CaptureError, match=r"(?s)instance_norm updates its running statistics.*helpers.py.*fix: use"):
+    with pytest.raises(CaptureError, match=r"(?s)instance_norm updates its running statistics.*helpers.py.*fix: call"):
         capture(statistics(NORMS["instance_norm"]), torch.randn(4, 3, 5))
 
 

@@ -45,11 +45,11 @@ def compared(self, x):
 
 
 DECIDED = {
-    "while": (a_while, "a while loop", "take a fixed number of steps"),
+    "while": (a_while, "a while loop", "run a fixed number of steps"),
     "if": (an_if, "an if", r"y = torch.where\(condition, a, b\)"),
     "assert": (an_assert, "an assert", r"torch._assert\("),
-    "range": (a_loop, "the number of steps of a loop", "the largest number there can be"),
-    "equal": (compared, "two tensors compared", r"\(a == b\).all\(\)"),
+    "range": (a_loop, "the trip count of a loop", "the largest possible count"),
+    "equal": (compared, "a comparison of two tensors", r"\(a == b\).all\(\)"),
     "int": (lambda self, x: x[int(x.argmax()) % 4], r"\.item\(\), ", r"index_select\(0, i\)"),
     "bool": (lambda self, x: x * [1, 2][bool(x.sum() > 0)], r"\.item\(\), ", "keep it a tensor"),
     "tolist": (lambda self, x: x * len(set(x.flatten().tolist())), r"\.item\(\), ", "keep it a tensor"),
@@ -60,7 +60,7 @@ DECIDED = {
 def test_a_decision_is_named_with_what_to_write_instead(name):
     function, construct, fix = DECIDED[name]
     with pytest.raises(
-        GraphBreakError, match=rf"(?s)a Python decision depends on the values.*{construct}.*{fix}"
+        GraphBreakError, match=rf"(?s)the model has data-dependent control flow.*{construct}.*{fix}"
     ) as caught:
         capture(Net(function), X)
     assert "tests/compiler/capture/test_explain.py:" in caught.value.where
@@ -84,7 +84,7 @@ SELECTED = {
 
 @pytest.mark.parametrize("name", SELECTED)
 def test_a_size_that_values_decide_is_named_with_what_to_write_instead(name):
-    with pytest.raises(GraphBreakError, match="depends on values, not on shapes") as caught:
+    with pytest.raises(GraphBreakError, match="has a data-dependent output shape") as caught:
         capture(Net(SELECTED[name]), X)
     assert caught.value.fix.startswith((SIZES[name], SIZES["nonzero"]))
     assert caught.value.where
@@ -129,19 +129,19 @@ def custom_op():
 
 
 OTHERS = {
-    "numpy": (lambda self, x: torch.from_numpy(x.numpy() * 2), "goes through numpy", "custom_op"),
-    "numpy in a Function": (lambda self, x: Twice.apply(x), "goes through numpy", "frontend=.strict"),
+    "numpy": (lambda self, x: torch.from_numpy(x.numpy() * 2), "calls numpy", "custom_op"),
+    "numpy in a Function": (lambda self, x: Twice.apply(x), "calls numpy", "frontend=.strict"),
     "packed": (packed, "packs sequences", "padded sequences"),
     "size": (lambda self, x: nn.LSTM(3, 2)(_packed(x))[0].data * 2, "packs sequences|a size is a tensor", "mask|hide"),
     "nested": (lambda self, x: torch.nested.nested_tensor([x, x[:2]]).to_padded_tensor(0.0), "a nested tensor", "pad"),
-    "file": (saved, "writes or reads a file", "load before the call"),
+    "file": (saved, "reads or writes a file", "load the file in __init__"),
     "memory": (lambda self, x: x * x.data_ptr(), "reads the memory", r"x.clone\(\)"),
     "deepcopy": (lambda self, x: copy.deepcopy(x) * 2, "reads the memory", r"x.clone\(\)"),
     "thread": (in_a_thread, "runs where it cannot be traced", "directly in forward"),
-    "sparse": (lambda self, x: x.to_sparse().to_dense() * 2, "makes a sparse_coo tensor", "keep it dense"),
+    "sparse": (lambda self, x: x.to_sparse().to_dense() * 2, "creates a sparse_coo tensor", "use a dense tensor"),
     "map": (
         lambda self, x: torch._higher_order_ops.map(lambda row, y: row + y, x, torch.ones(3)),
-        "map is control flow",
+        "control flow op map",
         "torch.where",
     ),
     "generator": (
@@ -171,7 +171,7 @@ def test_an_op_of_the_user_without_a_fake_kernel_is_named(custom_op):
 @pytest.mark.filterwarnings("ignore")
 def test_a_scripted_part_is_named():
     model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3))).eval()
-    with pytest.raises(GraphBreakError, match=r"(?s)a part of the model is TorchScript: 1.*nn.Module in its place"):
+    with pytest.raises(GraphBreakError, match=r"(?s)a part of the model is TorchScript: 1.*original nn.Module"):
         capture(model, X)
 
 
@@ -223,11 +223,11 @@ def test_what_belongs_to_no_family_is_said_in_the_words_of_torch(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("a leaf Variable that requires grad is being used in an in-place operation", "writes a parameter in place"),
-        ("Expected all tensors to be on the same device", "tensors on two devices meet"),
+        ("a leaf Variable that requires grad is being used in an in-place operation", "writes to a parameter in place"),
+        ("Expected all tensors to be on the same device", "combines tensors on different devices"),
         ("Multiple dispatch failed for '__torch_dispatch__'", "a subclass of torch.Tensor"),
         ("fam.own.default", "the custom op fam::own"),
-        ("aten.some_op.default", "aten::some_op has no rule for the shape"),
+        ("aten.some_op.default", "aten::some_op has no fake kernel"),
     ],
 )
 def test_families_that_hang_on_the_machine_or_the_version(monkeypatch, text, what):
@@ -246,7 +246,7 @@ def test_a_model_that_nests_too_deep(monkeypatch):
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr(torch.export, "export", fails)
-    with pytest.raises(GraphBreakError, match="nests too deep"):
+    with pytest.raises(GraphBreakError, match="is nested too deeply"):
         capture(nn.Linear(3, 2).eval(), X)
 
 

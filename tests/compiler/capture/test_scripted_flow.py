@@ -263,19 +263,19 @@ def an_item(x: torch.Tensor):
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (a_float, "it carries"),
+        (a_float, "the loop carries"),
         (another_kind, "one branch returns"),
         (a_number, "one branch returns"),
         (a_count, "a Python number that depends on the input"),
         (a_flag, "a Python number that depends on the input"),
         (flags_of_a_list, "a Python number that depends on the input"),
         (growing, ""),
-        (appending, "changes a list or a dict that was made outside"),
-        (in_a_dict, "changes a list or a dict that was made outside"),
-        (writing, "writes a tensor from outside of it"),
-        (writing_in_a_loop, "writes a tensor from outside of it"),
+        (appending, "modifies a list or a dict from outside"),
+        (in_a_dict, "modifies a list or a dict from outside"),
+        (writing, "writes in place to a tensor from outside"),
+        (writing_in_a_loop, "writes in place to a tensor from outside"),
         (other_dtypes, "return tensors of different types"),
-        (an_item, "a program is decided beforehand"),
+        (an_item, "values that are known only at run time"),
     ],
 )
 def test_what_a_program_cannot_hold_is_refused_and_runs_all_the_same(function, why):

@@ -107,7 +107,7 @@ def test_a_program_for_a_device_that_is_not_here_says_so(tmp_path, device):
     data = json.loads((tmp_path / GRAPH).read_text())
     next(node for node in data["nodes"] if node["op"] == "get_attr")["device"] = device
     (tmp_path / GRAPH).write_text(json.dumps(data))
-    with pytest.raises(BundleError, match=f"the program is for {device}, which cannot be used here") as caught:
+    with pytest.raises(BundleError, match=f"the program needs {device}, which is not usable on this machine") as caught:
         read_program(tmp_path)
     assert caught.value.why
     assert caught.value.fix
@@ -272,7 +272,7 @@ def test_products_of_products_are_refused_before_they_are_computed(tmp_path):
             made = program.graph.call_function(ops.NUMBERS["mul"], (made, made))
     user.replace_input_with(size, made)
     write_program(program, tmp_path)
-    with pytest.raises(BundleError, match="can become too long"):
+    with pytest.raises(BundleError, match="can become too large"):
         read_program(tmp_path)
 
 

@@ -60,7 +60,7 @@ def test_a_call_that_was_possible_elsewhere_is_derived_for_where_a_view_begins()
     part.args = (part.args[0], 0, 1, 5)  # of the same type; but complex numbers begin at even places
     for node in (part, after):
         node.meta = {**node.meta, "val": infer(program, node.target, node.args, {})}
-    with pytest.raises(InvalidProgram, match="invariant 3: the call is not possible"):
+    with pytest.raises(InvalidProgram, match="invariant 3: the call is invalid"):
         verify_program(program)
 
 
@@ -87,5 +87,5 @@ def test_a_weight_of_another_type_is_found():
 def test_a_missing_weight_is_found():
     program = capture(nn.Linear(4, 4).eval(), X)
     del program.weights["bias"]
-    with pytest.raises(InvalidProgram, match="invariant 4: no weight of this name"):
+    with pytest.raises(InvalidProgram, match="invariant 4: there is no weight with this name"):
         verify_program(program)

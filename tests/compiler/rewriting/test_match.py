@@ -97,5 +97,5 @@ def test_the_match_lists_what_it_covers_root_first():
 
 def test_a_pattern_counts_its_calls_and_must_return_one():
     assert pattern(lambda x: aten.neg.default(aten.neg.default(x))).size == 2
-    with pytest.raises(TypeError, match="must return the value of a call"):
+    with pytest.raises(TypeError, match="must return the result of a call"):
         pattern(lambda x: x)

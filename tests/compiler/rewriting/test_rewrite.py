@@ -169,7 +169,7 @@ def without_docstring(at, x):
 
 def test_a_rule_needs_its_equation_but_where_python_leaves_docstrings_out(monkeypatch):
     make = rule(lambda x: aten.neg.default(x))
-    with pytest.raises(TypeError, match="without_docstring needs its equation"):
+    with pytest.raises(TypeError, match="without_docstring needs a docstring with its equation"):
         make(without_docstring)
     monkeypatch.setattr(rewrite, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     assert make(without_docstring).doc == rewrite.NO_DOC

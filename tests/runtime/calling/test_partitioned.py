@@ -71,7 +71,7 @@ def test_both_branches_are_right():
 def test_the_report_says_why_and_what_the_parts_are():
     fast = optimized()
     assert "3 of 3 optimized, the Python between them stays" in fast.report.frontend
-    assert "a Python decision depends on the values of a tensor: an if" in fast.report.text
+    assert "the model has data-dependent control flow: an if" in fast.report.text
     assert "test_partitioned.py:" in fast.report.frontend
     assert "part 1: " in fast.report.text
     assert fast.report.to_json()["frontend"] == fast.report.frontend
@@ -88,7 +88,9 @@ def test_the_model_is_left_as_it_was():
 @pytest.mark.usefixtures("parts_win")
 def test_it_cannot_be_saved_and_says_why(tmp_path):
     fast = optimized()
-    with pytest.raises(tsopt.BundleError, match=r"(?s)a model in parts cannot be saved.*a Python decision"):
+    with pytest.raises(
+        tsopt.BundleError, match=r"(?s)a model in parts cannot be saved.*the model has data-dependent control flow"
+    ):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(tsopt.BackendError, match="not a program for onnxruntime"):
@@ -136,7 +138,10 @@ def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
     model = torch.jit.script(Scripted().eval())
     fast = optimized(model)
     assert (fast.backend, fast.report.winner) == ("torchscript", partitioned.SCRIPT)
-    assert "as TorchScript with its own optimizations: a decision in TorchScript" in fast.report.frontend
+    assert (
+        "as TorchScript with its own optimizations: the TorchScript code has data-dependent control flow"
+        in fast.report.frontend
+    )
     for sign in (1, -1):
         torch.testing.assert_close(fast(X * sign), model(X * sign).detach())
 
@@ -164,7 +169,7 @@ def test_by_name_also_a_model_that_is_a_graph():
 
 
 def test_a_single_graph_or_nothing():
-    with pytest.raises(tsopt.CaptureError, match="a Python decision"):
+    with pytest.raises(tsopt.CaptureError, match="the model has data-dependent control flow"):
         optimized(frontend="export")
 
 
@@ -175,7 +180,7 @@ def test_an_unknown_frontend_is_refused():
 
 
 def test_what_fails_by_itself_is_not_tried_in_parts():
-    with pytest.raises(tsopt.CaptureError, match="the model itself fails"):
+    with pytest.raises(tsopt.CaptureError, match="the model fails on the example input"):
         optimized(nn.Linear(5, 2).eval())
 
 
@@ -189,7 +194,7 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
     monkeypatch.setattr(torch, "compile", fails)
     fast = optimized()
     assert isinstance(fast, tsopt.InEager)
-    for reason in ("a Python decision", "dynamo cannot run the model; RuntimeError: internal"):
+    for reason in ("the model has data-dependent control flow", "dynamo cannot run the model; RuntimeError: internal"):
         assert reason in fast.report.frontend
     torch.testing.assert_close(fast(X), Branches().eval()(X))
     with pytest.raises(tsopt.CaptureError, match=r"(?s)dynamo cannot run the model.*RuntimeError: internal"):

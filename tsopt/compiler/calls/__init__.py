@@ -1,1 +1,1 @@
-"""What a call looks like: its objects, tensors, types, and what it changes."""
+"""The structure of a call: its objects, tensors, types and side effects."""

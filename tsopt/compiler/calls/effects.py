@@ -1,6 +1,6 @@
-"""What a call does to the objects that it is given, beside writing to tensors: a cache grows, a list is appended to.
+"""Side effects of a call on its arguments other than tensor writes: a cache grows, a list is appended to.
 
-Needs no torch: a bundle does the same to the objects of its caller.
+Does not import torch: a bundle applies the same effects to the objects of its caller.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class Effect:
 
     @classmethod
     def from_json(cls, data: Any, outer: Structure, made: list[int]) -> Effect:
-        """Reads what nobody vouches for: only objects of the call itself can be changed, and no inner workings.
+        """Reads untrusted data: only objects of the call itself can be modified, and no dunder attributes.
 
         Args:
-            outer: the form of the call.
+            outer: the structure of the call.
             made: how many objects there are before it, as `structure.from_json` counts them.
         """
         path, keys = path_from(data["path"]), tuple(map(key_from, data["keys"]))
         parts, kind = from_json(data["parts"], made), str(data["kind"])
         check_keys(kind, keys, len(parts.children), None)
         if len(path) < 2 or kind not in CHANGEABLE or _node_at(outer, path).kind != kind or parts.kind != "tuple":
-            raise ValueError(f"no object of the call: {str(path)[:80]}")
+            raise ValueError(f"not an object of the call: {str(path)[:80]}")
         check_given(parts, outer)
         return cls(path, kind, keys, parts)
 
@@ -111,10 +111,10 @@ class _Before:
         for path, item, kept_now in self._constant:
             if kept_now.changed():
                 raise CaptureError(
-                    f"the call changes a {type(item).__name__} that it is given",
+                    f"the call modifies a {type(item).__name__} in its arguments",
                     where=f"input {text_of(path)}",
-                    why="such an object cannot be copied, and every comparison would change it again",
-                    fix="keep what changes in tensors, lists, dicts, dataclasses or objects with plain attributes",
+                    why="this object cannot be copied, so every comparison would modify it again",
+                    fix="keep mutable state in tensors, lists, dicts, dataclasses or objects with plain attributes",
                 )
         changed: list[tuple[Path, str, tuple[Any, ...]]] = []
         kept: list[tuple[Any, ...]] = []
@@ -206,7 +206,7 @@ def check_given(node: Structure, outer: Structure | None) -> None:
     """Raises ValueError where what is `given` is no part of the call; without a call, where anything is."""
     if node.kind == "given":
         if outer is None:
-            raise ValueError("a part of the call is given by the call")
+            raise ValueError("the structure of the call refers to the call itself")
         _node_at(outer, node.keys)
     for child in node.children:
         check_given(child, outer)

@@ -1,4 +1,4 @@
-"""How a user says what a call looks like. Needs no torch."""
+"""Example inputs, as the user passes them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tsopt.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One call: positional and keyword arguments.
+    """The arguments of one call, positional and keyword.
 
     Attributes:
-        written: the call writes to its tensors.
+        written: whether the call writes to its tensors.
     """
 
     args: tuple[Any, ...] = ()
@@ -24,7 +24,7 @@ class Example:
     written: bool = False
 
     def renewed(self) -> Example:
-        """The same call with its own copies of what it may change: containers, objects, written tensors."""
+        """The same call with copies of everything it may modify: containers, objects and written tensors."""
         leaves, structure = flatten((self.args, self.kwargs))
         if self.written:
             leaves = [leaf.clone() for leaf in leaves]
@@ -33,7 +33,7 @@ class Example:
         return Example(*unflatten(structure, leaves))
 
     def apart(self) -> Example:
-        """The same call with a tensor of its own in each place; itself where no tensor is in two."""
+        """The same call with a separate tensor in each place; the call itself if no tensor is passed twice."""
         leaves, structure = flatten((self.args, self.kwargs), share=False)
         if len(set(map(id, leaves))) == len(leaves):
             return self
@@ -44,7 +44,7 @@ class Example:
 
 
 def example(*args: Any, **kwargs: Any) -> Example:
-    """An example input with positional and keyword arguments, written as the call would be."""
+    """Makes an example input; pass positional and keyword arguments as in a call of the model."""
     return Example(args, kwargs)
 
 
@@ -76,8 +76,8 @@ def as_example(value: Any) -> Example:
     elif type(value) is list and value:
         raise UsageError(
             "example_input is a list",
-            why="a list is for several examples whose sizes differ from call to call",
-            fix="pass a tuple for positional arguments: (x, y); for one argument that is a list: ([x, y],)",
+            why="a list means several examples that differ only in their sizes",
+            fix="pass positional arguments as a tuple: (x, y); wrap a single list argument in a tuple: ([x, y],)",
         )
     else:
         raise UsageError(
@@ -89,8 +89,8 @@ def as_example(value: Any) -> Example:
     for leaf in leaves:
         if type(leaf).__module__ == "numpy":
             raise UsageError(
-                "example_input holds a numpy array",
-                why="a model computes with tensors; an array would be frozen into the program as a constant",
+                "example_input contains a numpy array",
+                why="a model computes with tensors; an array would be baked into the program as a constant",
                 fix="pass torch.from_numpy(array)",
             )
     return made

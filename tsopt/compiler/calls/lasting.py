@@ -1,4 +1,4 @@
-"""Which results of a program are the same in every call: an engine may keep them, and hand out what it keeps."""
+"""Which results of a program are the same in every call, so that an engine may cache and return them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether values share memory. Works on torch tensors and on numpy arrays, and needs no torch."""
+"""Whether values share memory. Works on torch tensors and numpy arrays, and does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program takes and returns, and the check that a call fits. Works on torch tensors and on numpy arrays.
+"""The inputs and outputs of a program, and the check that a call matches them. Works on torch tensors and numpy arrays.
 
 Imports neither torch nor a backend, so that a bundle can be called where torch is not installed.
 """
@@ -20,7 +20,10 @@ from tsopt.compiler.calls.view import INPUT, View
 from tsopt.compiler.capture.question import Question
 from tsopt.errors import BundleError, SignatureError
 
-SHORT_TEXT, LONG_TEXT = 160, 300  # characters of a form of call that are read at a glance, and at most
+SHORT_TEXT, LONG_TEXT = (
+    160,
+    300,
+)  # characters of a signature in a message: without a path to the difference, and at most
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
@@ -31,7 +34,7 @@ DERIVED = "?"  # an axis of an output whose size follows from those of the input
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A size that may differ from call to call: from `low` to `high`, both included, in multiples of `step`."""
+    """A dynamic dimension: sizes from `low` to `high`, both included, in multiples of `step`."""
 
     name: str
     low: int = 1
@@ -47,7 +50,7 @@ class Dim:
 
 
 def dim_of(name: str) -> tuple[str, int]:
-    """The Dim of an axis with a name, and how much larger than it the axis is."""
+    """The Dim of a named axis, and how much larger than the Dim the axis is."""
     dim, plus, more = name.partition("+")
     return dim, int(more) if plus else 0
 
@@ -56,8 +59,8 @@ def dim_of(name: str) -> tuple[str, int]:
 class Input:
     """A graph input: the user's tensor, or (`state`) a tensor of the model that a call writes.
 
-    The sizes of axes that have a name are those that the program was traced with. `asked` is what the model's Python
-    code asked of it beside: a call that answers otherwise would have been traced otherwise.
+    The sizes of named axes are those that the program was traced with. `asked` lists the other properties that the
+    model's Python code read: a call for which they differ would have been traced differently.
     """
 
     name: str
@@ -69,10 +72,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A graph output: returned to the user, or written to the input called `writes` after the call.
+    """A graph output: returned to the user, or written to the input named `writes` after the call.
 
-    `view`: the memory that it shares with an input, or with another result. `lasting`: it is the same in every call, so
-    that an engine may return memory that it goes on using.
+    `view`: the memory that it shares with an input or with another result. `lasting`: it is the same in every call, so
+    an engine may return memory that it keeps using.
     """
 
     name: str
@@ -87,10 +90,10 @@ class Output:
 class Signature:
     """Inputs in graph order (the user's first, then state), outputs (writes first), and the user's nestings.
 
-    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of what it returns, and `effects` those that
-    it puts into objects of the call. `dims` are the sizes that may differ from call to call. `aliasing`: it counts
-    which tensors of the call are one object, or share memory, because the model writes one of them or asks. `modes` are
-    those that the model has asked the thread for, and whether they were on.
+    `outer` nests the leaves of the call `(args, kwargs)`, `result` those of its return value, and `effects` those that
+    it stores in objects of the call. `dims` are the dynamic dimensions. `aliasing`: whether it matters which tensors of
+    the call are one object or share memory, because the model writes to one of them or checks. `modes` are the thread's
+    modes that the model has read, and whether they were on.
     """
 
     inputs: tuple[Input, ...]
@@ -134,8 +137,8 @@ class Signature:
         """The call's tensors in graph order.
 
         Raises:
-            SignatureError: another nesting, constant, dtype, shape or device than captured, another answer to what the
-                model asks, or other inputs that are one tensor.
+            SignatureError: the nesting, a constant, a dtype, a shape or a device differs from the capture, or so does
+                something else the model reads of its inputs, or which inputs alias.
         """
         order = self.outer.children[1].keys
         if len(order) == len(kwargs) and all(key in kwargs for key in order):
@@ -143,15 +146,15 @@ class Signature:
         leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
         if structure != self.outer:
             if self.aliasing and same_but_for_sharing(structure, self.outer):
-                raise _other_sharing("are one tensor in the call or in the example, and two in the other", structure)
+                raise _other_sharing("alias in the call but not in the example, or the other way round", structure)
             place, mine, theirs = where_different(self.outer, structure)
             place = _place(place)
             at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
             mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
             raise SignatureError(
-                "the call has another form than the example",
+                "the call does not match the signature of the example",
                 why=f"captured for {str(mine)[:LONG_TEXT]}, called with {str(theirs)[:LONG_TEXT]}{at_place}",
-                fix="call it as in the example, or optimize for this form as well",
+                fix="call it with the same arguments as the example, or optimize for this signature as well",
             )
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
             odd = unlike_a_tensor(leaf)
@@ -160,25 +163,26 @@ class Signature:
             reason = mismatch(item.type, leaf, item.axes)
             if reason:
                 raise SignatureError(
-                    f"input {item.name!r} {reason}", fix="pass what the example had, or optimize for this input as well"
+                    f"input {item.name!r} {reason}",
+                    fix="pass an input like the one in the example, or optimize for this input as well",
                 )
             for question in item.asked:
                 if not question.answered_by(leaf):
                     raise SignatureError(
-                        f"input {item.name!r} has another {question} than in the example",
-                        why=f"the model asks for it, and the answer was {question.answer}",
-                        fix="pass what the example had, or optimize for this input as well",
+                        f"input {item.name!r}: {question} differs from the example",
+                        why=f"the model reads it, and its value at capture was {question.answer}",
+                        fix="pass an input like the one in the example, or optimize for this input as well",
                     )
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):
                 raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
         reason = misfit(self.dims, self.sizes_of(leaves))
         if reason:
-            raise SignatureError(reason, fix="pass sizes that were checked, or optimize for these as well")
+            raise SignatureError(reason, fix="pass sizes in the supported range, or optimize for these sizes as well")
         return leaves
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
-        """The sizes that a call has for each Dim; one each, where it is a call of this signature."""
+        """The sizes that a call has for each Dim; exactly one each if it matches this signature."""
         found: dict[str, set[int]] = {dim.name: set() for dim in self.dims}
         for item, leaf in zip(self.user_inputs, leaves, strict=True):
             for name, size in zip(item.axes, leaf.shape, strict=False):
@@ -188,7 +192,7 @@ class Signature:
         return found
 
     def tied(self, a: Dim, b: Dim) -> Signature:
-        """The same with one Dim, by the name of the first, in place of two."""
+        """The same with two Dims merged into one, under the name of the first."""
         highs = [dim.high for dim in (a, b) if dim.high is not None]
         one = Dim(a.name, max(a.low, b.low), min(highs, default=None), math.lcm(a.step, b.step))
 
@@ -205,7 +209,7 @@ class Signature:
         )
 
     def flat(self) -> Signature:
-        """The same with flat inputs and outputs: nestings may be of classes that only the user's script knows."""
+        """The same with flat inputs and outputs: nestings may contain classes that only the user's script defines."""
         returned = len(self.returned)
         inputs = tuple(Structure("leaf", index=i) for i in range(len(self.user_inputs)))
         outputs = tuple(Structure("leaf", index=i) for i in range(returned))
@@ -215,7 +219,7 @@ class Signature:
         return replace(self, outer=outer, result=result, effects=())
 
     def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The user's return value around the graph's returned tensors; objects of the call are changed as by the model.
+        """The user's return value around the returned tensors; objects of the call are modified as by the model.
 
         Args:
             args, kwargs: the call, which `bind` has taken.
@@ -270,7 +274,7 @@ class Signature:
             check_given(outer, None)
             check_given(result, outer)
             if len({effect.path for effect in effects}) != len(effects):
-                raise ValueError("an object is changed twice")
+                raise ValueError("an object is modified twice")
             modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
             made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -288,22 +292,24 @@ class Signature:
             base = bases[item.view.of] if item.view.of < len(bases) else None
             sound = base is not None and item.writes is None and getattr(base, "view", None) is None
             if not sound or base is None or not item.view.fits(base.type, item.type):
-                raise BundleError("the stored signature is damaged", why=f"{item.name} is not such a view")
+                raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
 
     def _check_indices(self) -> None:
         if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
-            raise BundleError("the stored input structure is damaged", why="it is not one of args and kwargs")
+            raise BundleError("the stored input structure is damaged", why="it must be a pair of args and kwargs")
         returned = len(self.returned)
         if {dim.name for dim in self.dims} != {
             dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
         }:
-            raise BundleError("the stored sizes are damaged", why="they are not those of the inputs")
+            raise BundleError("the stored sizes are damaged", why="they do not match the inputs")
         for structure, count, what in (
             (self.outer, len(self.user_inputs), "input"),
             *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
         ):
             if structure.highest() >= count:
-                raise BundleError(f"the stored {what} structure is damaged", why=f"it names a tensor beyond {count}")
+                raise BundleError(
+                    f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count} tensors"
+                )
 
 
 def _place(path: str) -> str:
@@ -318,8 +324,8 @@ def _other_sharing(how: str, called: Structure | None = None) -> SignatureError:
     same = "; ".join(" is ".join(paths) for paths in names.values() if len(paths) > 1)
     return SignatureError(
         f"inputs {how}",
-        why=f"the model writes one of them, or asks whether they are the same{f'; in the call {same}' if same else ''}",
-        fix="pass tensors that are apart as in the example, or optimize for such calls as well",
+        why=f"the model writes to one of them, or checks their identity{f'; in the call {same}' if same else ''}",
+        fix="pass tensors that alias exactly as in the example, or optimize for this call as well",
     )
 
 
@@ -356,7 +362,7 @@ def misfit(dims: Sequence[Dim], sizes: Mapping[str, set[int]]) -> str | None:
     for dim in dims:
         found = sizes[dim.name]
         if len(found) > 1:
-            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in one call"
+            return f"{dim.name} is {' and '.join(map(str, sorted(found)))} in the same call"
         if not all(map(dim.admits, found)):
             return f"{dim.name} is {next(iter(found))}, expected {str(dim).partition(': ')[2]}"
     return None
@@ -373,7 +379,7 @@ def _axes_from(data: Any, names: set[str]) -> Axes:
     if axes and (
         len(axes) != len(data["shape"]) or any(name is not None and dim_of(name)[0] not in names for name in axes)
     ):
-        raise ValueError(f"not the axes of a tensor: {str(axes)[:80]}")
+        raise ValueError(f"invalid axes: {str(axes)[:80]}")
     return axes
 
 
@@ -381,7 +387,7 @@ def _dim_from(data: Any) -> Dim:
     name, low, high, step = data
     ends = (low, low if high is None else high, step)
     if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
-        raise ValueError(f"not a dimension: {str(data)[:80]}")
+        raise ValueError(f"invalid dimension: {str(data)[:80]}")
     return Dim(name, low, high, step)
 
 
@@ -390,5 +396,5 @@ def _type_from(data: Any) -> TensorType:
     dtype, device = str(data["dtype"]), str(data["device"])
     sound = len(shape) == len(stride) <= 64 and all(0 <= size < 2**48 for size in (*shape, *stride))
     if not sound or dtype not in SHORT or not _DEVICE.fullmatch(device):
-        raise ValueError(f"not a tensor type: {str(data)[:80]}")
+        raise ValueError(f"invalid tensor type: {str(data)[:80]}")
     return TensorType(dtype, shape, stride, device)

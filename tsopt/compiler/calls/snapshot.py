@@ -1,6 +1,6 @@
-"""What objects hold that are handed on as they are: found however deep, told in a line, compared, put back.
+"""The contents of objects that are passed through uncopied: found at any depth, printed, compared, restored.
 
-Needs no torch.
+Does not import torch.
 """
 
 from __future__ import annotations

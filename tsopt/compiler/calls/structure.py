@@ -1,7 +1,7 @@
-"""Nested values as flat tensors and back: what went in and came out of the user's model.
+"""Flattens nested arguments and results into tensors, and back.
 
-Owns the description of a nesting (`Structure`). Registers nothing with anybody's pytree registry and needs no torch: a
-leaf is whatever speaks DLPack (torch tensors, numpy arrays).
+Owns the description of a nesting (`Structure`). Uses no pytree registry and does not import torch: a leaf is anything
+that supports DLPack (torch tensors, numpy arrays).
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def flatten(
             raise CaptureError(
                 f"a {type(item).__name__} contains itself",
                 why="inputs and outputs must be trees of tensors",
-                fix="pass the tensors it holds instead",
+                fix="pass the tensors it contains instead",
             )
         if id(item) in objects:
             return Structure("shared", index=objects[id(item)])

@@ -1,4 +1,4 @@
-"""Structures in files: written by us, read from whoever gives us a file. Imports nothing that a file names."""
+"""Structures in files. Files are untrusted: nothing that a file names is imported."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _const_to_json(value: object) -> dict[str, Any]:
     if type(value) is bytes:
         return {"bytes": value.hex()}
     raise BundleError(
-        f"the call takes, returns or keeps a {type(value).__name__}, which no file can hold",
+        f"the call takes, returns or stores a {type(value).__name__}, which cannot be saved to a file",
         where=repr(value)[:80],
-        fix="use a plain value: a number, a string, a dtype",
+        fix="use a plain value, such as a number, a string or a dtype",
     )
 
 
 def from_json(data: Any, objects: list[int] | None = None) -> Structure:
-    """Reads what `to_json` wrote, from a file that nobody vouches for.
+    """Reads what `to_json` wrote, from an untrusted file.
 
     A class is looked up among the modules already imported and taken only when it is a named tuple or a
     dataclass; anything else is compared by the name of its class, and comes back as a plain namespace with the same
@@ -99,7 +99,7 @@ def _from_json(data: Any) -> Structure:
             named = str(data.get("class", "")) if kind == "object" and cls is None else ""
             return Structure(kind, cls, keys, nodes, named=named)
         case _:
-            raise ValueError(f"not a structure: {str(data)[:80]}")
+            raise ValueError(f"invalid structure: {str(data)[:80]}")
 
 
 def path_from(steps: Sequence[Any]) -> Path:
@@ -116,21 +116,21 @@ def check_keys(kind: str, keys: tuple[Any, ...], count: int, cls: type | None) -
     """Raises ValueError for keys that a container of this kind and size cannot have."""
     if kind in ("tuple", "list"):
         if keys:
-            raise ValueError(f"a {kind} with keys")
+            raise ValueError(f"a {kind} has keys")
         return
     if len(keys) != count:
-        raise ValueError("as many keys as children expected")
+        raise ValueError("the number of keys differs from the number of children")
     if len(set(keys)) != count:
-        raise ValueError("a key twice")
+        raise ValueError("duplicate key")
     pairs = all(isinstance(key, tuple) and len(key) == 2 and key[0] in ("item", "attr") for key in keys)
     if kind == "object" and not pairs:
         raise ValueError("a key of an object is neither an item nor an attribute")
     if kind == "object" and any(place == "attr" and not _is_plain_name(key) for place, key in keys):
-        raise ValueError("an attribute is not a plain name")
+        raise ValueError("an attribute has an invalid name")
     if kind == "namedtuple" and not all(isinstance(key, str) for key in keys):
-        raise ValueError("a field of a named tuple is not a name")
+        raise ValueError("a field name of a named tuple is not a string")
     if kind == "namedtuple" and cls is not None and getattr(cls, "_fields", None) != keys:
-        raise ValueError(f"{cls.__name__} has other fields here")
+        raise ValueError(f"{cls.__name__} has different fields in this process")
 
 
 def _is_plain_name(key: Any) -> bool:
@@ -140,7 +140,7 @@ def _is_plain_name(key: Any) -> bool:
 def _check_shared(structure: Structure, made: list[int]) -> None:
     """`shared` must name a container that is complete before it."""
     if structure.kind == "shared" and structure.index >= made[0]:
-        raise ValueError("an object is used before it is made")
+        raise ValueError("an object is used before it is defined")
     for child in structure.children:
         _check_shared(child, made)
     made[0] += structure.kind in CHANGEABLE
@@ -158,11 +158,11 @@ def _const_from_json(data: Mapping[str, Any]) -> Any:
             return torch.device(text)
         found = getattr(torch, text.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"no dtype {text[:40]!r}")
+            raise ValueError(f"unknown dtype {text[:40]!r}")
         return found
     value = data["value"]
     if not isinstance(value, (bool, int, str, type(None))):
-        raise ValueError(f"not a constant: {str(value)[:40]}")
+        raise ValueError(f"invalid constant: {str(value)[:40]}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The type of a tensor value, as every layer prints, stores and compares it. Needs no torch."""
+"""The type of a tensor value, as every layer prints, stores and compares it. Does not import torch."""
 
 from __future__ import annotations
 

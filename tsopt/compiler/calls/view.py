@@ -1,6 +1,6 @@
-"""Results that are not memory of their own: an input itself, a view of an input, or a view of another result.
+"""Results that alias: an input itself, a view of an input, or a view of another result.
 
-Eager hands those out, and what the caller writes to one shows in the other; an engine computes copies. Needs no torch.
+In eager, a write to such a result is visible in what it aliases; an engine returns copies. Does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class View:
         numbers = (of, *(made.layout or ()), *(made.shape or ()), *(made.stride or ()), made.offset or 0)
         known = kind in (INPUT, OUTPUT) and len(part) in (0, 3)
         if not known or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
-            raise ValueError(f"not a view: {str(data)[:80]}")
+            raise ValueError(f"invalid view: {str(data)[:80]}")
         return made
 
     def fits(self, base: TensorType, own: TensorType) -> bool:

@@ -1,1 +1,1 @@
-"""A model as a Program, or why it cannot be one."""
+"""Captures a model as a Program, or explains why that is not possible."""

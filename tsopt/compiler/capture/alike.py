@@ -1,4 +1,4 @@
-"""Does a shadow do what the model does? One call of each on the example, compared to the bit."""
+"""Checks that a shadow copy behaves like the model: one call of each on the example, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def answers_alike(model: Callable[..., Any], shadow: Callable[..., Any], example
         (mine, *my_form), (theirs, *their_form) = answers
         return my_form == their_form and len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
     except Exception as error:  # of the model, or of a shadow that is not the same model: the model itself will tell
-        log.info("the model is captured itself, not a shadow of it: %s: %s", type(error).__name__, error)
+        log.info("capturing the model itself instead of its shadow copy: %s: %s", type(error).__name__, error)
         return False
 
 

@@ -1,7 +1,7 @@
-"""What tracers put in place of functions that all threads share is seen by the thread that traces, and no other.
+"""Limits the functions that tracers patch globally to the thread that traces.
 
-torch.fx, and torch.export through it, replace the call and the attribute lookup of every nn.Module while they trace;
-torch.export replaces `max`, `min` and `math.pow`, and raises flags that models ask for.
+torch.fx, and torch.export through it, patch the call and the attribute lookup of every nn.Module while they trace;
+torch.export also patches `max`, `min` and `math.pow`, and sets flags that models check.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
                 return new(module, *args, **kwargs)
 
         tracing = _Here(_symbolic_trace._is_fx_tracing_flag, False)
-        setattr(_symbolic_trace, "_is_fx_tracing_flag", tracing)  # noqa: B010 - it is no bool, but speaks for one
+        setattr(_symbolic_trace, "_is_fx_tracing_flag", tracing)  # noqa: B010 - not a bool, but acts as one
         patch_method(self, cls, name, _only_here(traced, old), deduplicate)
 
     with TRACING, ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""What a model's Python code asks of its inputs beyond values, dtypes and shapes: strides, `requires_grad`, identity.
+"""What a model's Python code reads of its inputs beyond values, dtypes and shapes: strides, `requires_grad`, identity.
 
-A tracer answers such questions once, for the example. They are recorded in one call of the model, and become part of
-the signature: a call that would answer differently is a call of another form.
+A tracer reads these once, for the example. They are recorded in one call of the model and become part of the signature:
+a call for which they differ does not match it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""nn.Module or function -> Program, through torch.export, whoever reads it. The user's model is left as it was.
+"""nn.Module or function -> Program, through torch.export and the other front ends. The user's model is left unchanged.
 
 Never imports a pass or a backend.
 """
@@ -48,7 +48,7 @@ from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
-# Who reads a model before torch.export does.
+# Front ends that read a model before torch.export does.
 BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
 
 
@@ -69,23 +69,23 @@ def capture(
     Args:
         model: an nn.Module, an ExportedProgram, TorchScript, or a function of tensors.
         example_input: a tensor, a tuple of positional arguments, a dict of keyword arguments, or
-            `tsopt.example(*args, **kwargs)`. Shapes, dtypes and devices are those of the calls to come. A list of
-            several: the sizes in which they differ may be others in each call.
-        dynamic: the sizes that may differ from call to call, by input and axis: `{"x": {0: "batch"}}`, with a range
-            `{"x": {0: "batch[1..32]"}}`. Of a range without an end, and of examples, the program promises nothing
-            beyond what torch.export has found; `optimize` runs it at several sizes, and promises those.
-        frontend: who reads the model. `export`: torch.export. `strict`: torch.export in strict mode, which reads numpy,
-            and makes torch.compile forget what it has compiled in this process. `fx`: torch.fx, which takes everything
-            that is no tensor as it is now. `torchscript`: torch.jit.script, whose branches and loops a program keeps.
-            `auto`: torch.export, and TorchScript where values of tensors decide. What strict mode, torch.fx and
-            TorchScript read is compared with the model, in calls one after the other, before it is taken.
+            `tsopt.example(*args, **kwargs)`. The program is specialized on its shapes, dtypes and devices. Pass a list
+            of several examples to make the sizes that differ between them dynamic.
+        dynamic: the dynamic dimensions, by input and axis: `{"x": {0: "batch"}}`, or with a range,
+            `{"x": {0: "batch[1..32]"}}`. For a range without an upper end, and for sizes from a list of examples, the
+            program guarantees only what torch.export has found; `optimize` checks it at several sizes.
+        frontend: how the model is read. `export`: torch.export. `strict`: torch.export in strict mode, which supports
+            numpy but resets the torch.compile caches of this process. `fx`: torch.fx, which bakes in everything that
+            is not a tensor. `torchscript`: torch.jit.script, which preserves data-dependent branches and loops.
+            `auto`: torch.export, then TorchScript if the control flow is data-dependent. Programs from strict mode,
+            torch.fx and TorchScript are compared with the model in repeated calls before they are accepted.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
-        allow_nan: take weights that hold NaN.
+        allow_nan: accept weights that contain NaN.
 
     Raises:
-        UsageError: there is no such front end.
-        CaptureError: the model cannot be captured; the message says where and what to write instead.
-        GraphBreakError, a CaptureError: the model itself runs, but is not a single graph.
+        UsageError: the front end is unknown.
+        CaptureError: the model cannot be captured; the message says where, and what to write instead.
+        GraphBreakError: a CaptureError; the model runs, but is not one graph.
     """
     return capture_apart(
         model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
@@ -101,16 +101,16 @@ def capture_apart(
     eval_mode: bool = False,
     allow_nan: bool = False,
 ) -> tuple[Program, bool]:
-    """`capture`, and whether that took no more than a shadow of the model: nothing of the model itself was touched."""
+    """`capture`, and whether a shadow copy was enough, so that the model itself was not touched."""
     if frontend not in ("auto", *READERS):
-        raise UsageError(f"frontend={frontend!r}", fix=f"one of: auto, {', '.join(READERS)}")
+        raise UsageError(f"unknown frontend {frontend!r}", fix=f"choose one of: auto, {', '.join(READERS)}")
     examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
         if frontend in BEFORE_EXPORT:
             raise UsageError(
-                f"frontend={frontend!r} of an exported program",
-                why="torch.export has read it already",
-                fix='frontend="auto"',
+                f"frontend={frontend!r} does not apply to an exported program",
+                why="torch.export has captured it already",
+                fix='pass frontend="auto"',
             )
         model = replayed(model)
         eval_mode = True
@@ -150,7 +150,7 @@ def _from_shadow(
             program = _in_its_mode(shadow.called, examples, dynamic, frontend, eval_mode)
     except CaptureError as error:
         if strayed or not isinstance(error, GraphBreakError):
-            log.info("%s is captured itself, not a shadow of it: %s", name_of(model), error)
+            log.info("capturing %s itself instead of its shadow copy: %s", name_of(model), error)
             return None
         raise
     training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
@@ -224,10 +224,10 @@ def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | Non
         try:
             program = _read(model, example, wanted, "torchscript")
         except CaptureError as failure:  # what counts is why the first one did not read it
-            log.info("TorchScript does not read %s: %s", name_of(model), failure)
+            log.info("TorchScript cannot capture %s: %s", name_of(model), failure)
             raise error from None
         because = "; ".join(filter(None, (error.what, error.where)))
-        return replace(program, frontend=f"{program.frontend}, because without: {because}")
+        return replace(program, frontend=f"{program.frontend}, because torch.export failed: {because}")
 
 
 def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str) -> Program:
@@ -237,9 +237,9 @@ def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, r
     # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
     if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
         raise GraphBreakError(
-            f"{BEFORE_EXPORT[reader]} reads something else than the model",
-            why="in calls one after the other, what it has read gives other results, or leaves other values behind",
-            fix='frontend="auto"',
+            f"{BEFORE_EXPORT[reader]} does not reproduce the model",
+            why="in repeated calls, the captured program returns different results or leaves different state behind",
+            fix='pass frontend="auto"',
         )
     return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
 
@@ -315,7 +315,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
 
 
 def name_of(model: object) -> str:
-    """What a model is called in programs and reports."""
+    """The name of a model in programs and reports."""
     name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
     name = str(getattr(model, "original_name", name))  # of TorchScript
     return name if name.isidentifier() else "Model"

@@ -1,6 +1,6 @@
-"""What torch.export says, in the words of somebody who has to change the model: the construct, why, what to write.
+"""Turns an error of torch.export into advice for the author of the model: the construct, why it fails, what to write.
 
-Families of failures, told apart by the error, by the line of the user's that raised it and by the functions it passed.
+Failures are classified by the error, by the line of user code that raised it, and by the functions in its traceback.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tsopt.compiler.graph.origin import is_library, is_python, user_frame
 from tsopt.compiler.protect import protected
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError
 
-DECISION = "a Python decision depends on the values of a tensor"
-DECIDED = "it is decided while the model runs; a program is one graph, decided beforehand"
+DECISION = "the model has data-dependent control flow"
+DECIDED = "the value is known only at run time, but torch.export traces one graph ahead of time"
 UNKNOWN_SIZE = "the program would need a size that is known only at run time"
 
 # A word in the user's line -> what it is, what to write instead. The first that is found counts.
@@ -28,41 +28,41 @@ DECISIONS: tuple[tuple[str, str, str], ...] = (
     (
         r"\bwhile\b",
         "a while loop",
-        "take a fixed number of steps and keep what is done: for _ in range(n): x = torch.where(active, step(x), x)",
+        "run a fixed number of steps and mask finished ones: for _ in range(n): x = torch.where(active, step(x), x)",
     ),
     (
         r"\bassert\b",
         "an assert",
-        "torch._assert(condition, 'message') of the tensor, or a check before the call",
+        "use torch._assert(condition, 'message') on the tensor, or check before the call",
     ),
     (
         r"\brange\(",
-        "the number of steps of a loop",
-        "loop to the largest number there can be, and mask: x = torch.where(i < n, step(x), x)",
+        "the trip count of a loop",
+        "loop up to the largest possible count and mask: x = torch.where(i < n, step(x), x)",
     ),
     (
         r"torch\.(equal|allclose)\(|\.(equal|allclose)\(",
-        "two tensors compared",
-        "keep the answer a tensor, same = (a == b).all(), and select with torch.where(same, x, y)",
+        "a comparison of two tensors",
+        "keep the result a tensor, same = (a == b).all(), and select with torch.where(same, x, y)",
     ),
     (
         r"\.tolist\(|\.item\(|\bint\(|\bfloat\(|\bbool\(|\blen\(set\(",
-        ".item(), .tolist(), int(), float() or bool() of a tensor",
+        ".item(), .tolist(), int(), float() or bool() on a tensor",
         "keep it a tensor: x * scale with scale = t.max(); x.index_select(0, i) or x.gather(...) with a tensor i",
     ),
-    (r"\b(if|and|or|not)\b", "an if", "compute both and select: y = torch.where(condition, a, b)"),
+    (r"\b(if|and|or|not)\b", "an if", "compute both branches and select: y = torch.where(condition, a, b)"),
 )
 
 # An op whose result has as many elements as the values say -> what to write instead.
 SIZES: dict[str, str] = {
-    "index": "x[mask] as torch.where(mask, x, 0), and divide sums by mask.sum()",
-    "masked_select": "masked_select(x, mask) as torch.where(mask, x, 0), and divide sums by mask.sum()",
-    "nonzero": "torch.where(mask, a, b) at every place, or mask.float().topk(k).indices for k places",
-    "argwhere": "torch.where(mask, a, b) at every place, or mask.float().topk(k).indices for k places",
-    "unique": "number the values before the call, or torch.bincount(x, minlength=n) for how often each comes",
-    "bincount": "F.one_hot(x, n).sum(0) with a fixed n",
-    "repeat_interleave": "torch.repeat_interleave(x, repeats, output_size=n) with a fixed n",
-    "slice": "keep all and mask: torch.where(torch.arange(n) < length, x, 0)",
+    "index": "replace x[mask] with torch.where(mask, x, 0), and divide sums by mask.sum()",
+    "masked_select": "replace masked_select(x, mask) with torch.where(mask, x, 0), and divide sums by mask.sum()",
+    "nonzero": "use torch.where(mask, a, b) on all elements, or mask.float().topk(k).indices for k of them",
+    "argwhere": "use torch.where(mask, a, b) on all elements, or mask.float().topk(k).indices for k of them",
+    "unique": "map the values to indices before the call, or count them with torch.bincount(x, minlength=n)",
+    "bincount": "use F.one_hot(x, n).sum(0) with a fixed n",
+    "repeat_interleave": "use torch.repeat_interleave(x, repeats, output_size=n) with a fixed n",
+    "slice": "keep all elements and mask them: torch.where(torch.arange(n) < length, x, 0)",
 }
 
 
@@ -92,117 +92,117 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         lambda t: bool({"pack_padded_sequence", "pad_packed_sequence", "pack_sequence"} & t.functions),
         "the model packs sequences",
-        "a packed sequence has as many rows as the lengths say",
-        "run the layer on the padded sequences and hide what is behind the end: "
+        "the number of rows in a packed sequence depends on the lengths",
+        "run the layer on the padded sequences and mask the padding: "
         "out = torch.where((torch.arange(n) < lengths[:, None])[..., None], out, 0)",
     ),
     Family(
         lambda t: "tuple of ints" in t.text and "FakeTensor" in t.text,
         "a size is a tensor",
-        "sizes are numbers, decided beforehand; this one depends on values",
-        "a fixed size, and a mask for what is behind the end: torch.where(torch.arange(n) < length, x, 0)",
+        "sizes must be known ahead of time, but this one depends on tensor values",
+        "use a fixed size and mask the padding: torch.where(torch.arange(n) < length, x, 0)",
     ),
     Family(
         lambda t: "nested_tensor" in t.text,
-        "the model makes a nested tensor",
-        "a program computes with dense tensors of known sizes",
+        "the model creates a nested tensor",
+        "a program supports only dense tensors of known sizes",
         "pad to one size and mask: torch.nn.utils.rnn.pad_sequence(list, batch_first=True)",
     ),
     Family(
         lambda t: ".numpy() is not supported" in t.text or ("numpy" in t.text and "subclass" in t.text),
-        "the model goes through numpy",
-        "what numpy computes cannot be seen from a graph of torch calls",
-        'torch functions in its place; frontend="strict", which reads most of numpy; or an op of its own: '
+        "the model calls numpy",
+        "numpy calls cannot be traced into a graph of torch ops",
+        'use torch functions, pass frontend="strict", which supports most of numpy, or wrap the code in a custom op: '
         "torch.library.custom_op with register_fake",
     ),
     Family(
         lambda t: t.kind == "UnsupportedOperatorException" and "aten." not in t.text.split("\n")[0],
         "the custom op {0} has no fake kernel",
         "the shape of its result must be known without running it",
-        '@torch.library.register_fake("{0}") on a function of the same arguments that returns an empty tensor of the '
-        "right shape and dtype: return torch.empty_like(x)",
+        'add @torch.library.register_fake("{0}") to a function with the same arguments that returns an empty tensor of '
+        "the right shape and dtype: return torch.empty_like(x)",
         names=r"^\s*([\w.]+)",
     ),
     Family(
         lambda t: t.kind == "UnsupportedOperatorException",
-        "{0} has no rule for the shape of its result",
-        "torch.export cannot trace through it",
-        "write it with other ops, or hide it in an op of its own: torch.library.custom_op with register_fake",
+        "{0} has no fake kernel",
+        "torch.export cannot infer the shape of its result",
+        "rewrite it with other ops, or wrap it in a custom op: torch.library.custom_op with register_fake",
         names=r"^\s*([\w.]+)",
     ),
     Family(
         lambda t: "serialization.py" in t.files or "pickle" in t.text,
-        "the model writes or reads a file while it runs",
-        "a program computes and does nothing else",
-        "load before the call, in __init__; save what the model returns",
+        "the model reads or writes a file while it runs",
+        "a program has no side effects",
+        "load the file in __init__, before the call, and save the results after it",
     ),
     Family(
         lambda t: "data pointer" in t.text or "data_ptr" in t.text or "deepcopy" in t.functions,
-        "the model reads the memory of a tensor",
-        "copy.deepcopy, data_ptr() and extensions in C see memory, and while the model is traced there is none",
-        "x.clone() for a copy; an extension as an op of its own: torch.library.custom_op with register_fake",
+        "the model accesses the memory of a tensor directly",
+        "copy.deepcopy, data_ptr() and C extensions need real memory, which traced tensors do not have",
+        "copy with x.clone(), and wrap an extension in a custom op: torch.library.custom_op with register_fake",
     ),
     Family(
         lambda t: "constant's list" in t.text or ("Fake tensor" in t.text and "leak" in t.text),
         "a part of the model runs where it cannot be traced",
-        "a thread, a process or a callback makes tensors that torch.export does not see being made",
+        "a thread, a process or a callback creates tensors outside the trace",
         "call that part directly in forward",
     ),
     Family(
         lambda t: "Couldn't swap" in t.text,
         "the model converts its own weights while it runs",
-        "weights are held still while the model is traced",
+        "weights cannot be replaced during tracing",
         "convert them before the call: model.to(torch.float32)",
     ),
     Family(
         lambda t: "leaf Variable" in t.text or "leaf variable" in t.text,
-        "the model writes a parameter in place",
-        "a parameter that wants gradients may not be written",
-        "a buffer instead: self.register_buffer(name, value), or with torch.no_grad() around the write",
+        "the model writes to a parameter in place",
+        "a parameter that requires grad cannot be modified in place",
+        "use a buffer instead: self.register_buffer(name, value), or wrap the write in torch.no_grad()",
     ),
     Family(
         lambda t: "same device" in t.text or "different devices" in t.text or "Device Propagation" in t.text,
-        "tensors on two devices meet",
-        "a tensor that is made in forward stays where it was made",
-        "torch.zeros(..., device=x.device), or a buffer, which moves with the model",
+        "the model combines tensors on different devices",
+        "a tensor created in forward stays on the device where it was created",
+        "create it with torch.zeros(..., device=x.device), or register a buffer, which moves with the model",
     ),
     Family(
         lambda t: "__torch_dispatch__" in t.text or "tensor subclass" in t.text.lower(),
         "the model computes with a subclass of torch.Tensor",
-        "a program computes with plain tensors",
-        "x.as_subclass(torch.Tensor), or convert the weights back before optimizing",
+        "a program supports only plain tensors",
+        "use x.as_subclass(torch.Tensor), or convert the weights back before optimizing",
     ),
     Family(
         lambda t: "torch._C.Generator" in t.text,
         "the model holds a Generator, which is not a tensor",
-        "what it does in a call cannot be part of a program",
-        "use torch.manual_seed instead of a torch.Generator of one's own",
+        "its side effects cannot be part of a program",
+        "use torch.manual_seed instead of your own torch.Generator",
     ),
     Family(
         lambda t: any(
             said in t.text for said in ("modifying the input", "copy_.default' is not functional", "hop is expected")
         ),
-        "a branch or a loop that values decide writes a tensor from outside of it",
-        "control flow returns tensors, and changes none",
-        "y = y + 1 instead of y += 1 or y.add_(1), in both branches",
+        "a data-dependent branch or loop writes in place to a tensor from outside",
+        "control flow ops must be functional: they return tensors and modify none",
+        "write y = y + 1 instead of y += 1 or y.add_(1), in both branches",
     ),
     Family(
         lambda t: "merging two branches" in t.text,
-        "the branches of a decision by values return tensors of different types",
-        "whichever is taken, what follows must be the same program",
-        "the same dtype and shape in both, y.to(x.dtype)",
+        "the branches of a data-dependent if return tensors of different types",
+        "the code after the if must see the same types from both branches",
+        "return the same dtype and shape from both, for example with y.to(x.dtype)",
     ),
     Family(
         lambda t: t.kind == "RecursionError",
-        "the model nests too deep to be traced",
-        "Python's stack has an end",
-        "a loop instead of a function that calls itself",
+        "the model is nested too deeply to be traced",
+        "tracing exceeded Python's recursion limit",
+        "use a loop instead of recursion",
     ),
 )
 
 
 def explain(error: Exception, model: Callable[..., Any], example: Example) -> CaptureError:
-    """The user's view of a failed export: his own error if the model fails by itself, else the construct."""
+    """The user's view of a failed export: the model's own error if it fails in eager, else the construct."""
     if isinstance(error, CaptureError):
         return error
     own = failure_of_the_model(model, example, error)
@@ -226,14 +226,14 @@ def explain(error: Exception, model: Callable[..., Any], example: Example) -> Ca
         return GraphBreakError(
             f"a part of the model is TorchScript: {scripted}",
             where=where,
-            why="torch.export reads Python modules",
-            fix="put the nn.Module in its place that it was scripted or traced from",
+            why="torch.export captures only Python modules",
+            fix="replace it with the original nn.Module that it was scripted or traced from",
         )
     return GraphBreakError(
         "torch.export cannot capture the model",
         where=where,
         why=f"{trouble.kind}: {first_lines(error)}",
-        fix="replace the construct at that line by tensor operations",
+        fix="replace the construct at that line with tensor operations",
     )
 
 
@@ -243,28 +243,28 @@ def failure_of_the_model(model: Callable[..., Any], example: Example, error: Exc
     if own is None:
         return None
     return CaptureError(
-        "the model itself fails on the example input",
+        "the model fails on the example input in eager mode",
         where=user_frame(own) or user_frame(error),
         why=f"{type(own).__name__}: {first_lines(own)}",
-        fix="make model(*example) run in plain PyTorch first",
+        fix="make model(*example) run in eager PyTorch first",
     )
 
 
 def size_of_values(op: str, where: str | None) -> GraphBreakError:
-    """The refusal of an op whose result has as many elements as the values of a tensor say."""
+    """The refusal of an op whose result size depends on the values of a tensor."""
     name = op.removeprefix("aten.").removeprefix("_").partition(".")[0].rstrip("2")
     return GraphBreakError(
-        f"the shape of {op} depends on values, not on shapes",
+        f"{op} has a data-dependent output shape",
         where=where,
         why=UNKNOWN_SIZE,
-        fix=SIZES.get(name, "a mask of fixed size (torch.where) instead of selecting by value"),
+        fix=SIZES.get(name, "use a mask of fixed size (torch.where) instead of selecting by value"),
     )
 
 
 def _decision(line: str, where: str | None) -> GraphBreakError:
     found = next(((what, fix) for pattern, what, fix in DECISIONS if re.search(pattern, line)), None)
     if found is None:
-        found = "", "select with torch.where(condition, a, b), or decide on shapes and arguments instead"
+        found = "", "select with torch.where(condition, a, b), or branch on shapes and arguments instead"
     what = f"{DECISION}: {found[0]}" if found[0] else DECISION
     return DataDependentError(what, where=where, why=DECIDED, fix=found[1])
 

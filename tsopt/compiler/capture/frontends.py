@@ -1,6 +1,6 @@
-"""Other ways to read a model than torch.export's own: each makes a module that torch.export then takes.
+"""Front ends other than torch.export itself: each makes a module that torch.export then captures.
 
-And the comparison with the model that all of them need: they read more, because they look less closely.
+They accept more models because they check less, so their programs are compared with the model, also here.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def strictly(model: Callable[..., Any], example: Example, *, fixed: bool) -> nn.
     """The model as dynamo reads its bytecode, which takes what tracing cannot follow, numpy for one.
 
     Args:
-        fixed: it is for the sizes of the example alone.
+        fixed: only for the sizes of the example.
 
     Raises:
-        GraphBreakError: dynamo would leave Python between graphs, or sizes are not to be fixed.
+        GraphBreakError: dynamo would break the graph, or sizes are to be dynamic.
     """
     if not fixed:
         raise GraphBreakError(
-            "torch.export in strict mode fixes sizes",
-            fix="leave dynamic out: each size is captured when it is called",
+            "torch.export in strict mode specializes on sizes",
+            fix="leave dynamic out: each size is captured when it is first called",
         )
     module = model if isinstance(model, nn.Module) else _Function(model)
     leaves, structure = flatten((example.args, example.kwargs))
@@ -72,7 +72,9 @@ def strictly(model: Callable[..., Any], example: Example, *, fixed: bool) -> nn.
     try:
         return replayed(torch.export.export(module, args, kwargs, strict=True))
     except Exception as error:  # dynamo's own, of many kinds
-        raise _unread("torch.export in strict mode cannot read the model", error, fix='frontend="auto"') from error
+        raise _unread(
+            "torch.export in strict mode cannot capture the model", error, fix='pass frontend="auto"'
+        ) from error
     finally:
         for tensor, held in marks.values():
             tensor.__dict__.clear()
@@ -89,7 +91,7 @@ class _Function(nn.Module):
 
 
 def by_fx(flat: nn.Module, count: int) -> nn.Module:
-    """A module of so many tensors as torch.fx traces it: everything else is taken as it is now.
+    """A module of `count` tensors, traced by torch.fx; everything else is baked in.
 
     Raises:
         GraphBreakError: torch.fx cannot trace it, or would freeze random numbers.
@@ -102,7 +104,9 @@ def by_fx(flat: nn.Module, count: int) -> nn.Module:
         raise
     except Exception as error:  # whatever Python does with a Proxy that it takes for a tensor
         raise _unread(
-            "torch.fx cannot trace the model", error, fix='frontend="export", which follows sizes and Python values'
+            "torch.fx cannot trace the model",
+            error,
+            fix='pass frontend="export", which supports Python code on sizes and values',
         ) from error
 
     def replay(*leaves: torch.Tensor) -> Any:
@@ -134,9 +138,9 @@ class _NothingRandom(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise GraphBreakError(
-                f"torch.fx would freeze the numbers that {func} draws",
-                why="they do not depend on an input, so they are drawn once, while it traces",
-                fix='frontend="export"',
+                f"torch.fx would bake in the random numbers from {func}",
+                why="they do not depend on an input, so they are drawn once, during tracing",
+                fix='pass frontend="export"',
             )
         return func(*args, **kwargs or {})
 
@@ -155,7 +159,7 @@ def by_torchscript(model: Callable[..., Any]) -> Any:
         return script
     except Exception as error:  # the compiler's own, and those of Python's parser
         raise _unread(
-            "TorchScript cannot compile the model", error, fix='frontend="auto", which needs no TorchScript'
+            "TorchScript cannot compile the model", error, fix='pass frontend="auto", which does not need TorchScript'
         ) from error
 
 
@@ -201,7 +205,9 @@ def _calls_of_the_model(
             outputs, *form = outcome_of(model, args, kwargs, held)
             after = [value.detach().clone() for value in (*inputs, *state)]
             if not all(map(ops.is_plain, outputs)):
-                raise GraphBreakError("the model returns a subclass of torch.Tensor", fix="x.as_subclass(torch.Tensor)")
+                raise GraphBreakError(
+                    "the model returns a subclass of torch.Tensor", fix="return x.as_subclass(torch.Tensor)"
+                )
             found.append(([value.detach().clone() for value in outputs], tuple(form), after))
     return found
 

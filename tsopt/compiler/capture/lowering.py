@@ -1,4 +1,4 @@
-"""ExportedProgram -> Program: weights as get_attr nodes, written state as inputs and outputs, every call typed."""
+"""ExportedProgram -> Program: weights become get_attr nodes, written state inputs and outputs, every call is typed."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class _Lowering:
         if not isinstance(tensor, torch.Tensor):  # torch.export lifts objects of C++ like constants
             raise GraphBreakError(
                 f"the model holds a {type(tensor).__name__}, which is not a tensor",
-                why="what it does in a call cannot be part of a program",
-                fix="use torch.manual_seed instead of a torch.Generator of one's own",
+                why="its side effects cannot be part of a program",
+                fix="use torch.manual_seed instead of your own torch.Generator",
             )
         tensor = tensor.detach()
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
@@ -169,16 +169,16 @@ class _Lowering:
             raise GraphBreakError(
                 f"{ops.name_of(node)} updates its running statistics in the call",
                 where=origin_of(made) or None,
-                why="the program could not say that it does: the op's schema denies it",
-                fix="use the running statistics instead (model.eval()), or none (track_running_stats=False)",
+                why="the op's schema does not declare this write, so a program cannot represent it",
+                fix="call model.eval() to use the running statistics, or disable them with track_running_stats=False",
             )
         for tensor in ops.tensors_of(node.meta.get("val")):
             if tensor.layout != torch.strided:
                 raise GraphBreakError(
-                    f"{ops.name_of(node)} makes a {str(tensor.layout).removeprefix('torch.')} tensor",
+                    f"{ops.name_of(node)} creates a {str(tensor.layout).removeprefix('torch.')} tensor",
                     where=origin_of(made) or None,
-                    why="a program computes with dense tensors",
-                    fix="keep it dense",
+                    why="a program supports only dense tensors",
+                    fix="use a dense tensor instead",
                 )
             if any(is_of_values(size) for size in tensor.shape):
                 raise size_of_values(ops.name_of(node), origin_of(made) or None)
@@ -190,10 +190,10 @@ class _Lowering:
         """A call of control flow, with the constants of its branches as operands."""
         if any(not isinstance(size, int) for t in self._tensors() for size in t.shape):
             raise GraphBreakError(
-                f"{ops.name_of(node)} in a program for many sizes",
+                f"{ops.name_of(node)} is not supported with dynamic sizes",
                 where=origin_of_meta(node.meta) or None,
-                why="the programs within are made for one size",
-                fix="leave dynamic out: each size is captured when it is called",
+                why="its branches or loop body are captured for one size",
+                fix="leave dynamic out: each size is captured when it is first called",
             )
         target, operands, constants = control.from_higher_order(node, self.exported.graph_module)
         given = [self.mapping[value] for value in operands]
@@ -241,26 +241,26 @@ def _no_op(node: fx.Node) -> GraphBreakError:
     where = origin_of_meta(node.meta) or None
     if getattr(node.target, "namespace", "") == "higher_order":
         return GraphBreakError(
-            f"{name.removesuffix('_impl')} is control flow, which a Program cannot hold",
+            f"control flow op {name.removesuffix('_impl')} is not supported",
             where=where,
-            why="a program is one list of calls",
-            fix="compute both branches and select with torch.where; a loop of fixed length in Python",
+            why="the only control flow ops a program can contain are cond and while_loop",
+            fix="compute both branches and select with torch.where, or use a Python loop of fixed length",
         )
     if isinstance(node.meta.get("val"), SYMBOLIC) and not is_of_values(node.meta["val"]):
         return GraphBreakError(
-            f"a number is computed from sizes in a way that a Program does not know ({name})",
+            f"the model computes with sizes in an unsupported way ({name})",
             where=where,
-            why="a program computes with sizes by arithmetic, min and max",
-            fix="leave dynamic out: each size is captured when it is called",
+            why="a program supports only arithmetic, min and max on sizes",
+            fix="leave dynamic out: each size is captured when it is first called",
         )
     return _of_values(name, where)
 
 
 def _of_values(name: str, where: str | None) -> GraphBreakError:
     return GraphBreakError(
-        f"a Python number that is computed from values of a tensor is used ({name})",
+        f"the model uses a Python number computed from tensor values ({name})",
         where=where,
-        why="a program computes with tensors",
+        why="a program computes only with tensors",
         fix="keep it a tensor: x * scale with scale = t.max() instead of t.max().item()",
     )
 

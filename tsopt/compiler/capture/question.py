@@ -1,6 +1,6 @@
-"""One thing that a model's Python code asked an input, beyond its values, dtype and shape, and the answer it got.
+"""A property of an input that the model's Python code read, beyond values, dtype and shape, and what it was.
 
-Needs no torch: a bundle asks its caller's arrays the same.
+Does not import torch: a bundle checks the same properties of its caller's arrays.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Question:
 
     @classmethod
     def from_json(cls, data: Any) -> Question:
-        """Raises ValueError for anything else than a question."""
+        """Raises ValueError for anything other than a question."""
         name, args, answer = data
         made = cls(name, tuple(args), tuple(answer) if isinstance(answer, list) else answer)
         if not isinstance(name, str) or not made.is_sound():
-            raise ValueError(f"not a question to a tensor: {str(data)[:80]}")
+            raise ValueError(f"invalid query of a tensor: {str(data)[:80]}")
         return made
 
 

@@ -1,6 +1,6 @@
-"""What capture refuses, and what it says: models, inputs and results that no program can stand for.
+"""Models, inputs and results that capture rejects, and the errors it raises. Never runs a capture.
 
-Every message says what, where, why and what to do. Never runs a capture.
+Every message says what happened, where, why and what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tsopt.errors import CaptureError, GraphBreakError, NotReady
 def check_model(model: object, *, allow_nan: bool) -> None:
     if not callable(model):
         raise NotReady(
-            f"the model is a {type(model).__name__}", why="it cannot be called", fix="pass an nn.Module or a function"
+            f"the model is a {type(model).__name__}", why="it is not callable", fix="pass an nn.Module or a function"
         )
     if not isinstance(model, nn.Module):
         return
@@ -35,9 +35,9 @@ def check_model(model: object, *, allow_nan: bool) -> None:
         devices.setdefault(str(tensor.device), name)
     if len(devices) > 1:
         raise CaptureError(
-            "the model's weights are on several devices",
+            "the model's weights are on different devices",
             where=", ".join(f"{name} on {device}" for device, name in devices.items()),
-            fix=f"move it to one: model.to({next(iter(devices))!r})",
+            fix=f"move the model to one device: model.to({next(iter(devices))!r})",
         )
 
 
@@ -55,10 +55,10 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
         raise CaptureError(f"a weight is a {kind} tensor", where=name, fix="convert it to a dense float tensor first")
     if not allow_nan and (bad := _nan_count(tensor)):
         raise NotReady(
-            f"a weight holds {bad} NaN of {tensor.numel()} values",
+            f"a weight contains NaN in {bad} of {tensor.numel()} values",
             where=name,
-            why="whatever depends on it is NaN, and no comparison could tell right from wrong",
-            fix="load a sound checkpoint, or pass allow_nan=True (--allow-nan) to go on all the same",
+            why="every result that depends on it is NaN, so no comparison could detect a wrong one",
+            fix="load a valid checkpoint, or pass allow_nan=True (--allow-nan) to continue anyway",
         )
 
 
@@ -81,7 +81,7 @@ def check_inputs(model: object, example: Example) -> None:
             raise CaptureError(
                 f"an input is a {type(leaf).__name__}",
                 where=where,
-                why="a program computes with plain tensors; what a subclass adds would be lost",
+                why="a program supports only plain tensors; the behavior of the subclass would be lost",
                 fix="pass a torch.Tensor: x.as_subclass(torch.Tensor)",
             )
         if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested or leaf.device.type == "meta":
@@ -92,34 +92,34 @@ def check_inputs(model: object, example: Example) -> None:
             )
         if first is not None and leaf.device != first.device and leaf.dim() > 0:
             raise CaptureError(
-                f"the model is on {first.device}, an input on {leaf.device}",
+                f"the model is on {first.device}, but an input is on {leaf.device}",
                 where=where,
-                fix=f"move one to the other: x.to({str(first.device)!r})",
+                fix=f"move the input, x.to({str(first.device)!r}), or the model",
             )
 
 
 def check_overlap(example: Example, written: Container[int]) -> None:
-    """Refuses a call whose tensors share some of their memory, where the model writes one of them."""
+    """Refuses a call whose tensors overlap in memory, if the model writes to one of them."""
     leaves, structure = flatten((example.args, example.kwargs))
     paths = dict(structure.paths())
     found = next((pair for pair in overlaps(leaves) if pair[0] in written or pair[1] in written), None)
     if found is not None:
         names = " and ".join(paths[position] for position in found)
         raise GraphBreakError(
-            "two inputs share some of their memory, and the model writes one of them",
+            "two inputs overlap in memory, and the model writes to one of them",
             where=f"inputs {names}",
-            why="what is written to one would have to show in the other",
-            fix="pass tensors that are apart, or the same one twice",
+            why="a write to one would have to be visible in the other",
+            fix="pass tensors that do not overlap, or the same tensor twice",
         )
 
 
 def check_apart(example: Example, held: Container[int]) -> None:
-    """Refuses a call that is given an object of the model's own: the objects of a program are apart from the model."""
+    """Refuses an argument that is also stored on the model: the arguments of a program must not alias its state."""
     given = next((item for item in containers_of((example.args, example.kwargs)) if id(item) in held), None)
     if given is not None:
         raise GraphBreakError(
-            f"the model holds the {type(given).__name__} that it is given",
-            why="a program is made for objects that are apart",
+            f"the {type(given).__name__} passed to the model is also stored on the model",
+            why="an argument must not alias an object stored on the model",
             fix="pass a copy, or leave it out of the call",
         )
 
@@ -128,27 +128,29 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
     if _holds_number(result):
         raise GraphBreakError(
             "the model returns a Python number that depends on the input",
-            why="a program returns tensors; the number would be frozen",
+            why="a program returns only tensors; the number would be baked in",
             fix="return the tensor instead of tensor.item()",
         )
     for effect in effects:
         if _holds_number(effect.parts):
             raise GraphBreakError(
-                "the model keeps a Python number that depends on the input in an object that it is given",
+                "the model stores a Python number that depends on the input in one of its arguments",
                 where=f"input {effect}",
-                why="a program makes tensors; the number would be frozen",
-                fix="keep a tensor: torch.tensor(0) instead of 0, tensor instead of tensor.item()",
+                why="a program computes only tensors; the number would be baked in",
+                fix="store a tensor: torch.tensor(0) instead of 0, tensor instead of tensor.item()",
             )
     for structure in (result, *(effect.parts for effect in effects)):
         for value in _changing(structure):
             if id(value) not in held:
                 raise GraphBreakError(
-                    f"the model makes a {type(value).__name__} in the call",
-                    why="what it returns or keeps would be the same object in every call",
+                    f"the model creates a {type(value).__name__} during the call",
+                    why="every call of the program would return or store the same object",
                     fix="use tensors, lists, dicts, dataclasses or objects with plain attributes",
                 )
     if result.leaf_count == 0 and not any(effect.parts.leaf_count for effect in effects):
-        raise CaptureError("the model returns no tensor", why=f"it returns {result}", fix="return what it computes")
+        raise CaptureError(
+            "the model does not return a tensor", why=f"it returns {result}", fix="return the tensors it computes"
+        )
 
 
 def _changing(node: Structure) -> Iterator[Any]:
@@ -160,22 +162,22 @@ def _changing(node: Structure) -> Iterator[Any]:
 
 
 def _holds_number(node: Structure) -> bool:
-    """Whether a Python number among what is returned is none: it stands for one that is known in the call."""
+    """Whether a returned Python number is symbolic: its value is known only in the call."""
     if node.kind == "const":
         return isinstance(node.value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return any(map(_holds_number, node.children))
 
 
 def check_training(trained: Program, evaluated: Program) -> None:
-    """Refuses a model whose answer depends on the training flag; one where it makes no difference passes."""
+    """Refuses a model whose output depends on the training flag."""
     pairs = list(zip_longest(trained.calls(), evaluated.calls()))
     differing = next((a or b for a, b in pairs if a is None or b is None or not _same_in_both(a, b)), None)
     if differing is None:
         return
     raise NotReady(
-        f"the model is in training mode and its answer depends on it ({ops.name_of(differing)})",
+        f"the model is in training mode, which changes its output ({ops.name_of(differing)})",
         where=origin_of(differing) or None,
-        why="dropout stays on and batch norm uses the statistics of the batch",
+        why="dropout stays active and batch norm uses batch statistics",
         fix="call model.eval() first, or pass eval_mode=True (--eval on the command line)",
     )
 

@@ -1,7 +1,7 @@
 """TorchScript read as Python: a scripted module or function as an nn.Module that runs its graph, call by call.
 
-What can be traced through Python can then be traced through this: loops and branches that sizes and constants decide
-are followed, those that values decide are refused where they stand, and never taken for decided.
+What can be traced through Python can then be traced through this: loops and branches that depend on sizes and constants
+are unrolled; those that depend on tensor values become control flow ops or are refused, and are never baked in.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Scripted(nn.Module):
         super().__init__()
         forward = getattr(model, "forward", model)
         if getattr(forward, "schema", None) is None:
-            raise CaptureError("the TorchScript module has no forward", fix="script a module that has one")
+            raise CaptureError("the TorchScript module has no forward method", fix="script a module that defines one")
         graph = forward.graph.copy()
         torch._C._jit_pass_inline(graph)
         self._held = (graph, model)  # a tuple: nn.Module must not look into it
@@ -168,18 +168,18 @@ def _call(node: Any, inputs: list[Any]) -> Any:
         return _DECIDED[name](*inputs)
     if name in _NUMBERS and _is_tensor(inputs):
         raise GraphBreakError(
-            "a decision in TorchScript depends on the values of a tensor",
+            "the TorchScript code has data-dependent control flow",
             where=_place(node),
-            why="a branch, a loop or a number is decided while the model runs; a program is decided beforehand",
+            why="a branch, a loop or a number depends on values that are known only at run time",
             fix="compute both branches and select with torch.where(condition, a, b)",
         )
     op = _overload(node.schema()) if node.schema() not in ("", "(no schema)") else None
     if op is None:
         raise GraphBreakError(
-            f"TorchScript's {kind} cannot be part of a program",
+            f"the TorchScript op {kind} cannot be part of a program",
             where=_place(node),
-            why="a program is made of calls of PyTorch's operators",
-            fix="pass the nn.Module that it was scripted from",
+            why="a program consists of calls to PyTorch operators",
+            fix="pass the original nn.Module that it was scripted from",
         )
     target, by_name = op
     count = len(inputs) - len(by_name)
@@ -232,10 +232,10 @@ def _unpacked(node: Any, inputs: Sequence[Any]) -> Any:
 
 def _isinstance(node: Any, inputs: Sequence[Any]) -> bool:
     raise GraphBreakError(
-        "the TorchScript asks for the type of a value while it runs",
+        "the TorchScript code checks the type of a value at run time",
         where=_place(node),
-        why="a program has types that are decided beforehand",
-        fix="pass the nn.Module that it was scripted from",
+        why="the types in a program are fixed at capture",
+        fix="pass the original nn.Module that it was scripted from",
     )
 
 

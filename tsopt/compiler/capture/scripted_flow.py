@@ -1,6 +1,6 @@
-"""Branches and loops of TorchScript that values decide, as PyTorch's operators for control flow.
+"""Data-dependent branches and loops of TorchScript, as PyTorch's control flow ops.
 
-Their parts take all tensors that they use as operands: a trace of one cannot see those of another.
+Their bodies take all tensors that they use as operands: the trace of one cannot see the tensors of another.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def loop(node: Any, state: Sequence[Any], values: Values, run: Run, where: str |
         going, *found = used.run(run, body, operands[len(leaves) :], own)
         made, after = flatten([_number(value, operands[0]) for value in (step + 1, going, *found)], share=False)
         if after != before:
-            raise _refused(f"it carries {before}, and then {after}", where)
+            raise _refused(f"the loop carries {before}, but after an iteration {after}", where)
         return _own(made, operands)
 
     operands = apart([*leaves, *used.tensors])
@@ -95,9 +95,9 @@ def check_numbers(kind: Any, value: Any, where: str | None = None) -> None:
     name = kind.kind()
     if name in NUMBERS and isinstance(value, torch.Tensor):
         raise GraphBreakError(
-            "the TorchScript returns a Python number that depends on the input",
+            "the TorchScript code returns a Python number that depends on the input",
             where=where,
-            why="a program returns tensors; the number would be frozen",
+            why="a program returns only tensors; the number would be baked in",
             fix="return a tensor",
         )
     if name == "TupleType":
@@ -136,7 +136,7 @@ class _Used:
         before = _contents(given)
         found = run(block, self.values | dict(zip(self.names, given, strict=True)) | (own or {}))
         if _contents(given) != before:
-            raise _refused("it changes a list or a dict that was made outside", self.where)
+            raise _refused("it modifies a list or a dict from outside", self.where)
         return found
 
 
@@ -202,8 +202,8 @@ def _other_kinds(structures: dict[int, Structure], where: str | None) -> GraphBr
 
 def _refused(why: str, where: str | None) -> GraphBreakError:
     return GraphBreakError(
-        "a decision in TorchScript depends on the values of a tensor",
+        "the TorchScript code has data-dependent control flow",
         where=where,
-        why=f"it cannot be control flow of a program: {why}",
-        fix="give both ways the same kinds of values, and carry tensors",
+        why=f"it cannot be captured: {why}",
+        fix="return the same kinds of values from both branches, and carry only tensors through loops",
     )

@@ -1,11 +1,11 @@
-"""A shadow of a model: modules, containers and plain objects of its own around the same parameters.
+"""A shadow copy of a model: separate modules, containers and plain objects around the same parameters.
 
-What traces and calls the shadow changes nothing that another thread's call of the model could see: parameters that are
-swapped, flags that are flipped, counters that count, buffers that are written.
+Tracing or calling the shadow changes nothing that a call of the model in another thread could see: swapped parameters,
+toggled flags, incremented counters, written buffers.
 
-Copied is what is known as a whole: a module, a container, an object of a plain Python class, by its attributes. A
-function, a method, a tuple is copied where it leads to a copy of a module. What only its own class could copy (locks,
-generators, files, TorchScript, what C++ holds) is shared, and so are classes and the objects of Python's own library.
+Modules, containers and objects of plain Python classes are copied, by their attributes. Functions, methods and tuples
+are copied if they lead to a copied module. What only its own class could copy (locks, generators, files, TorchScript,
+C++ objects) is shared, and so are classes and objects from the standard library.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shadow:
         found, holders = _reachable(model)
         modules = [item for item in found.values() if isinstance(item, nn.Module)]
         if any(hasattr(type(module), "__del__") for module in modules):
-            raise TypeError("a module does something when it is deleted, which its copy would do as well")
+            raise TypeError("a module defines __del__, which would run for the copy as well")
         self.called = model
         self._found = found  # ids are theirs for as long as they live
         self._leads = _leading(map(id, modules), holders)
@@ -191,7 +191,7 @@ def shadow_of(model: Callable[..., Any], *, written: Iterable[torch.Tensor] = ()
     try:
         shadow = Shadow(model, written=written)
     except Exception as error:  # whatever a class of the user's does
-        log.info("there is no shadow of a %s: %s: %s", type(model).__name__, type(error).__name__, error)
+        log.info("cannot make a shadow copy of a %s: %s: %s", type(model).__name__, type(error).__name__, error)
         return None
     return shadow or None
 

@@ -1,6 +1,6 @@
-"""Control flow inside a program: calls whose targets hold programs, the branches of an `if`, the parts of a `while`.
+"""Control flow inside a program: calls whose targets contain programs, the branches of an `if` or a `while`'s blocks.
 
-Such a program within takes tensors and returns tensors, and has no weights: all that it needs are operands of the call.
+Such a nested program takes and returns tensors and has no weights: everything it needs is an operand of the call.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Cond(Control):
     def _typed(self, operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         predicate, *rest = operands
         if predicate.dtype != torch.bool or predicate.numel() != 1:
-            raise ValueError("the condition is not a flag")
+            raise ValueError("the condition must be a single boolean")
         for block in self.blocks:
             _check_operands(block, rest)
         yes, no = (_results(block) for block in self.blocks)
         if [(t.dtype, t.shape) for t in yes] != [(t.dtype, t.shape) for t in no]:
-            raise ValueError("the branches return other types")
+            raise ValueError("the branches return different types")
         return _made(yes)
 
 
@@ -125,9 +125,9 @@ class While(Control):
             _check_operands(block, operands)
         going, carried = (_results(block) for block in self.blocks)
         if len(going) != 1 or going[0].dtype != torch.bool or going[0].numel() != 1:
-            raise ValueError("the condition is not a flag")
+            raise ValueError("the condition must be a single boolean")
         if [(t.dtype, t.shape) for t in carried] != [(t.dtype, t.shape) for t in operands[: len(carried)]]:
-            raise ValueError("the body returns other types than it takes")
+            raise ValueError("the loop body returns different types than it takes")
         return _made(carried)
 
 
@@ -177,16 +177,16 @@ def _parts(node: fx.Node) -> tuple[type[Control], list[str], list[fx.Node]]:
     given = args[1:3] if is_cond else args[:2]
     operands = [args[0], *args[3]] if is_cond else [*args[2], *args[3]]
     if not all(isinstance(value, fx.Node) for value in operands):
-        raise _refused("it is given Python numbers", origin_of_meta(node.meta))
+        raise _refused("Python numbers are passed to it", origin_of_meta(node.meta))
     return (Cond if is_cond else While), [str(value.target) for value in given], operands
 
 
 def _refused(why: str, where: str = "") -> GraphBreakError:
     return GraphBreakError(
-        "control flow that a Program cannot hold",
+        "unsupported control flow",
         where=where or None,
         why=why,
-        fix="carry tensors: torch.tensor(0) instead of 0",
+        fix="use tensors: torch.tensor(0) instead of 0",
     )
 
 
@@ -226,7 +226,7 @@ def _block(title: str, module: fx.GraphModule, constants: dict[int, torch.Tensor
     (returned,) = next(iter(reversed(module.graph.nodes))).args
     values = list(returned) if isinstance(returned, (list, tuple)) else [returned]
     if not all(isinstance(value, fx.Node) for value in values):
-        raise _refused("a branch returns something else than tensors")
+        raise _refused("a branch returns something other than tensors")
     return _program(title, graph, [mapping[value] for value in values])
 
 
@@ -284,7 +284,7 @@ def _check_operands(block: Program, operands: Sequence[torch.Tensor]) -> None:
     wanted = [item.type for item in block.signature.inputs]
     # Strides too: a view within was checked for them.
     if len(wanted) != len(operands) or not all(map(TensorType.matches, map(TensorType.of, operands), wanted)):
-        raise ValueError("the operands are not of the types that are expected within")
+        raise ValueError("the operand types do not match the inputs of the nested programs")
 
 
 def all_calls(program: Program) -> Iterator[fx.Node]:

@@ -15,7 +15,7 @@ from tsopt.compiler.graph.program import Program
 
 
 class Impossible(Exception):
-    """A call that a rule wanted to make is refused by the op; the driver declines the rule there."""
+    """The op rejects a call that a rule wanted to make; the driver declines the rule there."""
 
 
 def new_call(
@@ -29,7 +29,7 @@ def new_call(
     try:
         value = infer(program, target, args, kwargs)
     except Exception as error:  # the op's own checks decide what fits
-        raise Impossible(f"{target} refuses: {str(error).splitlines()[0][:120]}") from error
+        raise Impossible(f"{target} rejects its arguments: {str(error).splitlines()[0][:120]}") from error
     with program.graph.inserting_before(before):
         node = program.graph.call_function(target, args, kwargs)
     node.meta = {key: origin.meta[key] for key in ("module", "source") if key in origin.meta} | {"val": value}

@@ -1,4 +1,4 @@
-"""The type of a call's result, by running the op on fake tensors."""
+"""Infers the type of a call's result by running the op on fake tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How many bytes of activations live at once when a program is run in its order. Never changes a program.
+"""Peak bytes of live activations when a program runs in its order. Never changes a program.
 
-Counted is what calls allocate: not inputs, not weights. A view adds nothing and keeps alive what it looks at. Backends
-that reuse buffers or fuse stay below this estimate; it is the same yardstick for every order of the same calls.
+Only what calls allocate is counted, not inputs or weights. A view adds nothing and keeps its base alive. Backends that
+reuse buffers or fuse stay below this estimate; it compares different orders of the same calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about ATen ops, read from their schema and tags. The exceptions sit in one table, each with its reason."""
+"""Facts about ATen ops, read from their schema and tags. The exceptions are in one table, each with its reason."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANDOM_ONLY_IF: dict[str, tuple[Callable[[Arguments], bool], str]] = {
     "aten::feature_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
     "aten::alpha_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
     "aten::feature_alpha_dropout": (lambda a: a["train"] and a["p"] > 0, "does nothing in eval mode"),
-    "aten::rrelu": (lambda a: a["training"], "a fixed slope in eval mode"),
-    "aten::scaled_dot_product_attention": (lambda a: a["dropout_p"] > 0, "draws only for dropout"),
-    "aten::lstm": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
-    "aten::gru": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
-    "aten::rnn_tanh": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
-    "aten::rnn_relu": (lambda a: a["train"] and a["dropout"] > 0, "draws only for dropout"),
+    "aten::rrelu": (lambda a: a["training"], "uses a fixed slope in eval mode"),
+    "aten::scaled_dot_product_attention": (lambda a: a["dropout_p"] > 0, "random only if dropout is active"),
+    "aten::lstm": (lambda a: a["train"] and a["dropout"] > 0, "random only if dropout is active"),
+    "aten::gru": (lambda a: a["train"] and a["dropout"] > 0, "random only if dropout is active"),
+    "aten::rnn_tanh": (lambda a: a["train"] and a["dropout"] > 0, "random only if dropout is active"),
+    "aten::rnn_relu": (lambda a: a["train"] and a["dropout"] > 0, "random only if dropout is active"),
 }
 
 # Ops whose contents are whatever was in memory: as little a constant as a random number.

@@ -1,4 +1,4 @@
-"""Where a value comes from: the user's module path and source line, and the rewrites that it has been through."""
+"""Where a value comes from: module path and source line in the user's code, and the rewrites that produced it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights in memory of a program's own, so that what the user's model does to its weights later stays there.
+"""Copies of the weights, owned by a program, so that later changes to the user's model do not affect it.
 
-Views stay views: weights that share memory share it in the copy as well, and an expanded weight is not written out.
+Views stay views: weights that share memory share it in the copy as well, and an expanded weight is not materialized.
 """
 
 from __future__ import annotations

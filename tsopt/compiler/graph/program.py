@@ -23,11 +23,11 @@ from tsopt.compiler.graph.origin import comment_on, origins_of, rule_of
 
 
 class Numerics(enum.IntEnum):
-    """What a rewrite may do to values; the weakest one applied sets the tolerance of the final check."""
+    """How a rewrite may change values; the weakest class applied sets the tolerance of the final check."""
 
-    EXACT = 0  # same bits for every input: inf, the sign of zero, the places of NaN
-    ROUNDING = 1  # the same real function, rounded elsewhere
-    LOSSY = 2  # approximates on purpose; only when asked for
+    EXACT = 0  # bit-identical for every input, including inf, the sign of zero and the positions of NaN
+    ROUNDING = 1  # the same real function, rounded differently
+    LOSSY = 2  # an approximation; only on request
 
 
 @dataclass
@@ -36,15 +36,16 @@ class Program:
 
     Attributes:
         graph: placeholder, get_attr, call_function and output nodes. `meta["val"]` is a fake tensor,
-            `meta["module"]` the user's module path, `meta["source"]` a `file:line` of the user's code; of what a rule
-            has made, `meta["rule"]` its name and `meta["origins"]` where all came from that it replaced.
-        weights: tensor of each get_attr target, shared with the user's model. State that the model
-            writes is not here: it is an input and an output of the graph (see `Signature`).
+            `meta["module"]` the user's module path, `meta["source"]` a `file:line` in the user's code. A node that a
+            rule created has the rule's name in `meta["rule"]`, and the origins of everything that it replaced in
+            `meta["origins"]`.
+        weights: the tensor of each get_attr target, shared with the user's model. State that the model
+            writes is not included: it is an input and an output of the graph (see `Signature`).
         signature: inputs, outputs and their nesting.
         state: the live tensors behind the signature's state inputs, by name.
         numerics: the weakest class of rewrite applied so far.
-        name: the class of the model, for titles.
-        frontend: who has read the model and why, where that was not torch.export as usual.
+        name: the class name of the model, for titles.
+        frontend: how the model was captured, and why, if not by torch.export.
     """
 
     graph: fx.Graph
@@ -56,7 +57,7 @@ class Program:
     frontend: str = ""
 
     def copy(self) -> Program:
-        """A copy to edit: own graph, same weights."""
+        """A copy to edit: a separate graph with the same weights."""
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -64,7 +65,7 @@ class Program:
         return replace(self, graph=graph, weights=dict(self.weights))
 
     def module(self) -> fx.GraphModule:
-        """The graph as a GraphModule that shares the weights; flat tensors in, a tuple of flat tensors out."""
+        """The graph as a GraphModule that shares the weights; it takes flat tensors and returns a tuple of tensors."""
         root = {name: self.weights[name] for name in self.used_weights()}
         return fx.GraphModule(_plain_names(root), _renamed(self.graph), class_name=self.name)
 
@@ -76,7 +77,7 @@ class Program:
 
     @property
     def node_count(self) -> int:
-        """Calls that do something: not the bookkeeping of multi-output ops."""
+        """The number of op calls, without the getitem calls of multi-output ops."""
         count = 0
         for node in self.calls():
             blocks = ops.blocks_of(node)
@@ -86,7 +87,7 @@ class Program:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The returned values: writes first, then the user's."""
+        """The returned values: writes first, then the results of the model."""
         return list(cast("tuple[fx.Node, ...]", self.output_node.args[0]))
 
     @property
@@ -103,7 +104,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        """The program for humans, goldens and the fingerprint."""
+        """The program as text: for printing, golden files and the fingerprint."""
         dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
         return "\n".join([f"program {self.name}{dims}", *self.lines()])
 
@@ -146,7 +147,7 @@ class Program:
         return f"return {', '.join(parts)}"
 
     def value_names(self) -> dict[fx.Node, str]:
-        """Names that do not depend on what passes created in between: inputs and weights keep theirs, calls count."""
+        """Names that do not depend on the order of rewrites: inputs and weights keep theirs, calls are numbered."""
         names: dict[fx.Node, str] = {}
         count = 0
         taken = {item.name for item in self.signature.inputs}
@@ -164,7 +165,7 @@ class Program:
         return names
 
     def fingerprint(self, *, contents: bool = False) -> str:
-        """sha256 of the text without origins; with `contents`, of the bytes of the weights as well."""
+        """sha256 of the text without origins; with `contents`, also of the bytes of the weights."""
         digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
         digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
         digest.update(repr(self.signature.dims).encode())
@@ -224,7 +225,7 @@ def tensor_type(node: fx.Node) -> TensorType:
     """The recorded type of a value that is one tensor."""
     found = type_of(node)
     if not isinstance(found, TensorType):
-        raise TypeError(f"{node.name} is not one tensor")
+        raise TypeError(f"{node.name} is not a single tensor")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Which whole numbers the values of a program can hold: interval arithmetic, op by op. Never changes a program.
+"""The ranges of integer values in a program: interval arithmetic, op by op. Never changes a program.
 
-A Range is of the numbers themselves, before they wrap around in their dtype: `int8 + int8` holds up to 254. What
-follows then starts from the dtype's own range again. Of an op without a rule nothing is known: it may wrap around.
+A Range holds the mathematical result, before it wraps around in its dtype: `int8 + int8` goes up to 254. Its users then
+start from the range of the dtype again. Nothing is known about the result of an op without a rule: it may wrap around.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Program <-> files: the graph as JSON that names nothing but known ops, the weights as safetensors.
+"""Program <-> files: the graph as JSON that refers only to known ops, the weights as safetensors.
 
-State that the model writes is not part of it: whoever runs the program owns that.
+State that the model writes is not included: it belongs to the caller.
 
 Reading executes no code from the file: an op is looked up by its exact overload name among functional
-ATen ops, and the program is verified before anybody runs it.
+ATen ops, and the program is verified before it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tsopt.compiler.graph.verify import verify_program
 from tsopt.errors import BackendError, BundleError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
-MAX_NODES, MAX_TEXT = 20_000, 1 << 26  # of a file that nobody vouches for: each node takes a millisecond to check
+MAX_NODES, MAX_TEXT = 20_000, 1 << 26  # of an untrusted file: each node takes a millisecond to check
 SIZE_BITS, MAX_BITS, MAX_POWER = 48, 1024, 4  # of a size, and of what may be computed from sizes
 
 
@@ -116,7 +116,7 @@ def _meta_json(node: fx.Node) -> dict[str, Any]:
 
 
 def _undecided_type(program: Program, node: fx.Node) -> dict[str, Any]:
-    """The type of a call that nobody can derive without values; none for the others, which the reader derives."""
+    """The type of a call whose result depends on values; empty for the others, whose type the reader infers."""
     found = type_of(node) if ops.is_call(node) else None
     if not isinstance(found, TensorType):
         return {}
@@ -195,11 +195,13 @@ class _Reader:
         if item["op"] == "output":
             return self.graph.output(*args)
         if item["op"] != "call_function":
-            raise BundleError(f"a stored node is a {item['op']!r}")
+            raise BundleError(f"the stored program has an unknown kind of node: {item['op']!r}")
         target = _control(item, self.own) if item["target"] in KINDS else _overload(item["target"])
         reason = "" if self.own else refusal(target, args, kwargs)
         if reason:
-            raise BundleError(f"the stored program calls {str(item['target'])[:80]}, which a file may not", why=reason)
+            raise BundleError(
+                f"the stored program calls {str(item['target'])[:80]}, which is not allowed in a file", why=reason
+            )
         made = self.graph.call_function(target, args, kwargs)
         if ops.is_number(made):
             self.bits[made] = self._bits(made)
@@ -227,7 +229,7 @@ class _Reader:
             raise BundleError(f"a stored number is damaged: {name}{str(node.args)[:80]}")
         found = known[0] * MAX_POWER if name == "pow" else sum(known) + 1
         if found > MAX_BITS:
-            raise BundleError("a stored number from sizes can become too long", why=f"more than {MAX_BITS} bits")
+            raise BundleError("a stored size expression can become too large", why=f"more than {MAX_BITS} bits")
         return found
 
     def fake(self, type_: TensorType) -> Any:
@@ -266,7 +268,7 @@ def _on(device: str, tensor: torch.Tensor) -> torch.Tensor:
         return put(tensor, device)
     except UsageError as error:
         raise BundleError(
-            f"the program is for {device[:40]}, which cannot be used here", why=error.why, fix=error.fix
+            f"the program needs {device[:40]}, which is not usable on this machine", why=error.why, fix=error.fix
         ) from error
 
 
@@ -280,7 +282,7 @@ def _type_from(data: Any) -> TensorType:
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
     if any(step < 0 for step in stride) or span > 2 * max(tensor.numel(), 1):
-        raise BundleError("a stored weight has impossible strides", why=f"{stride} for shape {tuple(tensor.shape)}")
+        raise BundleError("a stored weight has invalid strides", why=f"{stride} for shape {tuple(tensor.shape)}")
     base = tensor
     for dim, step in enumerate(stride):  # an expanded weight: one value seen many times
         base = base.narrow(dim, 0, 1) if step == 0 and base.shape[dim] > 1 else base
@@ -288,7 +290,7 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _bits_of(value: Any) -> int | None:
-    """Of a number that is written down; None for what is none."""
+    """Of a literal number; None for anything else."""
     return value.bit_length() if type(value) is int else 0 if type(value) is float else None
 
 
@@ -298,14 +300,14 @@ def _check_memory(target: Any, value: Any) -> None:
         needed = tensor.untyped_storage().nbytes()
         if needed > machine_memory():
             raise BundleError(
-                f"the stored program calls {str(target)[:80]}, whose result does not fit into this machine",
-                why=f"it takes {needed / 1e9:.0f} GB, there are {machine_memory() / 1e9:.0f}",
+                f"the stored program calls {str(target)[:80]}, whose result does not fit into memory",
+                why=f"it needs {needed / 1e9:.0f} GB; this machine has {machine_memory() / 1e9:.0f} GB",
             )
 
 
 @functools.cache
 def machine_memory() -> int:
-    """Bytes of memory that the machine has; without end where it does not say."""
+    """Bytes of memory of this machine; a very large number if unknown."""
     names: dict[str, int] = getattr(os, "sysconf_names", {})
     if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
         return 1 << 62
@@ -322,7 +324,7 @@ def _provenance_from(item: Any) -> dict[str, Any]:
 def _control(item: Any, own: bool) -> Control:
     kind, blocks = KINDS[item["target"]], item["blocks"]
     if len(blocks) != len(kind.titles):
-        raise BundleError(f"a stored {item['target']} has {len(blocks)} programs within")
+        raise BundleError(f"a stored {item['target']} has {len(blocks)} nested programs, expected {len(kind.titles)}")
     return kind(tuple(_Reader(block, {}, own).program(()) for block in blocks))
 
 

@@ -1,8 +1,8 @@
-"""Which ops a program from a file may call, and with which arguments: those that check what they are given.
+"""The ops that a program from a file may call, and the arguments they accept: only ops that validate their arguments.
 
-ATen also holds ops that believe their arguments, because only other ops call them: with indices of its own, such a call
-reads or writes memory that is not its. So an op must be pointwise, or be in the table, and arguments that switch checks
-off are refused. What a new version of PyTorch adds is refused until somebody has looked at it.
+ATen also has internal ops that trust their arguments: a call with invalid indices reads or writes memory out of bounds.
+So an op must be pointwise or on the list, and arguments that disable checks are refused. Ops that are new in a PyTorch
+version are refused until they have been reviewed.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ zeros zeros_like
 """
 LISTED = frozenset(_NAMES.split())
 
-# Public functions that the same calls have shown to believe their arguments (PyTorch 2.13, CPU).
+# Public functions that the same calls have shown to trust their arguments (PyTorch 2.13, CPU).
 REFUSED: dict[str, str] = {
-    "embedding_bag": "its offsets may lie outside of its indices: it reads there",
-    "linalg_eigvals": "a NaN or an infinity ends the process in LAPACK",
-    "linalg_ldl_solve": "its pivots may lie outside of the matrix: it writes there",
-    "lu_unpack": "its pivots may be fewer than the rows: it reads behind them",
-    "segment_reduce": "its offsets may lie outside of the data: it reads there",
+    "embedding_bag": "offsets are not bounds-checked: it can read past the indices",
+    "linalg_eigvals": "a NaN or an infinity crashes the process in LAPACK",
+    "linalg_ldl_solve": "pivots are not bounds-checked: it can write outside the matrix",
+    "lu_unpack": "the number of pivots is not checked: it can read past them",
+    "segment_reduce": "offsets are not bounds-checked: it can read outside the data",
 }
 
 # Namespaces beside ATen whose ops are compositions of ATen's, without kernels of their own.
@@ -112,7 +112,7 @@ def refusal(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
         return REFUSED[name]
     pointwise = torch.Tag.pointwise in target.tags and not name.startswith("_") and "backward" not in name
     if not (pointwise or name in LISTED or target._schema.name in CHECKS or target.namespace in COMPOSED):
-        return "it is not among the ops that check all that they are given"
+        return "it is not on the list of ops that validate their arguments"
     for value in (*args, *kwargs.values()):
         reason = _of_another_kind(value)
         if reason:
@@ -126,11 +126,11 @@ def refusal(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
 def _of_another_kind(value: Any) -> str:
     """Tensors that are not dense, or have no memory: kernels do not expect them where no type says so."""
     if isinstance(value, torch.layout) and value is not torch.strided:
-        return f"a tensor is {value}"
+        return f"unsupported layout {value}"
     if isinstance(value, torch.device) and value.type not in DEVICES:
-        return f"a tensor is on {value}"
+        return f"unsupported device {value}"
     if isinstance(value, torch.dtype) and value not in DTYPES:
-        return f"a tensor is {value}"
+        return f"unsupported dtype {value}"
     return ""
 
 
@@ -138,14 +138,14 @@ def _modes(bound: Mapping[str, Any]) -> str:
     """With a mode that there is not, the result is left as it was in memory."""
     modes = bound["interpolation_mode"], bound["padding_mode"]
     known = all(type(mode) is int and 0 <= mode <= 2 for mode in modes)
-    return "" if known else f"its modes are {str(modes)[:40]}"
+    return "" if known else f"invalid modes {str(modes)[:40]}"
 
 
 def _cells(bound: Mapping[str, Any]) -> str:
     """NOTE: oneDNN takes the sizes of the state and of the weights for granted; only Python's `nn.LSTM` checks them."""
-    bad = "its state or its weights are not of the sizes of its input"
+    bad = "the sizes of its state or its weights do not match its input"
     if not {"input", "hx", "params", "num_layers", "bidirectional", "has_biases", "batch_first"} <= set(bound):
-        return "of a packed sequence, whose sizes it takes for granted"
+        return "the sizes of a packed sequence are not checked"
     x, *state = (_shape(value) for value in (bound["input"], *bound["hx"]))
     weights = [_shape(value) for value in bound["params"]]
     layers, ways, biases = bound["num_layers"], 1 + bool(bound["bidirectional"]), bool(bound["has_biases"])
@@ -172,7 +172,7 @@ def _truncating(bound: Mapping[str, Any]) -> str:
     if bound.get("rounding_mode") != "trunc" or any(_is_real(value) for value in values):
         return ""
     literal = type(divisor) is int and divisor != -1
-    return "" if literal else "a truncating division of integers by a computed value can kill the process"
+    return "" if literal else "truncating integer division by a computed value can crash the process"
 
 
 def _is_real(value: Any) -> bool:

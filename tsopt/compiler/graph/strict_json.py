@@ -1,4 +1,4 @@
-"""JSON that can be read in one way only: UTF-8, every key once, numbers that are numbers."""
+"""Strict JSON: UTF-8, no duplicate keys, no NaN or infinity."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def _every_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:40]!r} is there twice")
+        raise ValueError(f"duplicate key {twice[:40]!r}")
     return found
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
+    raise ValueError(f"{text} is not a valid number")

@@ -1,4 +1,4 @@
-"""The values that a program's nodes have on real inputs. Never changes a program."""
+"""Computes the values of a program's nodes on real inputs. Never changes a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
 SEED = "seed"  # in the meta of a random call; copies of the node keep it
-NO_SEED = "a random call that a pass has created"
+NO_SEED = "a random call created by a pass"
 
 
 @dataclass(frozen=True, slots=True)

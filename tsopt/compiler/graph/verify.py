@@ -1,4 +1,4 @@
-"""The invariants of a Program, re-derived rather than trusted. An error cites the number and shows the place."""
+"""Checks the invariants of a Program, re-deriving all types. An error cites the invariant and shows the lines."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _check_nodes(program: Program) -> None:
     last = program.output_node
     for node in program.graph.nodes:
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
-            raise _fault(program, node, 1, f"a {node.op} node")
+            raise _fault(program, node, 1, f"unexpected {node.op} node")
         if (node.op == "output") != (node is last):
             raise _fault(program, node, 1, "the output is not the last node")
         for source in node.all_input_nodes:
             if source not in seen:
-                raise _fault(program, node, 1, f"it uses {source.name}, which comes later or not at all")
+                raise _fault(program, node, 1, f"it uses {source.name}, which is not defined before it")
         seen.add(node)
         if not ops.is_call(node):
             continue
@@ -56,16 +56,18 @@ def _check_nodes(program: Program) -> None:
             _check_block(block)
         known = blocks or ops.is_overload(node.target) or node.target is operator.getitem or ops.is_number(node)
         if not known:
-            raise _fault(program, node, 2, f"a call of {node.target}, which is no ATen overload")
+            raise _fault(program, node, 2, f"a call to {node.target}, which is not an ATen overload")
         if ops.writes(node.target):
-            raise _fault(program, node, 2, "it writes one of its arguments")
+            raise _fault(program, node, 2, "it writes to one of its arguments")
 
 
 def _check_block(block: Program) -> None:
-    """A program within: as any other, without weights, and without memory of what it is given."""
+    """A nested program: like any other, but without weights, and with outputs that do not share memory."""
     verify_program(block)
     if block.used_weights() or output_aliases(block):
-        raise InvalidProgram("invariant 2: a program within has weights, or returns what it is given", where=block.name)
+        raise InvalidProgram(
+            "invariant 2: a nested program has weights, or outputs that share memory", where=block.name
+        )
 
 
 def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:
@@ -75,10 +77,10 @@ def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:
         except ops.UNDECIDED:
             continue  # the type is known from capture alone
         except Exception as error:  # whatever the op raises is the finding
-            raise _fault(program, node, 3, f"the call is not possible: {str(error)[:200]}") from error
+            raise _fault(program, node, 3, f"the call is invalid: {str(error)[:200]}") from error
         recorded = type_of(node)
         if not _same(recorded, derived):
-            raise _fault(program, node, 3, f"recorded as {format_type(recorded)}, computes {format_type(derived)}")
+            raise _fault(program, node, 3, f"recorded as {format_type(recorded)}, but computes {format_type(derived)}")
 
 
 def _same(a: object, b: object) -> bool:
@@ -95,7 +97,7 @@ def _check_weights(program: Program) -> None:
             continue
         weight = program.weights.get(str(node.target))
         if weight is None:
-            raise _fault(program, node, 4, "no weight of this name")
+            raise _fault(program, node, 4, "there is no weight with this name")
         if not _same(type_of(node), TensorType.of(weight)):
             raise _fault(program, node, 4, f"the weight is {TensorType.of(weight)}")
 
@@ -104,14 +106,14 @@ def _check_inputs(program: Program) -> None:
     found = [type_of(node) for node in program.graph.nodes if node.op == "placeholder"]
     wanted = [item.type for item in program.signature.inputs]
     if len(found) != len(wanted) or not all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
-        raise InvalidProgram("invariant 5: the inputs are not those of the capture", where=program.name)
+        raise InvalidProgram("invariant 5: the inputs do not match the signature", where=program.name)
 
 
 def _check_outputs(program: Program) -> None:
     values = program.output_node.args[0]
     wanted = program.signature.outputs
     if not isinstance(values, tuple) or len(values) != len(wanted):
-        raise _fault(program, program.output_node, 6, f"{len(wanted)} outputs expected")
+        raise _fault(program, program.output_node, 6, f"expected {len(wanted)} outputs")
     for value, item in zip(values, wanted, strict=True):
         if not isinstance(value, fx.Node) or not _same(type_of(value), item.type):
             found = format_type(type_of(value)) if isinstance(value, fx.Node) else repr(value)
@@ -141,7 +143,7 @@ def _check_aliases(program: Program, allowed: AliasGroups) -> None:
     if new:
         position, source = min(new, key=str)
         name = program.signature.outputs[position].name
-        raise _fault(program, program.output_node, 7, f"output {name} has started to share memory with {source}")
+        raise _fault(program, program.output_node, 7, f"output {name} now shares memory with {source}")
 
 
 def _fault(program: Program, node: fx.Node, number: int, what: str) -> InvalidProgram:

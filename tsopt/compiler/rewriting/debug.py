@@ -1,8 +1,8 @@
-"""Finds the rewrite that changes values: runs the program on real inputs while passes rewrite it.
+"""Finds the rewrite that changes values, by running the program on real inputs while passes rewrite it.
 
-What a rule does is judged at its site, right before it is done, while the value and what replaces it are both in the
-graph; what a pass does by what the program returns before and after it, and fuel then finds the rewrite in it.
-Knows no tolerance: who says whether two values are equal is handed in.
+A rule is checked at its site, right before the rewrite, while the old and the new value are both in the graph. A pass
+is checked by the program's outputs before and after it, and bisection over fuel then finds the rewrite. The comparison
+of two values is supplied by the caller, so this file knows no tolerances.
 """
 
 from __future__ import annotations

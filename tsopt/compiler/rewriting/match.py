@@ -1,4 +1,4 @@
-"""Pattern function -> Pattern; match a pattern at a node.
+"""Traces a pattern function into a Pattern, and matches a pattern at a node.
 
 A pattern is a plain function over ATen overloads. Its parameters are holes; the same hole twice must be
 the same value. Arguments compare by schema name with defaults filled in, literals by type and bits.
@@ -40,7 +40,7 @@ def pattern(function: Callable[..., Any]) -> Pattern:
         graph = fx.Tracer().trace(function)
     root = next(iter(reversed(graph.nodes))).args[0]
     if not isinstance(root, fx.Node) or not ops.is_call(root):
-        raise TypeError("a pattern must return the value of a call")
+        raise TypeError("a pattern must return the result of a call")
     holes = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     return Pattern(root, holes, sum(1 for node in graph.nodes if ops.is_call(node)))
 

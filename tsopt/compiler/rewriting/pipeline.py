@@ -1,4 +1,4 @@
-"""Runs passes over a private copy: checks after each, and a ledger of what was done and what was declined."""
+"""Runs passes on a private copy of a program, checks it after each, and records what was rewritten and declined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tsopt.errors import InvalidProgram, PassError, TsoptError
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A rewrite that was made: the rule (or the pass), and where in the user's model."""
+    """A rewrite that was applied: the rule (or the pass), and where in the user's model."""
 
     rule: str
     where: str
@@ -27,7 +27,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A rewrite that nearly happened, and the condition that failed."""
+    """A near miss: a rewrite that was not applied, and the condition that failed."""
 
     rule: str
     where: str
@@ -36,7 +36,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What a pass says it did."""
+    """The changes that a pass reports."""
 
     done: tuple[Done, ...] = ()
     declined: tuple[Declined, ...] = ()
@@ -45,11 +45,11 @@ class Changes:
 
 @dataclass
 class Limits:
-    """What a run allows.
+    """The limits of a run.
 
     numerics: the weakest class of rewrite that may be applied.
-    fuel: how many rewrites may still be made; None for no limit. To find a guilty one by bisection.
-    without: names of rules and passes that are left out.
+    fuel: how many more rewrites may be applied; None for no limit. Used to find a wrong rewrite by bisection.
+    without: names of the rules and passes to leave out.
     on_rewrite: called right before each rewrite.
     """
 
@@ -59,7 +59,7 @@ class Limits:
     on_rewrite: Callable[[], None] | None = None
 
     def take(self) -> bool:
-        """Takes a unit of fuel, right before a rewrite is made; False when there is none left."""
+        """Takes one unit of fuel; call it right before a rewrite. False if there is none left."""
         if self.fuel is not None:
             self.fuel -= 1
             if self.fuel < 0:
@@ -77,13 +77,13 @@ class Named(Protocol):
 
 
 class Pass(ABC):
-    """Edits the program that it is given, a private copy of the user's. What it does depends only on the program.
+    """Edits a program in place: a private copy of the user's. The result depends only on the program.
 
     Attributes:
-        name: in records, and for `--without`.
-        numerics: the class of its mildest rewrite: it is not run where not even that is allowed.
-        size_dependent: whether what it does depends on what pays, and so on the sizes of values.
-        rules: that it applies, each of which can be left out by its name.
+        name: the name in records and for `--without`.
+        numerics: the strictest class among its rewrites; the pass is skipped if not even that is allowed.
+        size_dependent: whether its rewrites depend on a cost estimate, and so on the sizes of values.
+        rules: the rules that it applies, each of which can be left out by name.
     """
 
     __slots__ = ()
@@ -94,25 +94,25 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, program: Program, limits: Limits) -> Changes:
-        """Edits the program; what was done, and what nearly was."""
+        """Edits the program, and returns the rewrites and the near misses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Runs its passes in turn until none of them changes anything; at most `limit` rounds."""
+    """Runs its passes in turn until none of them changes the program, for at most `limit` rounds."""
 
     passes: tuple[Pass | Repeat, ...]
     limit: int = 10
 
 
 class Observer(Protocol):
-    """Looks at each pass before and after it is run, and at each rewrite before it is made."""
+    """Observes each pass before and after it runs, and each rewrite before it is applied."""
 
     def start(self, item: Pass, program: Program) -> Pass:
-        """The pass to run in place of `item`; `program` is the copy that it will edit."""
+        """The pass to run instead of `item`; `program` is the copy that it will edit."""
 
     def on_rewrite(self) -> None:
-        """Called when what is replaced and what replaces it are both in the graph."""
+        """Called when the old value and its replacement are both in the graph."""
 
     def finish(self, item: Pass, before: Program, after: Program, changes: Changes, limits: Limits) -> None:
         """Called when `after` has passed the checks."""
@@ -120,7 +120,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a program costs: calls, bytes of weights, and the most bytes of activations that live at once."""
+    """The size of a program: calls, bytes of weights, and peak bytes of live activations."""
 
     nodes: int
     weight_bytes: int
@@ -181,7 +181,7 @@ def run(
         keep_going: a pass that fails is left out, and the others run without it; its record says why.
 
     Raises:
-        PassError: a pass broke an invariant or misreported a change, or a Repeat did not come to rest.
+        PassError: a pass broke an invariant or misreported a change, or a Repeat did not converge.
         Exception: whatever a pass raises.
     """
     verify_program(program, touched=())  # the types are the capture's; all are re-derived at the end
@@ -293,9 +293,9 @@ def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
             return program
     rules = sorted({done.rule for record in records[before:] for done in record.done})
     error = PassError(
-        f"a Repeat did not come to rest in {item.limit} rounds",
-        why=f"still being applied: {', '.join(rules)}",
-        fix="two rules undo each other: leave one out (--without RULE)",
+        f"a Repeat did not converge in {item.limit} rounds",
+        why=f"rules still being applied: {', '.join(rules)}",
+        fix="leave out one of the rules that undo each other: --without RULE",
     )
     raise _Failed([record.name for record in records[before:] if record.changed][-1], error)
 
@@ -311,7 +311,7 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
     fingerprint = before.fingerprint if snapshot.is_current(edited) else edited.fingerprint()
     changed = before.fingerprint != fingerprint
     if changed != bool(changes.done):
-        said = "a change and made none" if changes.done else "no change and made one"
+        said = "a change but made none" if changes.done else "no change but made one"
         error = PassError(f"the pass {item.name} reported {said}", fix=f"leave it out: --without {item.name}")
         raise _Failed(item.name, error)
     if changed:
@@ -351,7 +351,7 @@ def _check(edited: Program, item: Pass, touched: Iterable[fx.Node], aliases: Ali
         failure = PassError(
             f"the pass {item.name} broke the program",
             why=str(error),
-            fix=f"leave it out (--without {item.name}) and report this",
+            fix=f"leave it out (--without {item.name}), and report the bug",
         )
         failure.__cause__ = error
         raise _Failed(item.name, failure) from error

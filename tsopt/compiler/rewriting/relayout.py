@@ -1,7 +1,7 @@
-"""Strides of axes of size 1: no element is found by them, and yet kernels choose the layout of their results by them.
+"""Strides of axes of size 1: they address no elements, yet kernels choose the memory layout of their results by them.
 
-A value that is replaced by one with other strides there computes the same, but a convolution behind it may give its
-result in another layout. This file works out how far that goes.
+A replacement with different strides there computes the same values, but a convolution downstream may return its result
+in a different layout. This file works out how far the difference propagates.
 """
 
 from __future__ import annotations

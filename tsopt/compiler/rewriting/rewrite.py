@@ -1,8 +1,8 @@
-"""Rules: a pattern, and what to put in its place. The driver that applies them everywhere, until nothing fits.
+"""Rewrite rules, a pattern and its replacement, and the driver that applies them everywhere until none matches.
 
-The driver owns what no rule has to think of: the type of the replaced value stays the same to the stride,
-values used elsewhere are kept, outputs do not start to share memory, new nodes are typed and say where
-they come from.
+The driver takes care of everything that rules need not check: the type of the replaced value stays the same down to
+its strides, values with other users are kept, outputs do not start to share memory, and new nodes get a type and an
+origin.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, P
 from tsopt.compiler.rewriting.relayout import retyped_behind
 from tsopt.errors import PassError, RuleError, TsoptError
 
-USED_ELSEWHERE = "a value inside the pattern is used elsewhere"
-OTHER_LAYOUT = "the value would have another memory layout"
-OTHER_LAYOUT_BEHIND = "a value behind would have another memory layout"
+USED_ELSEWHERE = "a value inside the pattern has other users"
+OTHER_LAYOUT = "the value would have a different memory layout"
+OTHER_LAYOUT_BEHIND = "a downstream value would have a different memory layout"
 NEW_ALIAS = "an output would start to share memory with an input, a weight or another output"
-NO_DOC = "its equation is in its docstring, which python -OO leaves out"
+NO_DOC = "the equation is in the docstring, which python -OO removes"
 
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A rule's answer when a condition fails."""
+    """What a rule returns when a condition fails."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Patterns, what replaces them, and the class of its numerics. `doc` is the equation."""
+    """A rewrite rule: patterns, the function that replaces a match, and its numerics class. `doc` is the equation."""
 
     name: str
     patterns: tuple[Pattern, ...]
@@ -60,36 +60,36 @@ class Rule:
 
 
 def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> Callable[[Callable[..., Any]], Rule]:
-    """Makes a rule of a function `(at, *holes)` that returns the new value.
+    """Turns a function `(at, *holes)` that returns the new value into a rule.
 
-    It returns `at.skip(reason)` for a near miss, which the user is told of, and None where the pattern is
-    just too wide (a reshape that does reshape).
+    The function returns `at.skip(reason)` for a near miss, which is reported to the user, and None where the
+    pattern is merely too general (a reshape that does reshape).
     """
 
     def make(body: Callable[..., Any]) -> Rule:
         doc = (body.__doc__ or "").strip().splitlines() or ([NO_DOC] if sys.flags.optimize > 1 else [])
         if not doc:
-            raise TypeError(f"the rule {body.__name__} needs its equation as docstring")
+            raise TypeError(f"the rule {body.__name__} needs a docstring with its equation")
         return Rule(body.__name__, tuple(pattern(p) for p in patterns), body, numerics, doc[0])
 
     return make
 
 
 class Site:
-    """The place where a rule is tried: what a rule may ask and make."""
+    """The place where a rule is tried: what it may query and create there."""
 
     def __init__(self, program: Program, root: fx.Node) -> None:
         self.program, self.root = program, root
         self.created: list[fx.Node] = []
 
     def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new call, typed, in place of the root."""
+        """Creates a typed call, with the origin of the root."""
         node = new_call(self.program, self.root, self.root, target, args, kwargs)
         self.created.append(node)
         return node
 
     def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
-        """A new weight, under a fresh name that begins with `hint`."""
+        """Creates a weight, with a fresh name that begins with `hint`."""
         node = new_weight(self.program, self.root, fresh_name(hint, self.program.weights), value)
         self.created.append(node)
         return node
@@ -114,7 +114,7 @@ class Site:
         return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
 
     def discard(self) -> None:
-        """Takes back what was made here."""
+        """Removes everything created here."""
         for node in reversed(self.created):
             if node.op == "get_attr":
                 del self.program.weights[str(node.target)]
@@ -124,7 +124,7 @@ class Site:
 
 @dataclass(frozen=True)
 class RulePass(Pass):
-    """Applies rules to every value, in graph order, and again to whatever changed, until none fits."""
+    """Applies rules to every value in graph order, and again to everything that changed, until none matches."""
 
     name: str
     rules: tuple[Rule, ...]
@@ -170,8 +170,8 @@ class _Driver:
             if len(self.done) > bound:
                 names = sorted({done.rule for done in self.done[-50:]})
                 raise PassError(
-                    f"the pass {self.owner.name} does not come to an end",
-                    why=f"still being applied: {', '.join(names)}",
+                    f"the pass {self.owner.name} does not terminate",
+                    why=f"rules still being applied: {', '.join(names)}",
                     fix=f"leave one out: --without {names[0]}",
                 )
         return self.changes()
@@ -237,19 +237,19 @@ class _Driver:
             raise RuleError(
                 f"the rule {item.name} returned {type(result).__name__}",
                 where=origin_of(node) or node.name,
-                fix="return a value or at.skip(why)",
+                fix="return a value or at.skip(reason)",
             )
         before, after = type_of(node), type_of(result)
         self.retyped = {}
         if not isinstance(before, TensorType) or not isinstance(after, TensorType):
             if before != after:
-                raise RuleError(f"the rule {item.name} replaces {format_type(before)} by {format_type(after)}")
+                raise RuleError(f"the rule {item.name} replaces {format_type(before)} with {format_type(after)}")
             return None
         if (before.dtype, before.shape, before.device) != (after.dtype, after.shape, after.device):
             raise RuleError(
-                f"the rule {item.name} replaces {before} by {after}",
+                f"the rule {item.name} replaces {before} with {after}",
                 where=origin_of(node),
-                fix="guard with at.same_type",
+                fix="check at.same_type first",
             )
         if not before.same_layout(after.stride):
             return OTHER_LAYOUT

@@ -1,1 +1,1 @@
-"""Sizes that differ from call to call."""
+"""Dynamic dimensions: sizes that differ from call to call."""

@@ -1,4 +1,4 @@
-"""Which sizes may differ from call to call: as the user says it, or as several examples show it."""
+"""Which dimensions are dynamic: as specified by the user, or inferred from several examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tsopt.errors import UsageError
 Place = tuple[int, int]  # a tensor of the call, and an axis
 Wanted = dict[int, dict[int, Dim | None]]  # tensor of the call -> axis -> what it is called, where anybody has said
 _TEXT = re.compile(r"(?P<name>[A-Za-z_]\w*)(\[(?P<low>\d+)?\.\.(?P<high>\d+)?\])?")
-SYNTAX = "name, or name[low..high]"
+SYNTAX = "name or name[low..high]"
 SMALLEST = 2  # never traced with 0 or 1: torch takes these for sizes of their own kind
 
 
@@ -47,10 +47,12 @@ def dim(text: str | Dim) -> Dim:
     else:
         found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None:
-            raise UsageError(f"{text!r} is not a dimension", fix=f"write {SYNTAX}")
+            raise UsageError(f"invalid dimension {text!r}", fix=f"write {SYNTAX}")
         made = Dim(found["name"], int(found["low"] or 1), int(found["high"]) if found["high"] else None)
     if made.low < 0 or (made.high is not None and made.high < max(made.low, SMALLEST)):
-        raise UsageError(f"the range of {made} holds no two sizes", fix="a range such as batch[1..32]")
+        raise UsageError(
+            f"invalid range for {made}", fix="use a range that reaches at least 2, for example batch[1..32]"
+        )
     return made
 
 
@@ -68,20 +70,22 @@ def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Examp
     known: dict[str, Dim] = {}
     for name, axes in wanted.items():
         if name not in names:
-            raise UsageError(f"dynamic: there is no input {name!r}", fix=f"one of: {', '.join(names)}")
+            raise UsageError(f"dynamic: there is no input {name!r}", fix=f"choose one of: {', '.join(names)}")
         if not isinstance(axes, Mapping):
-            raise UsageError(f"dynamic: {name!r} is not followed by axes", fix=f'{{"{name}": {{0: "batch"}}}}')
+            raise UsageError(f"dynamic: {name!r} must map axes to names", fix=f'write {{"{name}": {{0: "batch"}}}}')
         position = names.index(name)
         rank = leaves[position].dim()
         for axis, text in axes.items():
             if type(axis) is not int or not -rank <= axis < rank:
-                raise UsageError(f"dynamic: {name!r} has no axis {axis!r}", fix=f"0 to {rank - 1}")
+                raise UsageError(f"dynamic: {name!r} has no axis {axis!r}", fix=f"use an axis from 0 to {rank - 1}")
             made = dim(text)
             if known.setdefault(made.name, made) != made:
-                raise UsageError(f"dynamic: {made.name} has two ranges", fix="the same range at each axis")
+                raise UsageError(
+                    f"dynamic: {made.name} has two different ranges", fix="give the same range at every axis"
+                )
             found.setdefault(position, {})[axis % rank] = made
     if not found:
-        raise UsageError("dynamic names no axis", fix='{"x": {0: "batch"}}')
+        raise UsageError("dynamic does not name an axis", fix='write {"x": {0: "batch"}}')
     return found
 
 
@@ -100,9 +104,9 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
         ]
         if other != structure or not all(kinds):
             raise UsageError(
-                "the examples differ in more than sizes",
-                why="a list of examples says which sizes are dynamic; all else must be the same",
-                fix="pass calls that differ only in their sizes; several arguments are a tuple: (x, y)",
+                "the examples differ in more than their sizes",
+                why="the sizes that differ between the examples become dynamic; everything else must be the same",
+                fix="pass examples that differ only in their sizes; pass several arguments as a tuple: (x, y)",
             )
         for position, (a, b) in enumerate(zip(first, leaves, strict=True)):
             for axis, (mine, theirs) in enumerate(zip(a.shape, b.shape, strict=True)):
@@ -110,15 +114,15 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
                     found.setdefault(position, {})[axis] = None
     if not found:
         raise UsageError(
-            "the examples have the same sizes",
-            why="a list holds several examples, and what differs between them is dynamic",
-            fix="pass one of them; several arguments are a tuple, (x, y), one that is a list is ([x, y],)",
+            "the examples all have the same sizes",
+            why="a list means several examples, and the sizes that differ between them become dynamic",
+            fix="pass one example; pass several arguments as a tuple, (x, y), and a single list argument as ([x, y],)",
         )
     return found
 
 
 def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
-    """What to capture: the largest example is traced, with sizes of 0 and 1 made larger."""
+    """What to capture: the largest example is traced, with dynamic sizes of 0 and 1 made larger."""
     flat = [flatten((item.args, item.kwargs))[0] for item in examples]
     seen = {
         (position, axis): tuple(int(leaves[position].shape[axis]) for leaves in flat)

@@ -1,9 +1,9 @@
 """Passes on a program with dynamic sizes: they run at a few sizes, and the results are merged into one program.
 
 Passes see sizes as numbers. Their results at several sizes are compared call by call: a number that differs must be the
-size of a tensor at hand, or follow from such sizes. If anything else differs, the passes depend on the sizes, and the
-program is not optimized for all of them. The sizes tried are both ends of each range and one between them, chosen so
-that they equal no other number in the model.
+size of an available tensor, or computable from such sizes. If anything else differs, the passes depend on the sizes,
+and the program is not optimized for all of them. The sizes tried are both ends of each range and one between them,
+chosen so that they differ from every other number in the model.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ WIDEST = 64  # a range without an end is tried up to here, or to twice what was 
 MOST, FEW = 4096, 64  # sizes that samples are taken from: over the whole range, near one
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 Numbers = tuple[int, ...]  # one for each sample
+DIFFERENT = "the passes produce different graphs at different sizes"
 
 
 class NotGeneral(PassError):
-    """What passes make of a program depends on its sizes."""
+    """The passes produce different graphs at different sizes."""
 
 
 def through(program: Program, change: Callable[[Program], Program]) -> Program:
-    """What a change of programs makes of this one; of a program for many sizes, for all of them.
+    """Applies a change to a program; if its sizes are dynamic, for all sizes at once.
 
     Raises:
-        NotGeneral: what it makes depends on the sizes.
+        NotGeneral: the change produces different graphs at different sizes.
     """
     if not program.signature.dims:
         return change(program)
@@ -55,7 +56,7 @@ def _through(program: Program, change: Callable[[Program], Program], samples: Se
     try:
         instances = [instance(program, sizes) for sizes in samples]
     except Exception as error:  # whatever an op says about sizes that do not fit
-        raise NotGeneral("the program does not fit the ranges of its sizes", why=str(error)[:200]) from error
+        raise NotGeneral("the program does not run at all sizes in its ranges", why=str(error)[:200]) from error
     return _Merged(program, instances, [_typed(change(item.program)) for item in instances]).program()
 
 
@@ -138,7 +139,7 @@ class _Merged:
     def program(self) -> Program:
         lists = [list(made.graph.nodes) for made in self.made]
         if len({len(nodes) for nodes in lists}) > 1:
-            raise NotGeneral("what the passes make depends on the sizes", why="they leave more calls at some of them")
+            raise NotGeneral(DIFFERENT, why="the number of calls differs")
         self.places = [{node: i for i, node in enumerate(nodes)} for nodes in lists]
         originals = iter([n for n in self.original.graph.nodes if n.op == "placeholder"])
         given = iter(self.instances[0].given)
@@ -171,7 +172,7 @@ class _Merged:
     def _node(self, same: Sequence[fx.Node]) -> fx.Node:
         first = same[0]
         if any((node.op, node.target) != (first.op, first.target) for node in same):
-            raise self._differ(same, "another call")
+            raise self._differ(same, "the called op differs")
         if first.op == "get_attr":
             return self._weight(same)
         shorter = self._shape(same)
@@ -189,7 +190,7 @@ class _Merged:
         tensors = [made.weights[str(node.target)] for made, node in zip(self.made, same, strict=True)]
         first = tensors[0]
         if not all(other is first or _equal(other, first) for other in tensors):
-            raise self._differ(same, f"another constant {same[0].target}")
+            raise self._differ(same, f"the constant {same[0].target} differs")
         return self._made(same[0], self._held(str(same[0].target), first))
 
     def _held(self, name: str, tensor: torch.Tensor) -> fx.Node:
@@ -233,14 +234,14 @@ class _Merged:
         first = values[0]
         kind = type(first)
         if any(type(value) is not kind for value in values):
-            raise self._differ(same, "arguments of other kinds")
+            raise self._differ(same, "the argument types differ")
         if isinstance(first, fx.Node):
             if len({places[value] for places, value in zip(self.places, values, strict=True)}) > 1:
-                raise self._differ(same, "other arguments")
+                raise self._differ(same, "the arguments differ")
             return self.nodes[first]
         if isinstance(first, (list, tuple)):
             if len({len(value) for value in values}) > 1:
-                raise self._differ(same, "lists of other lengths")
+                raise self._differ(same, "the list lengths differ")
             return kind(self._merge(same, items) for items in zip(*values, strict=True))
         if isinstance(first, dict):
             return {key: self._merge(same, [value[key] for value in values]) for key in first}
@@ -248,13 +249,13 @@ class _Merged:
             return first
         if kind is int:
             return self._number(tuple(values), same)
-        raise self._differ(same, f"{', '.join(map(repr, values))} for one argument")
+        raise self._differ(same, f"one argument is {', '.join(map(repr, values))}")
 
     def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
         return NotGeneral(
-            "what the passes make depends on the sizes",
+            DIFFERENT,
             where=origin_of(same[0]) or None,
-            why=f"{what} at other sizes, in {ops.name_of(same[0]) if ops.is_call(same[0]) else same[0].op}",
+            why=f"in {ops.name_of(same[0]) if ops.is_call(same[0]) else same[0].op}, {what}",
         )
 
     # ---- numbers ----------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ class _Merged:
             how = _from_one(wanted, tuple(x * y for x, y in zip(a, b, strict=True)))
             if how is not None:
                 return self._computed(wanted, self._operation("mul", self._found(a), self._found(b)), *how)
-        raise self._differ(same, f"the number {', '.join(map(str, wanted))}, which is none of its sizes,")
+        raise self._differ(same, f"the number {', '.join(map(str, wanted))} cannot be computed from the sizes")
 
     def _found(self, wanted: Numbers) -> fx.Node | None:
         source = self.sources.get(wanted)
@@ -333,7 +334,7 @@ class _Merged:
             return values[0]
         if all(type(value) is int for value in values):
             return self._number(values, [node])
-        raise self._differ([node], "a number that is not an integer")
+        raise self._differ([node], "a number computed from sizes is not an integer")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

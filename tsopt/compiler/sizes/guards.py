@@ -1,4 +1,4 @@
-"""Conditions on sizes under which torch.export has traced: which sizes they make one, and which ranges they leave."""
+"""torch.export's guards on sizes: which sizes they make equal, and the ranges they leave."""
 
 from __future__ import annotations
 
@@ -131,11 +131,11 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
             made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
             if made is None:
                 raise CaptureError(
-                    f"the model decides by a size: {_shown(expression, ties)}",
+                    f"the model specializes on a size: {_shown(expression, ties)}",
                     where=where,
-                    why="where that does not hold it is another program",
-                    fix="leave this size out of dynamic, or write the model without the branch; other sizes are "
-                    "captured when they are called",
+                    why="sizes that fail this guard need a different program",
+                    fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
+                    "size is captured when it is first called",
                 )
             ranges[symbol] = made
 

@@ -1,6 +1,6 @@
-"""A program for many sizes at given ones: numbers in place of what it computes from sizes. Never changes a program.
+"""Specializes a dynamic program to given sizes: size expressions become numbers. Never changes a program.
 
-In such a program sizes are read by `aten.sym_size.int` and computed with by Python's own operators; the types that it
+A dynamic program reads sizes with `aten.sym_size.int` and computes with them by Python operators; the types that it
 records are those of one choice of sizes.
 """
 

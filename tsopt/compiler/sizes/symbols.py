@@ -1,4 +1,4 @@
-"""torch.export's symbols for sizes as Dims: which axes are one, their ranges, and what it has found beside these."""
+"""Turns torch.export's size symbols into Dims: which axes have the same size, and their ranges."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def _hint(dim: Dim | None, traced: int) -> Any:
     if dim is None or dim.high is None:
         return ExportDim.AUTO
     if traced > dim.high:
-        raise UsageError(f"the example has {dim.name} = {traced}", why=f"its range is {dim}", fix="a size in the range")
+        raise UsageError(
+            f"the example has {dim.name} = {traced}, outside its range",
+            why=f"the range is {dim}",
+            fix="use an example with a size in the range",
+        )
     return ExportDim.AUTO(max=dim.high)
 
 
@@ -128,8 +132,8 @@ def _shifted(known: Range, more: int) -> Range:
     """The range of a size, as one of another that is so much smaller."""
     if more and known.step > 1:
         raise CaptureError(
-            f"the model takes multiples of {known.step} of a size, and one {more} larger than another",
-            fix="leave dynamic out: each size is captured when it is called",
+            f"the model needs a size that is both a multiple of {known.step} and {more} larger than another",
+            fix="leave dynamic out: each size is captured when it is first called",
         )
     if not more:
         return known
@@ -143,9 +147,9 @@ def _dim(
     given = [dim for position, axis in places if (dim := wanted.axes[position][axis]) is not None]
     if len({dim.name for dim in given}) > 1:
         raise CaptureError(
-            f"{' and '.join(sorted({dim.name for dim in given}))} are the same size in this model",
-            why="it computes with tensors that have to fit",
-            fix=f"call all of them {given[0].name}",
+            f"{' and '.join(sorted({dim.name for dim in given}))} must be the same size in this model",
+            why="the model combines tensors of these sizes",
+            fix=f"name all of them {given[0].name}",
         )
     (position, axis), constraint = places[0], exported.range_constraints.get(symbol)
     name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}".replace(".", "_")
@@ -172,10 +176,10 @@ def _name_apart(dims: dict[Any, Dim]) -> None:
 
 def _fixed(what: str, size: Any) -> CaptureError:
     number = isinstance(size, int) or size.node.expr.is_Integer
-    how = f"has to be {size}" if number else "follows from another size"
+    how = f"must be {size}" if number else "is determined by another size"
     return CaptureError(
         f"{what} {how} in this model",
-        why="the model computes with this size as a number, or joins the tensor with one of that size",
+        why="the model uses this size as a constant, or combines the tensor with one of fixed size",
         fix="leave it out of dynamic, or read sizes from the input: x.shape[0] instead of a number",
     )
 
@@ -191,7 +195,7 @@ def with_dims(program: Program, symbols: Symbols) -> Program:
         return retyped(program, traced_sizes(program.signature))
     except Exception as error:  # whatever an op says: torch.export has made something else of it
         raise CaptureError(
-            "what torch.export has found for many sizes does not run at those that it was traced with",
+            "the dynamic graph from torch.export does not run at the sizes it was traced with",
             why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="leave dynamic out: each size is captured when it is called",
+            fix="leave dynamic out: each size is captured when it is first called",
         ) from error

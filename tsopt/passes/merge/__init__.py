@@ -1,4 +1,4 @@
-"""Several roots at once: branches that differ only in weights and inputs, and linear layers of one input."""
+"""Merges branches that differ only in weights and inputs, and linear layers that share an input."""
 
 from __future__ import annotations
 

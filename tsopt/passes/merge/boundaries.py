@@ -1,4 +1,4 @@
-"""Branches as a whole: where their stacks come from, and where what is computed on stacks goes."""
+"""The boundaries of merged branches: how stacked inputs are built, and where stacked results go."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsopt.passes.merge.branches import Group, is_shared, is_weights, run_of
 from tsopt.passes.merge.draft import Draft
 from tsopt.passes.merge.stacked import lower
 
-SEVERAL = "a value with several results leaves the branches"
+SEVERAL = "a multi-output value is used outside the branches"
 
 
 def stacks(draft: Draft, groups: Sequence[Group]) -> dict[Group, fx.Node]:

@@ -1,8 +1,8 @@
-"""Finds copies of one computation: what a Python loop over members, heads or experts leaves in the graph.
+"""Finds copies of one computation, such as a Python loop over ensemble members, heads or experts leaves in the graph.
 
-A value is numbered by how it is computed, weights by their type alone, everything else that is no pure call by
-itself. Equal numbers then mean: the same calls on the same inputs, with other weights. Two such values are equally
-deep in the graph, so neither can be computed from the other.
+Values are numbered by how they are computed, weights only by their type, and everything else that is not a pure call
+individually. Equal numbers then mean the same calls on the same inputs with different weights. Two such values have the
+same depth in the graph, so neither is computed from the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""New calls for several branches, made beside the graph until it is known whether they are wanted."""
+"""New calls for merged branches, kept outside the graph until it is decided whether to use them."""
 
 from __future__ import annotations
 

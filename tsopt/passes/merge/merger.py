@@ -1,7 +1,7 @@
-"""Many small calls as few large ones: branches of one form computed together, linear layers of one input as one.
+"""Turns many small calls into a few large ones: isomorphic branches, and linear layers that share an input.
 
-All ROUNDING: a batched product adds up in another order. In small models a layer costs the time of a call, not that
-of its arithmetic, and a loop over members, heads or experts pays it again for each.
+All ROUNDING: a batched product sums in a different order. In small models call overhead dominates the cost of a layer,
+and a loop over ensemble members, heads or experts pays it once for each.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from tsopt.passes.merge.replacement import Replacement
 MEBI = 1 << 20
 ROUNDS = 5  # merged values can bring other branches together; each round must merge, so few are needed
 
-FEW = "too few branches for a batched product to pay"
-LARGE = "a single layer is large enough to be worth its call"
-NO_GAIN = "it would not halve the number of calls"
-COPIES = "stacking the inputs would take longer than the calls that it saves"
-NO_MEMORY = "the stacked weights would take too much memory"
+FEW = "too few branches for a batched product to pay off"
+LARGE = "a layer is too large for call overhead to matter"
+NO_GAIN = "merging would not halve the number of calls"
+COPIES = "stacking the inputs would cost more than the calls it saves"
+NO_MEMORY = "the merged weights would take too much memory"
 
 ISOMORPHIC, PARALLEL = (
     Rule(name, (pattern(lambda x, w, b: aten.linear.default(x, w, b)),), lambda at, *_: None, Numerics.ROUNDING, doc)
     for name, doc in (
-        ("isomorphic_branches", "f(x, v), f(x, w), ... -> f(x, stack([v, w, ...])), branch by branch"),
+        ("isomorphic_branches", "f(x, v), f(x, w), ... -> f(x, stack([v, w, ...])), for whole branches"),
         ("parallel_linear", "linear(x, v), linear(x, w), ... -> split(linear(x, cat([v, w, ...])))"),
     )
 )
@@ -60,7 +60,7 @@ ISOMORPHIC, PARALLEL = (
 
 @dataclass(frozen=True)
 class MergeBranches(Pass):
-    """Computes branches that differ only in weights and inputs as one, and linear layers of one input as one.
+    """Merges branches that differ only in weights and inputs, and linear layers that share an input.
 
     Attributes:
         few: the fewest branches that are merged on a CPU; `few_rows` where every product has one row.

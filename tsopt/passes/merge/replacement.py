@@ -1,4 +1,4 @@
-"""Puts values in place of others of another memory layout: what that does to all that read them."""
+"""Replaces values with others of a different memory layout, and updates everything that reads them."""
 
 from __future__ import annotations
 

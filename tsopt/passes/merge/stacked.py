@@ -1,6 +1,6 @@
-"""How a call is made once for all branches: on values stacked along a new first axis.
+"""Lowers a call to one call for all branches, on values stacked along a new first axis.
 
-Facts about ops come from the tag `pointwise` and from their schema; the exceptions sit in tables, each with its reason.
+Facts about ops come from the tag `pointwise` and from their schema; the exceptions are in tables, each with its reason.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def lower(draft: Draft, group: Group, read: Callable[[Group], fx.Node | None]) -
     pairs = zip(*(kind if isinstance(kind, tuple) else (kind,) for kind in (wanted, has)), strict=True)
     for each, whole in pairs:
         if each is None or whole is None or (each.dtype, (call.count, *each.shape)) != (whole.dtype, whole.shape):
-            raise Impossible(f"{call.target} of a stack is {whole}")
+            raise Impossible(f"{call.target} on stacked values returns {whole}")
     return made
 
 

@@ -1,7 +1,7 @@
-"""Formulas that users write out, back into the one op that every backend has a kernel for. All ROUNDING.
+"""Recomposes handwritten formulas into the single op that every backend has a kernel for. All ROUNDING.
 
-Rules in `activations`, `norms`, `attention` and `linear`; the other files are what those ask of a graph, and how they
-make calls.
+The rules are in `activations`, `norms`, `attention` and `linear`; the other files are helpers that query the graph and
+create calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""User-written formulas back into the one op that every backend has a kernel for: activations, softmax. All ROUNDING.
+"""Recomposes handwritten activations and softmax into the op that every backend has a kernel for. All ROUNDING.
 
-Goes before algebra, which would rewrite the powers that a formula is known by. Formulas that leave the
-range of floating point where the op does not are left alone: `log(softmax(x))` is -inf where log_softmax
+Runs before algebra, which would rewrite the powers by which a formula is recognized. Formulas that overflow or
+underflow where the op does not are left alone: `log(softmax(x))` is -inf where log_softmax
 is finite, `log(1 + exp(x))` is inf where softplus is x, `exp(x) / sum(exp(x))` is NaN where softmax is 1.
 """
 
@@ -30,7 +30,7 @@ from tsopt.passes.recompose.formulas import (
     used_elsewhere,
 )
 
-OTHER_CONSTANTS = "the constants are not those of GELU"
+OTHER_CONSTANTS = "the constants do not match GELU"
 
 K = math.sqrt(2 / math.pi)
 
@@ -80,7 +80,7 @@ def _share(at: Site, s: fx.Node, c: float) -> Share | None:
 
 @rule(*PRODUCTS, numerics=Numerics.ROUNDING)
 def gelu_erf(at, *_):
-    """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x); also with erfc, ndtr, and the numbers elsewhere"""
+    """x * 0.5 * (1 + erf(x / sqrt(2))) -> gelu(x); also with erfc or ndtr, and with the factors in other places"""
     half = math.sqrt(0.5)
     slopes: dict[Any, float] = {aten.erf.default: half, aten.erfc.default: -half, aten.special_ndtr.default: 1.0}
     for x, s, c in _gates(at):

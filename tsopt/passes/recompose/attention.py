@@ -1,7 +1,7 @@
-"""Attention that is written out becomes scaled_dot_product_attention, and copies that it leaves go.
+"""Recomposes handwritten attention into scaled_dot_product_attention, and removes the copies that this leaves.
 
 The op is always called on four axes, and on operands whose last axis is dense: anything else, and a value
-of another width than the query, takes a path in PyTorch that is slower than the formula.
+with a different width than the query, takes a path in PyTorch that is slower than the formula.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tsopt.passes.recompose.layouts import (
 from tsopt.passes.recompose.masks import Grid, Known, choose
 from tsopt.passes.recompose.scores import Operand, read_weights
 
-MORE_VALUES = "the values have batches that the queries do not have"
-OTHER_WIDTH = "the values are of another width than the queries"
+MORE_VALUES = "the values have batch dimensions that the queries lack"
+OTHER_WIDTH = "the values have a different width than the queries"
 LIKE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)  # of scores they ask the shape alone
-MASK_SHAPE = "the mask does not fit batch and heads"
-MIXED_DTYPES = "the queries or keys are of another dtype than the values"
+MASK_SHAPE = "the shape of the mask does not match batch and heads"
+MIXED_DTYPES = "the queries or keys have a different dtype than the values"
 
 
 def _value(at: Site, operand: Operand, dtype: torch.dtype) -> fx.Node:
@@ -135,7 +135,7 @@ def attention_transposed(at, v, p):
     numerics=Numerics.ROUNDING,
 )
 def plain_mask(at, q, k, v, m, p, s, g):
-    """scaled_dot_product_attention(..., a causal mask) -> (..., is_causal=True); a mask that hides nothing goes"""
+    """scaled_dot_product_attention(..., a causal mask) -> (..., is_causal=True); a mask that hides nothing goes away"""
     value = at.value(m)
     if value is None or not value.numel():
         return None

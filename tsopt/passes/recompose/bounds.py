@@ -1,4 +1,4 @@
-"""Numbers that a value lies between whatever the input: interval arithmetic over the few ops that masks are made of."""
+"""Bounds of a value for any input: interval arithmetic over the few ops that masks are built from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads formulas in a graph: numbers, products, polynomials, means. What rules ask; it changes nothing."""
+"""Recognizes formulas in a graph: numbers, products, polynomials, means. Never changes a program."""
 
 from __future__ import annotations
 

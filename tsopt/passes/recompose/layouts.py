@@ -1,4 +1,4 @@
-"""Axes, casts and layouts of values: what a permute or a copy is of, and the call that a rule needs of one."""
+"""Axes, casts and layouts of values: looks through permutes and copies, and creates the calls that rules need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products with constants as linear layers, with no second copy of a weight; einsum as matmul. All ROUNDING."""
+"""Turns matrix products with constants into linear layers without copying weights; einsum into matmul. All ROUNDING."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def reshape_linear(at, x, s, w, b, t):
 
 @rule(lambda y, w, b: aten.linear.default(y, w, b), numerics=Numerics.ROUNDING)
 def linear_of_copy(at, y, w, b):
-    """linear(permute(clone(permute(x, p)), q), w, b) -> linear(x, w, b), x in order already; also linear(clone(x))"""
+    """linear(permute(clone(permute(x, p)), q), w, b) -> linear(x, w, b) if they cancel; also linear(clone(x))"""
     x = uncopied(at, y)
     return at.call(aten.linear.default, x, w, b) if x is not y and at.type(x).contiguous else None
 

@@ -1,7 +1,7 @@
-"""Masks of attention: what they hide, whether they may hide a whole row, and the one mask that several become.
+"""Attention masks: what they hide, whether they may hide a whole row, and how several are combined into one.
 
-`scaled_dot_product_attention` answers 0 for a row of scores that are all -inf, where softmax answers NaN. So
-a mask is accepted only when it cannot hide a whole row: by its values, or because it is finite.
+`scaled_dot_product_attention` returns 0 for a row of scores that are all -inf, where softmax returns NaN. So
+a mask is accepted only if it cannot hide a whole row: by its values, or because it is finite.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tsopt.compiler.rewriting.rewrite import Site, Skip
 from tsopt.passes.recompose.bounds import bounds
 from tsopt.passes.recompose.layouts import reshaped
 
-COMPUTED_MASK = "the mask is computed, and a row of it may be all -inf: softmax is NaN there, the op 0"
-EMPTY_ROW = "the mask hides a whole row: softmax is NaN or uniform there, the op 0"
-WEAK_FILL = "the masked scores are not far enough below the others to count as hidden"
-HALF_MASK = "float16 has no number low enough to hide a score"
-MIXED_MASKS = "a computed mask meets another that hides as well"
+COMPUTED_MASK = "the mask is computed, and a row may be all -inf: softmax returns NaN there, but the fused op returns 0"
+EMPTY_ROW = "the mask hides a whole row: softmax returns NaN or uniform weights there, but the fused op returns 0"
+WEAK_FILL = "the fill value of the mask is not low enough to hide a score"
+HALF_MASK = "float16 has no value low enough to hide a score"
+MIXED_MASKS = "a computed mask cannot be combined with the other masks"
 
 HIDDEN = -1e9  # no score of use is as low: what is hidden by this is hidden by -inf
 
@@ -206,7 +206,7 @@ def _sum(at: Site, masks: Sequence[Mask], grid: Grid, dtype: torch.dtype) -> fx.
         if value.meta["val"].dtype != dtype:
             value = at.call(aten.to.dtype, value, dtype)
         total = value if total is None else at.call(aten.add.Tensor, total, value)
-    assert total is not None, "asked for a sum of no masks"
+    assert total is not None, "there are no masks to add"
     for mask in (mask for mask in masks if mask.fill is not None):
         total = at.call(aten.masked_fill.Scalar, total, _hides(at, mask, grid), -math.inf)
     return total

@@ -1,6 +1,6 @@
-"""User-written norms back into layer_norm and rms_norm. All ROUNDING.
+"""Recomposes handwritten norms into layer_norm and rms_norm. All ROUNDING.
 
-A norm is found first, and then takes the scale, the shift and the casts around it.
+The norm is found first, and then absorbs the scale, the shift and the casts around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tsopt.passes.recompose.formulas import (
 )
 from tsopt.passes.recompose.layouts import in_layout_of_root, parameter, permuted, rearranged, uncast
 
-EPS_OUTSIDE = "eps is added to the deviation, not to the variance"
+EPS_OUTSIDE = "eps is added to the standard deviation, not to the variance"
 
 Reduced = tuple[fx.Node, tuple[int, ...]]
 
@@ -252,7 +252,7 @@ HALVES = ("float16", "bfloat16")
     numerics=Numerics.ROUNDING,
 )
 def norm_in_half(at, x, *_):
-    """norm(x.to(float32)).to(half) -> norm(x): the kernels compute in float32 in between"""
+    """norm(x.to(float32)).to(half) -> norm(x): the kernels compute in float32 internally"""
     norm = at.root.args[0]
     if at.type(x).dtype not in HALVES or at.type(norm).dtype != "float32" or not at.same_type(x):
         return None

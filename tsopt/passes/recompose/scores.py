@@ -1,4 +1,4 @@
-"""Reads attention that is written out: what softmax is taken of, and what happens to it before the values come in."""
+"""Recognizes handwritten attention: the argument of softmax, and what happens to its result before the values."""
 
 from __future__ import annotations
 
