@@ -150,7 +150,7 @@ def fresh_name(hint: str, taken: Container[str]) -> str:
 def erase_unused(
     program: Program, nodes: list[fx.Node], erased: set[fx.Node], replaced: Collection[fx.Node] = ()
 ) -> None:
-    """Erases values that nobody uses, then what only they used; the last of `nodes` first.
+    """Erases unused values, then the values that only they used; the last of `nodes` first.
 
     Args:
         erased: what is erased already; what is erased here is added.
