@@ -56,7 +56,7 @@ def _is_code(text: str) -> bool:
     try:
         ast.parse(text.strip())
     except SyntaxError:
-        return text.lstrip().startswith(("def ", "class ", "import ", "from ", "for ", "with ", "return ", "@"))
+        return text.rstrip().endswith((":", "):\n")) or text.lstrip().startswith(("def ", "class ", "@"))
     return True
 
 

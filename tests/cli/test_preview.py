@@ -78,3 +78,38 @@ example_input = torch.ones(2, 3)
         "by TorchScript, because torch.export failed: the model has data-dependent control flow"
     )
     assert [item["takes"] for item in found["backends"]] == [True, False, True]
+
+
+def test_a_model_that_is_not_one_graph_is_shown_part_by_part(tsopt, write, tmp_path):
+    write(
+        """
+import torch
+
+def model(x):
+    h = x.sin() * 2
+    if h.sum().item() > 0:
+        h = h + 1
+    return h.cos()
+
+example_input = torch.ones(2, 3)
+"""
+    )
+    ran = tsopt("export", "m.py", "--dry-run")
+    assert ran.code == 2
+    assert "model is not one graph; dynamo splits it into 2 parts" in ran.out
+    rows = [line.split() for line in ran.out.splitlines() if line[:1].isdigit()]
+    assert [row[:3] for row in rows] == [["1", "3", "m.py:6"], ["2", "2", "-"]]
+    assert "item" in ran.out
+    assert "data-dependent control flow" in ran.err
+    assert tsopt("export", "m.py", "--dry-run", "--json").code == 2
+    assert tsopt("export", "m.py", "--dry-run", "--frontend", "export").code == 2
+    assert left(tmp_path) == ["m.py"]
+
+
+def test_a_sweep_that_asks_for_one_graph_does_not_race_parts(tsopt, write):
+    write(
+        "import torch\n\ndef model(x):\n    return x if x.sum().item() > 0 else -x\n\nexample_input = torch.ones(2)\n"
+    )
+    ran = tsopt("bench", "m.py", "--frontend", "one-graph", "--seconds", "0.01", "--no-isolate")
+    assert ran.code == 2
+    assert "data-dependent control flow" in ran.err

@@ -203,6 +203,7 @@ def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
     return {
         **chosen,
         **capture_options(subject),
+        "frontend": subject.frontend,  # `optimize` also knows those that decide what follows a failed capture
         "precision": timing.precision,
         "level": subject.level,
         "seed": subject.seed,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tsopt.cli.console import Output
 from tsopt.cli.model_file import load_model_file
@@ -15,10 +15,14 @@ from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.ops import is_number, name_of
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.errors import BackendError
+from tsopt.errors import BackendError, GraphBreakError
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import info_of
+
+if TYPE_CHECKING:
+    from tsopt.compiler.calls.example import Example
+    from tsopt.compiler.capture.graph_breaks import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +57,63 @@ class Preview:
 def run(out: Output, subject: Subject, timing: Timing) -> None:
     """The command: captures, transforms, asks the backends, and shows it."""
     with out.progress(Path(subject.model).name) as tell:
-        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
-        from tsopt.api import who_races
-        from tsopt.compiler.calls.example import as_examples
-        from tsopt.compiler.capture.capture import capture
-        from tsopt.transforms import transform
-
-        options = race_options(subject, timing)
-        first, *_ = as_examples(loaded.example_input)
-        racing = who_races(first, options.get("backends"), options["precision"], subject.level)
-        tell("capture")
-        captured = capture(loaded.model, loaded.example_input, **capture_options(subject))
-        tell("passes")
-        optimized = transform(captured, level=subject.level, without=subject.without or ())
-        tell("backends")
-        found = preview(captured, optimized, racing)
+        found = _look(subject, timing, tell)
+    if isinstance(found, Partitions):
+        show_partitions(out, found)
+        raise found.error  # as the export would: no file can hold it
     show(out, found)
+
+
+def _look(subject: Subject, timing: Timing, tell: Callable[[str], None]) -> Preview | Partitions:
+    loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+    from tsopt.api import who_races
+    from tsopt.compiler.calls.example import as_examples
+    from tsopt.compiler.capture.capture import capture
+    from tsopt.transforms import transform
+
+    options = race_options(subject, timing)
+    first, *_ = as_examples(loaded.example_input)
+    racing = who_races(first, options.get("backends"), options["precision"], subject.level)
+    tell("capture")
+    try:
+        captured = capture(loaded.model, loaded.example_input, **capture_options(subject))
+    except GraphBreakError as error:
+        if subject.frontend != "auto":
+            raise
+        tell("graph breaks")
+        return Partitions.of(loaded.model, first, error)
+    tell("passes")
+    optimized = transform(captured, level=subject.level, without=subject.without or ())
+    tell("backends")
+    return preview(captured, optimized, racing)
+
+
+@dataclass(frozen=True, slots=True)
+class Partitions:
+    """A model that is not one graph: its parts, and why it is not one graph."""
+
+    model: str
+    parts: tuple[Part, ...]
+    error: GraphBreakError
+
+    @classmethod
+    def of(cls, model: Any, example: Example, error: GraphBreakError) -> Partitions:
+        """Raises CaptureError: dynamo fails on the model as well."""
+        from tsopt.compiler.capture.graph_breaks import parts_of_model
+
+        return cls(getattr(model, "__name__", type(model).__name__), parts_of_model(model, example), error)
+
+
+def show_partitions(out: Output, found: Partitions) -> None:
+    """A row for each part, with the place where it ends."""
+    if out.as_json:
+        return  # the error is the one value on stdout
+    out.say(f"{found.model} is not one graph; dynamo splits it into {len(found.parts)} parts:\n")
+    rows = [(str(n), str(part.ops), part.ends_at or "-", part.why) for n, part in enumerate(found.parts, 1)]
+    out.table(("part", "ops", "graph break at", "because"), rows)
+    out.say(
+        "\ntsopt.optimize and tsopt bench run it partitioned, with Python between the parts; no file can hold that\n"
+    )
 
 
 def preview(captured: Program, optimized: Program, racing: Iterable[Candidate]) -> Preview:

@@ -160,7 +160,7 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # NOTE: writing back without need would raise the version counter of a buffer that nobody touched.
+    # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 

@@ -55,7 +55,7 @@ def _undone_in_two(x, p, s, t, q):
 @rule(
     _undone,
     _undone_in_two,
-    # With the reshape that follows: it copies where the strides of the permute alone are others than those of x.
+    # With the reshape that follows: it copies if only the strides of the permute differ from those of x.
     lambda x, p, s, q, u: aten.reshape.default(_undone(x, p, s, q), u),
     lambda x, p, s, t, q, u: aten.reshape.default(_undone_in_two(x, p, s, t, q), u),
 )
@@ -257,7 +257,7 @@ def cat_cat(at, xs, dim):
 
 
 def _pieces(at: Site, x: fx.Node) -> list[fx.Node]:
-    """What a concatenation on the axis of the root is made of; else the value alone."""
+    """The operands of a concatenation on the axis of the root; for anything else, the value itself."""
     if x.target is not aten.cat.default:
         return [x]
     bound, whole, rank = bind(x), at.type(x), len(at.type(at.root).shape)

@@ -402,8 +402,8 @@ def test_reading_a_bundle_changes_nothing_in_it(bundle):
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (lambda raw: raw.replace(b'"backend"', b'"code": true, "backend"', 1), "there twice"),
-        (lambda raw: raw.replace(b'"backend": "eager"', b'"backend": "eager", "x": NaN', 1), "not a number"),
+        (lambda raw: raw.replace(b'"backend"', b'"code": true, "backend"', 1), "duplicate key"),
+        (lambda raw: raw.replace(b'"backend": "eager"', b'"backend": "eager", "x": NaN', 1), "not a valid number"),
         (lambda raw: raw.decode().encode("utf-16"), "cannot be read as JSON"),
         (lambda raw: b"\xef\xbb\xbf" + raw, "cannot be read as JSON"),
     ],

@@ -30,7 +30,7 @@ def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
     """Runs a block that traces; other threads call what they would call without it. One thread traces at a time.
 
     Args:
-        on_call: told of each module that is called while it is traced.
+        on_call: called with each module that is called during tracing.
     """
     tell = on_call or (lambda module: None)
     patch_method = _symbolic_trace._Patcher.patch_method
@@ -94,7 +94,7 @@ class _Here:
     def __bool__(self) -> bool:
         return self.here if threading.get_ident() == self.owner else self.elsewhere
 
-    # What libraries do with a flag beside asking for its truth: transformers adds up several with `|=`.
+    # What libraries do with a flag other than testing it: transformers combines several with `|=`.
     def __or__(self, other: Any) -> Any:
         return bool(self) | other
 

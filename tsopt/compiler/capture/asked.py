@@ -102,7 +102,7 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written; in inference mode nobody counts."""
+    """How often a tensor was written; not tracked in inference mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -158,7 +158,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A weight, or what the model makes of weights alone, as a tensor that nothing is computed for."""
+        """A weight, or a value computed only from weights, as a fake tensor."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._without:

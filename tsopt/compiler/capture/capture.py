@@ -278,7 +278,7 @@ class _Flat(nn.Module):
 
 
 def _called_forward(function: FunctionType) -> FunctionType:
-    """The same function by another name: torch.export notes the places of frames that are called `forward` alone."""
+    """The same function under another name: torch.export records source lines only for frames named `forward`."""
     code = function.__code__.replace(co_name="forward")
     made = FunctionType(code, function.__globals__, "forward", function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__

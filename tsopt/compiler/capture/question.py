@@ -39,7 +39,7 @@ class Question:
         return made if made.is_sound() else None
 
     def is_sound(self) -> bool:
-        """Whether it is one that may be asked of anybody's tensors, also where it comes from a file."""
+        """Whether it is safe to ask of any tensor, even if it comes from a file."""
         if self.name in ATTRIBUTES:
             return not self.args and type(self.answer) is bool
         simple = all(type(arg) is int or arg in FORMATS for arg in self.args)

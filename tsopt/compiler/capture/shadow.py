@@ -287,7 +287,7 @@ def _reachable(model: Any) -> tuple[dict[int, Any], dict[int, list[int]]]:
 
 
 def _leading(to: Iterable[int], holders: Mapping[int, Sequence[int]]) -> set[int]:
-    """Who holds one of these, or somebody who does."""
+    """Everything that holds one of these, directly or indirectly."""
     todo, seen = list(to), set[int]()
     while todo:
         for holder in holders.get(todo.pop(), ()):

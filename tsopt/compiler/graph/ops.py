@@ -164,7 +164,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether the call matters although nobody uses its result: a write, a check, a call we know nothing of."""
+    """Whether the call matters even if its result is unused: a write, a check, or an unknown call."""
     target = node.target
     if target is operator.getitem or is_number(node):
         return False
@@ -197,7 +197,7 @@ def is_settled_check(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """A function of its arguments alone: may be dropped, merged and computed ahead of time."""
+    """Whether the call depends only on its arguments: it may be dropped, merged and computed ahead of time."""
     return is_call(node) and not has_effect(node) and not is_random(node)
 
 

@@ -88,7 +88,7 @@ def is_library(file: str) -> bool:
 
 
 def is_python(file: str) -> bool:
-    """Whether a file is of Python's own library; packages that are installed beside it are not."""
+    """Whether a file belongs to the standard library; installed packages do not."""
     path = Path(file).resolve()
     return path.is_relative_to(PYTHON) and "site-packages" not in path.parts
 

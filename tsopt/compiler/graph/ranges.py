@@ -335,7 +335,7 @@ def _rounded(call: _Call) -> Range:
 
 
 def _cast(call: _Call, source: str = "self") -> Range:
-    """A float holds a large whole number as one beside it."""
+    """The range after a cast: a float holds a large integer only approximately."""
     found, dtype = call.of(source), call.value.dtype
     if not dtype.is_floating_point:
         return Range(_floor(found.low), -_floor(-found.high))

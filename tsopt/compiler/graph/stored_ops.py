@@ -85,7 +85,7 @@ REFUSED: dict[str, str] = {
     "segment_reduce": "offsets are not bounds-checked: it can read outside the data",
 }
 
-# Namespaces beside ATen whose ops are compositions of ATen's, without kernels of their own.
+# Namespaces other than ATen whose ops are compositions of ATen ops, without separate kernels.
 COMPOSED = frozenset({"quantized_decomposed"})
 
 DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
@@ -192,7 +192,7 @@ ARGUMENTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def fill_uninitialized(program: Program) -> None:
-    """Values that are whatever was in memory become zeros: what another model has left there is nobody's to read."""
+    """Replaces uninitialized values with zeros, so that a program cannot read what another model left in memory."""
     for node in [node for node in program.graph.nodes if ops.is_call(node)]:
         for block in ops.blocks_of(node):
             fill_uninitialized(block)

@@ -75,7 +75,7 @@ def _check_types(program: Program, nodes: Iterable[fx.Node]) -> None:
         try:
             derived = infer_type(program, node)
         except ops.UNDECIDED:
-            continue  # the type is known from capture alone
+            continue  # the type is known only from capture
         except Exception as error:  # whatever the op raises is the finding
             raise _fault(program, node, 3, f"the call is invalid: {str(error)[:200]}") from error
         recorded = type_of(node)

@@ -33,7 +33,7 @@ def retyped_behind(program: Program, node: fx.Node, result: fx.Node) -> dict[fx.
         try:
             value = infer_on(program, behind, lambda source: changed.get(source, source.meta["val"]))
         except ops.UNDECIDED:
-            continue  # the type is known from capture alone
+            continue  # the type is known only from capture
         except Exception:  # an op that refuses these strides, view for one
             return None
         derived, recorded = type_of_value(value), type_of(behind)

@@ -15,7 +15,7 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.errors import UsageError
 
 Place = tuple[int, int]  # a tensor of the call, and an axis
-Wanted = dict[int, dict[int, Dim | None]]  # tensor of the call -> axis -> what it is called, where anybody has said
+Wanted = dict[int, dict[int, Dim | None]]  # tensor of the call -> axis -> its Dim, if named
 _TEXT = re.compile(r"(?P<name>[A-Za-z_]\w*)(\[(?P<low>\d+)?\.\.(?P<high>\d+)?\])?")
 SYNTAX = "name or name[low..high]"
 SMALLEST = 2  # never traced with 0 or 1: torch takes these for sizes of their own kind

@@ -304,7 +304,7 @@ class _Merged:
     def _operation(self, name: str, *args: Any) -> fx.Node:
         return self.graph.call_function(ops.NUMBERS[name], args)
 
-    # ---- what depends on sizes alone ----------------------------------------------------------------------
+    # ---- values that depend only on sizes -----------------------------------------------------------------
 
     def _given(self, node: fx.Node) -> fx.Node:
         """The original's calls behind a further input, once more here."""

@@ -97,7 +97,7 @@ class Ties:
         return True
 
     def _apart(self, symbol: Any, other: Any) -> int | None:
-        """How much larger a size is than another, where it is so in every example; one example shows equality alone."""
+        """How much larger one size is than another, if the same in every example; one example shows only equality."""
         mine, theirs = (self.wanted.seen[self.placed[s][0]] for s in (symbol, other))
         differences = {a - b for a, b in zip(mine, theirs, strict=True)}
         return differences.pop() if len(differences) == 1 and (len(mine) > 1 or differences == {0}) else None
@@ -113,10 +113,10 @@ class Range:
 
 
 def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> None:
-    """Makes ranges so small that every condition under which the model was traced holds in all of them.
+    """Narrows the ranges until every guard of the trace holds in all of them.
 
     Raises:
-        CaptureError: a range is a single size then: the model decides by it.
+        CaptureError: a range would shrink to one size: the model specializes on it.
     """
     for found, where in _guards(exported):
         expression = ties.read(found)
@@ -148,7 +148,7 @@ def _as_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., bool]
 
 
 def _holds(condition: Callable[..., bool], others: Sequence[Sequence[int]], place: int, size: int) -> bool:
-    """Whether a condition holds for a size, whatever the others are; not one that nobody can work out."""
+    """Whether a condition holds for a size, whatever the others are; False if it cannot be evaluated."""
     choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
     try:
         return all(condition(*sizes) for sizes in choices)

@@ -163,7 +163,7 @@ def _dim(
 
 
 def _name_apart(dims: dict[Any, Dim]) -> None:
-    """Sizes that nobody has tied get names of their own."""
+    """Gives distinct names to sizes that are not tied."""
     taken: dict[str, Dim] = {}
     for symbol, dim in dims.items():
         free, number = dim.name, 1

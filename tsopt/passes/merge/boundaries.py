@@ -196,7 +196,7 @@ def _terms(node: Any, kind: TensorType) -> list[Any] | None:
 
 
 def _leaves(node: Any, kind: TensorType, wanted: set[fx.Node]) -> tuple[list[fx.Node], list[Any]]:
-    """The sums that make up a term and are read by nobody else, and what they add."""
+    """The sums that make up a term and have no other users, and their terms."""
     sums: list[fx.Node] = []
     leaves: list[Any] = []
     todo = [node]

@@ -170,7 +170,7 @@ class _Merger:
         """Merges groups, or says why not."""
         computing = [group for group in groups if not ops.may_alias(group[0])]
         if len(computing) < 2 and not any(_has_own_input(group) for group in computing):
-            return None  # views alone, or layers of one input, which are one layer
+            return None  # only views, or layers that share an input, which are one layer
         if len(groups[0]) < self.fewest(groups):
             return FEW
         draft = Draft(self.program)

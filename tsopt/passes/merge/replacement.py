@@ -81,7 +81,7 @@ class Replacement:
         """Fake values by node, as far as layouts change.
 
         None where an output would change its layout or start to share memory, where a call does not take the other
-        layout, or where nobody knows what it makes of it.
+        layout, or where its result is unknown.
         """
         values = {old: new.meta["val"] for old, new in replaced.items()}
         final = {*replaced.values()}

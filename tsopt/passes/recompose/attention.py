@@ -31,7 +31,11 @@ from tsopt.passes.recompose.scores import Operand, read_weights
 
 MORE_VALUES = "the values have batch dimensions that the queries lack"
 OTHER_WIDTH = "the values have a different width than the queries"
-LIKE = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)  # of scores they ask the shape alone
+LIKE = (
+    aten.full_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+)  # they depend only on the shape of the scores
 MASK_SHAPE = "the shape of the mask does not match batch and heads"
 MIXED_DTYPES = "the queries or keys have a different dtype than the values"
 

@@ -82,7 +82,7 @@ class Product:
 
 
 def product(at: Site, root: fx.Node) -> Product:
-    """A tree of products, quotients and signs, taken apart as far as its values are used in it alone."""
+    """A tree of products, quotients and signs, decomposed as long as its values have no other users."""
     number = 1.0
     ends: dict[bool, list[fx.Node]] = {True: [], False: []}
     todo: list[tuple[Any, bool]] = [(root, True)]
