@@ -122,7 +122,7 @@ def test_a_graph_that_cannot_be_optimized_stays_as_it_is(made, monkeypatch, capl
         for _ in range(2):
             torch.testing.assert_close(fast(x)["y"], model(x)["y"])
     assert [record.message for record in caplog.records if "stays as it is" in record.message] == [
-        "a graph of torch.compile stays as it is: no such thing"
+        "a graph of torch.compile is not optimized: no such thing"
     ] * 2
 
 

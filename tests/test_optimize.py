@@ -209,8 +209,8 @@ def test_eval_mode_computes_as_in_eval_mode():
     ("options", "text"),
     [
         ({"on_new_signature": "ignore"}, "on_new_signature='ignore'"),
-        ({"backends": "eager"}, "backends is a string"),
-        ({"backends": ("tensorrt",)}, "no backend is called 'tensorrt'"),
+        ({"backends": "eager"}, "backends must be a tuple"),
+        ({"backends": ("tensorrt",)}, "unknown backend 'tensorrt'"),
         ({"threads": 0}, "threads=0"),
         ({"seconds": 0}, "seconds=0"),
         ({"level": 4}, "unknown optimization level 4"),

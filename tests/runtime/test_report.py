@@ -32,7 +32,9 @@ GOOD = Row(
     cold=ColdStart(9.0, 2),
     notes=("takes negative indices",),
 )
-WRONG = Row("TorchScript", "wrong", "output on the large input: NaN at other places than eager", key="torchscript")
+WRONG = Row(
+    "TorchScript", "wrong", "output on the large input: NaN at different positions than in eager", key="torchscript"
+)
 GONE = Row("eager + passes", "unsupported", "no float8 (fc1, model.py:12)", key="eager")
 FULL = replace(report(), rows=(BASE, GOOD, WRONG, GONE), winner_key="onnxruntime", why="2.00x as fast")
 

@@ -168,7 +168,7 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
     monkeypatch.setattr(cached_race, "race", still)
     clock.now += cached_race.UNCHECKED
     found = optimize()
-    assert "timed against eager again now: 0.80x [0.70, 0.90]" in found.report.cached
+    assert "timed against eager again: 0.80x [0.70, 0.90]" in found.report.cached
     assert (entry().recalls, entry().checked) == (0, clock.now)
     assert optimize().report.cached == f"raced {entry().date}"
     assert asked == [0.02]
