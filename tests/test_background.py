@@ -294,7 +294,7 @@ def test_weights_that_are_put_in_the_place_of_others_are_used(monkeypatch):
 
 def test_autocast_is_eager():
     net = tsopt.hybridize(Net().eval(), **QUICK)
-    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast is on"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UserWarning, match="autocast is enabled"):
         assert net(X).dtype == Net()(X).dtype
     assert compiled_of(net).fast is None
 

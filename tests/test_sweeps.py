@@ -126,8 +126,8 @@ def test_the_model_is_left_where_it_is():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"threads": (0,)}, "threads 0"),
-        ({"batch_sizes": (-1,)}, "batch size -1"),
+        ({"threads": (0,)}, "threads must be at least 1, got 0"),
+        ({"batch_sizes": (-1,)}, "batch size must be at least 1, got -1"),
         ({"devices": ()}, "devices is empty"),
         ({"devices": ("tpu9",)}, "'tpu9' cannot be used"),
         ({"devices": ("cuda:99",)}, "'cuda:99' cannot be used"),

@@ -335,7 +335,7 @@ def test_the_options_of_a_name_are_those_of_the_backend():
     assert (made.name, made.threads) == ("onnxruntime", 1)
     with pytest.raises(tsopt.UsageError, match="unknown option 'colour'"):
         get_backend("onnxruntime?colour=red")
-    with pytest.raises(tsopt.UsageError, match="the option 'threads' in .* has no value"):
+    with pytest.raises(tsopt.UsageError, match=r"the option 'threads' in .* has no value"):
         get_backend("onnxruntime?threads")
 
 

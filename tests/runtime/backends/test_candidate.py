@@ -43,7 +43,7 @@ def test_a_text_is_read_and_written_again(spec, name, options):
 
 
 def test_an_option_without_a_value_is_refused():
-    with pytest.raises(tsopt.UsageError, match="the option 'threads' in .* has no value") as caught:
+    with pytest.raises(tsopt.UsageError, match=r"the option 'threads' in .* has no value") as caught:
         Candidate.parse("onnxruntime?threads")
     assert caught.value.fix == "write onnxruntime?threads=VALUE"
 

@@ -175,7 +175,7 @@ def test_a_place_that_is_told_twice_is_refused(tmp_path):
     weight = external(location=f"{FILE}.data", offset="0")
     entry = weight.external_data.add()
     entry.key, entry.value = "location", "../x"
-    refused(tmp_path, model(weights=[weight]), "elsewhere by 'location'", data=16)
+    refused(tmp_path, model(weights=[weight]), "repeated external data key 'location'", data=16)
 
 
 def test_a_place_without_the_flag_is_looked_at_too(tmp_path):
@@ -300,7 +300,7 @@ def test_sparse_weights_and_training_are_refused(tmp_path):
     refused(tmp_path, made, "sparse")
     made = model()
     made.training_info.add()
-    refused(tmp_path, made, "trained")
+    refused(tmp_path, made, "training")
     refused(tmp_path, model(helper.make_node("Constant", [], ["q"], sparse_value=onnx.SparseTensorProto())), "sparse")
 
 
@@ -308,12 +308,12 @@ def test_sparse_weights_and_training_are_refused(tmp_path):
     ("raw", "text"),
     [
         (b"\x00", "field 0"),
-        (b"\xff" * 20, "cut"),
-        (b"\x3a\x05", "cut"),
+        (b"\xff" * 20, "truncated"),
+        (b"\x3a\x05", "truncated"),
         (b"\x3b", "wrong wire type"),
         (b"ORTM1234", "unknown field|truncated|wrong wire type"),
         (b"\x98\x06\x01", "field 99"),
-        (b"\x3a\x00\x3a\x00", "there twice"),
+        (b"\x3a\x00\x3a\x00", "repeated field 7"),
         (b"\x12\x00", "no graph"),
         (b"\x7a\x00", "field 15"),
     ],

@@ -96,7 +96,7 @@ def test_each_objection_has_its_words():
     with Watches():
         assert "Watches intercepts the ops" in objection([X])
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast is on" in objection([X])
+        assert "autocast is enabled" in objection([X])
     with forward_ad.dual_level():
         assert objection([X]) == ""
         assert "forward-mode gradients" in objection([forward_ad.make_dual(X, X)])

@@ -169,7 +169,7 @@ def test_a_single_graph_or_nothing():
 
 
 def test_an_unknown_frontend_is_refused():
-    with pytest.raises(tsopt.UsageError, match="frontend='magic'") as caught:
+    with pytest.raises(tsopt.UsageError, match="unknown frontend 'magic'") as caught:
         optimized(frontend="magic")
     assert "parts" in caught.value.fix
 

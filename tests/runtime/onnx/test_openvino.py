@@ -128,7 +128,7 @@ def test_a_call_that_fails_in_the_engine_is_told_in_our_words(monkeypatch):
 
 @installed
 def test_an_unknown_hint_is_refused():
-    with pytest.raises(tsopt.UsageError, match="no hint 'speed'"):
+    with pytest.raises(tsopt.UsageError, match="unknown hint 'speed'"):
         get_backend("openvino", hint="speed")
 
 

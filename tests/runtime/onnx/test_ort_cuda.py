@@ -75,7 +75,7 @@ def test_a_runtime_for_the_cpu_says_what_to_install():
     program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:0")
     assert [item.why for item in OnnxRuntimeBackend().unsupported(program)] == [
         "the model is on cuda:0; this ONNX Runtime is a CPU build: "
-        "pip uninstall onnxruntime, pip install onnxruntime-gpu"
+        "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
     ] * 2
 
 
@@ -89,7 +89,7 @@ def test_a_runtime_for_the_gpu_takes_a_model_on_one():
 def test_what_it_cannot_run_on_a_gpu_is_refused():
     two = tsopt.capture(lambda a, b: a + b, (torch.ones(2), torch.ones(2)))
     (found,) = refusals_on_gpu(on(two, "cuda:0", "cuda:1"), [PROVIDER])
-    assert found.why == "the model is on cuda:0 and cuda:1"
+    assert found.why == "the model is on several devices: cuda:0 and cuda:1"
     sizes = tsopt.capture(nn.ReLU(), [torch.ones(2, 2), torch.ones(3, 2)])
     (found,) = refusals_on_gpu(on(sizes, "cuda:0"), [PROVIDER])
     assert found.why == "dynamic sizes are not supported, because outputs are allocated before the call"

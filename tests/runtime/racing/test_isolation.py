@@ -156,7 +156,7 @@ def test_a_candidate_that_hangs_costs_its_time_alone(name, try_all):
     start = time.monotonic()
     rows, _ = try_all(FAULTY + name, "eager", budget=4.0)
     assert rows[name].status == "timed out"
-    assert rows[name].reason.startswith("no answer to 'compile' in ")
+    assert rows[name].reason.startswith("no answer to 'compile' within ")
     assert rows["eager + passes"].status == "ok"
     assert time.monotonic() - start < 15
 
@@ -213,7 +213,7 @@ def test_what_a_lost_candidate_printed_last_is_told(shop):
 
 
 def test_a_backend_that_cannot_be_imported_is_a_message():
-    with pytest.raises(tsopt.BackendError, match="cannot be imported"):
+    with pytest.raises(tsopt.BackendError, match="cannot import the backend"):
         tsopt.compile(None, "no.such.module:Backend")
 
 
@@ -265,12 +265,12 @@ def test_a_budget_that_is_too_small_leaves_eager(mlp, mlp_input):
         fast = tsopt.optimize(mlp, mlp_input, seconds=0.1, budget=1e-3, backends=("eager",))
     assert fast.report.winner == "eager"
     assert fast.report.row("eager + passes").status == "timed out"
-    assert "in the time that there was" in fast.report.why
+    assert "within the time limit" in fast.report.why
 
 
 @pytest.mark.parametrize("budget", [0, -1, float("nan")])
 def test_a_budget_must_be_a_time(mlp, mlp_input, budget):
-    with pytest.raises(tsopt.UsageError, match="budget="):
+    with pytest.raises(tsopt.UsageError, match="budget must be"):
         tsopt.optimize(mlp, mlp_input, budget=budget)
 
 

@@ -308,7 +308,7 @@ def test_a_race_that_this_machine_has_stopped_is_a_warning(run_race, monkeypatch
     alone = len(backends) == 1
     with pytest.warns(NoCandidate, match="no candidate could be tried: faulty") if alone else nullcontext():
         found = run_race(backends)
-    late = " in the time that there was" if name == "timed out" else ""
+    late = " within the time limit" if name == "timed out" else ""
     assert found.winner == MODEL
     assert found.why.startswith(f"no candidate could be {'tried' if alone else 'used'}{late}")
 

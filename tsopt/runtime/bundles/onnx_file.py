@@ -303,7 +303,7 @@ class _Scan:
         found = {number: self.text(value) for number, value in self.fields("StringStringEntryProto", span)}
         key = found.get(1, "")
         if key not in ("location", "offset", "length") or key in where:
-            raise self.refuse(f"unexpected or repeated external data key {key[:40]!r}")
+            raise self.refuse(f"a tensor has the unknown or repeated external data key {key[:40]!r}")
         where[key] = found.get(2, "")
 
     def external(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
