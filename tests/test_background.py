@@ -238,7 +238,7 @@ def test_the_process_ends_with_its_caller(script, end):
 def test_what_is_another_model_there_is_not_taken(monkeypatch):
     monkeypatch.setattr(torch, "ambient", 5.0, raising=False)  # a global of a module, set at run time
     net = tsopt.hybridize(Ambient().eval(), **QUICK)
-    refused(net, "the model computes something else in the background process")
+    refused(net, "the model computes different values in the background process")
 
 
 class Ambient(Net):

@@ -238,7 +238,7 @@ class InBackground:
 
     def _start(self, key: CallKey, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
-            self._say(f"{MAX_CAPTURES} signatures were compiled; dynamic= compiles one program for many sizes")
+            self._say(f"{MAX_CAPTURES} signatures were compiled; dynamic= captures one program for many sizes")
             return
         self._started += 1
         try:
@@ -292,7 +292,7 @@ class InBackground:
                 executable, precision="bf16"
             )
             if not verdict.ok:
-                raise AccuracyError("the model computes something else in the background process", why=verdict.reason)
+                raise AccuracyError("the model computes different values in the background process", why=verdict.reason)
         return executable
 
     def _fail(self, key: CallKey, error: Exception) -> None:

@@ -212,7 +212,7 @@ def _check(
         raise UsageError(
             "the inputs have no common batch axis to resize",
             why=f"the sizes of their first axes differ or are 0: {shapes}",
-            fix="leave the batch sizes out, or give an example whose first axis is the batch for every input",
+            fix="leave out the batch sizes, or give an example with the batch as the first axis of every input",
         )
     for device in devices:
         if device is not None:

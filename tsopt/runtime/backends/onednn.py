@@ -89,7 +89,10 @@ class OneDnnBackend:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
         lowered = lower(program)
         if not lowered.packed:
-            raise NoGain("torch's own kernels are at least as fast for every layer", fix="none needed: eager runs them")
+            raise NoGain(
+                "torch's own kernels are at least as fast for every layer",
+                fix="no action needed: eager already runs these kernels",
+            )
 
         def save(directory: Path) -> None:
             write_program(program, directory)  # packed weights fit only this machine and are packed again on load

@@ -100,7 +100,7 @@ class Unserved:
             raise SignatureError(
                 "only the model itself can serve this call",
                 why=reason,
-                fix="call the model instead, or use optimize(..., on_gradients='eager')",
+                fix="call the model itself, or use optimize(..., on_gradients='eager')",
             )
         if reason not in self._said:
             self._said.add(reason)

@@ -43,7 +43,7 @@ class Debugged:
         return AccuracyError(
             f"{title(first)} changes values" + (f" (and {more} more findings)" if more else ""),
             where=first.where or None,
-            why=f"{first.difference}, on the {first.trial} input; its numerics are declared {first.numerics.name}",
+            why=f"{first.difference}, on the {first.trial} input; declared numerics: {first.numerics.name}",
             fix=f"skip it: --without {first.leave_out}",
         )
 
