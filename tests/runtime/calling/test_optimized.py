@@ -102,7 +102,7 @@ def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
     what, outcome = fast.report.signatures[-1]
     assert (what, outcome) == (
         "any further signature",
-        "runs in eager mode: 2 were captured already; dynamic= captures one program for many sizes",
+        "runs in eager mode: 2 were captured; dynamic= captures one program for many sizes",
     )
 
 

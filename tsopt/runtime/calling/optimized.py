@@ -260,7 +260,7 @@ class Optimized:
         if self._captures >= MAX_CAPTURES:
             self._note(
                 "any further signature",
-                f"runs in eager mode: {MAX_CAPTURES} were captured already; dynamic= captures one program for many sizes",
+                f"runs in eager mode: {MAX_CAPTURES} were captured; dynamic= captures one program for many sizes",
             )
             return self._eager
         self._check_weights(thoroughly=True)
