@@ -86,7 +86,9 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def by(row: dict[str, Any], engine: str) -> str:
     """`ok`, or a dash."""
-    names = {"torch": ("eager", "torch", "in parts"), "ONNX Runtime": ("ONNX Runtime", "onnxruntime")}[engine]
+    names = {"torch": ("eager", "torch", "partitioned", "in parts"), "ONNX Runtime": ("ONNX Runtime", "onnxruntime")}[
+        engine
+    ]
     found = [value for name, value in row["by"].items() if name.startswith(names)]
     return "ok" if "ok" in found else "-"
 

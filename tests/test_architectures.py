@@ -53,7 +53,7 @@ NOT_ONE_GRAPH = {
 NOT_BY_TORCH: dict[str, str] = {}
 # What ONNX Runtime does not take, or answers otherwise, and why. May only shrink.
 NOT_BY_ONNX_RUNTIME = NOT_BY_TORCH | {
-    "bit": "beyond rtol",
+    "bit": "exceed rtol",
 }
 
 

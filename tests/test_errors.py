@@ -9,8 +9,8 @@ from tsopt.errors import LONGEST
 
 
 def test_a_message_says_what_where_why_and_how_to_go_on():
-    error = tsopt.UsageError("no backend is called 'x'", where="model.py:3", why="a typo", fix="onnxruntime")
-    assert str(error) == "no backend is called 'x'\n  where: model.py:3\n  why: a typo\n  fix: onnxruntime"
+    error = tsopt.UsageError("unknown backend 'x'", where="model.py:3", why="a typo", fix="onnxruntime")
+    assert str(error) == "unknown backend 'x'\n  where: model.py:3\n  why: a typo\n  fix: onnxruntime"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

@@ -126,13 +126,13 @@ def test_the_model_is_left_where_it_is():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"threads": (0,)}, "threads 0"),
-        ({"batch_sizes": (-1,)}, "batch size -1"),
+        ({"threads": (0,)}, "threads must be at least 1, got 0"),
+        ({"batch_sizes": (-1,)}, "batch size must be at least 1, got -1"),
         ({"devices": ()}, "devices is empty"),
         ({"devices": ("tpu9",)}, "'tpu9' cannot be used"),
         ({"devices": ("cuda:99",)}, "'cuda:99' cannot be used"),
         ({"devices": ("meta",)}, "'meta' cannot be used"),
-        ({"backends": ("nonsense",), "threads": (1, 2)}, "no backend is called"),
+        ({"backends": ("nonsense",), "threads": (1, 2)}, "unknown backend"),
     ],
     ids=str,
 )
@@ -143,5 +143,5 @@ def test_bad_settings_are_refused_before_the_work(options, text):
 
 @pytest.mark.parametrize("second", [torch.ones(3, 4), torch.tensor(1.0)])
 def test_inputs_without_a_common_batch_cannot_be_resized(second):
-    with pytest.raises(tsopt.UsageError, match="no batch axis"):
+    with pytest.raises(tsopt.UsageError, match="no common batch axis"):
         tsopt.sweep(lambda x, y: x.sum() + y, (X, second), batch_sizes=(1, 2), **QUICK)

@@ -1,4 +1,4 @@
-"""tsopt: the fastest verified form of a PyTorch model that this machine can run, with one call.
+"""tsopt: turns a PyTorch model into the fastest verified form that this machine can run, in one call.
 
 >>> import torch, tsopt
 >>> fast = tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), seconds=0.1)
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tsopt.sweeps import Sweep, sweep
     from tsopt.transforms import transform
 
-# name -> the module it lives in, imported at first use: `import tsopt` must not wait for torch.
+# name -> the module that defines it, imported at first use: `import tsopt` must not import torch.
 _PLACES = {
     "capture": "tsopt.compiler.capture.capture",
     "Example": "tsopt.compiler.calls.example",

@@ -1,4 +1,4 @@
-"""The one call. Checks what it is asked for; the work is that of a Request."""
+"""`optimize` and `compile`. Checks the options; a Request does the work."""
 
 from __future__ import annotations
 
@@ -58,63 +58,76 @@ def optimize(
     audit: float = SHARE,
     progress: Callable[[str], None] | None = None,
 ) -> Optimized | Partitioned | InEager:
-    """Makes the fastest verified form of a model that this machine can run.
+    """Turns a model into the fastest verified form that this machine can run.
+
+    The model is captured as a `Program`, which passes rewrite and backends compile. Each candidate is compared with
+    eager, and those that are correct are timed side by side with it. What is returned runs the winner and is called
+    like the model.
 
     Args:
-        model: an nn.Module, a function of tensors or an ExportedProgram. Left as it was.
-        example_input: a tensor; a tuple = positional arguments; a dict = keyword arguments; or
-            `tsopt.example(*args, **kwargs)`. A list of several: the sizes in which they differ are dynamic, from 1 to
-            twice the largest, and the first is the one that is timed.
-        dynamic: sizes that differ from call to call: `{"x": {0: "batch"}}`, `{"x": {0: "batch[1..32]"}}`. What was made
-            is run at the ends of the ranges and between them; the report says at which sizes. Calls of sizes beyond
-            are calls of another form.
-        level: 0 no passes, 1 those that keep every bit, 2 also those that round elsewhere, 3 also lossy ones: as 2 with
-            `precision="auto"`.
-        backends: who races; eager itself always does. None: the engines that are installed and compile in seconds.
-            `all`: every engine, also Inductor, which takes minutes; one that is not installed is a row in the table,
-            where one that was asked for by name is an error.
-        precision: what products of float32 matrices may be computed in beside `fp32`: `bf16`, `fp16`, on a GPU `tf32`,
-            or `auto` for all of them. Candidates in that precision race beside those in `fp32`; their outputs are
-            compared by how far they are away as a whole, 3 % for `bf16` and 1 % for the others.
-        frontend: who reads the model. `export`, `strict`, `fx`, `torchscript`: see `capture`; what is not a single
-            graph for TorchScript either runs as a script, with TorchScript's own optimizations. `parts`: dynamo, in
-            graphs with the Python between them; the result runs and cannot be saved. `auto`: torch.export; TorchScript,
-            where values decide; parts; eager. The report says which, and why not one before it. `one-graph`: the same
-            without parts and eager.
-        passes: the pipeline; extend `tsopt.STANDARD` with a longer tuple.
-        without: names of rules and passes to leave out.
-        threads: intra-op threads for the candidates; None takes torch's own number.
-        seconds: about how long to time.
-        seed: for the inputs that the verdicts are made on.
-        eval_mode: capture a model that is in training mode as if it were in eval mode.
-        allow_nan: take weights that hold NaN.
-        on_new_signature: what a call of another form does: `capture` it once, go `eager`, or `error`.
-        on_gradients: what a call does that only the model itself can serve, because gradients are wanted for an input,
-            a transform of torch.func or torch.jit.trace goes through it, or autocast is on: run `eager` and say so
-            once, or `error`.
-        isolate: give each candidate a process of its own, so that one that crashes or hangs is only a row in the table;
-            without, all of them run in this process, which saves a few seconds.
-        budget: seconds for all candidates together, to compile, to check and to time; None for no limit.
-        cache: take over what an earlier race of the same program on this machine has found, after its winner has been
-            verified and timed against eager again; and keep what this one finds. Where: `tsopt cache show`.
-        check_indices: engines that accept indices which do not exist have each call's indices checked, whatever that
-            costs, and raise what eager raises. Otherwise those are checked where it costs less than 1 % of a call, and
-            the report names the others.
-        strict_specials: a candidate that differs from eager on NaN, infinities or denormals is out. Otherwise the
-            report says where it differs.
-        share_weights: let the winner read the model's weights where they are, which saves a copy of them. Calls then
-            raise WeightsChangedError once torch has written to one of them; without, the winner keeps those of now.
-        audit: the share of the time served that audits may take: real calls that eager makes as well, on copies of
-            the inputs. The first is within 100 calls. A difference is a warning, and eager from then on. 0: none.
-        progress: told the name of each step.
+        model: an nn.Module, a function of tensors, or an ExportedProgram. It is not modified.
+        example_input: a tensor; a tuple of positional arguments; a dict of keyword arguments; or
+            `tsopt.example(*args, **kwargs)`. With a list of several examples, the sizes in which they differ become
+            dynamic, from 1 to twice the largest, and the first example is the one that is timed.
+        dynamic: dimensions whose size differs from call to call, by input and axis: `{"x": {0: "batch"}}`, or with a
+            range, `{"x": {0: "batch[1..32]"}}`. The program is checked at both ends of each range and in between; the
+            report lists the sizes. A call with a size outside its range has a new signature; see `on_new_signature`.
+        level: 0: no passes; 1: bit-exact rewrites only; 2: also rewrites that change rounding; 3: also lossy ones,
+            which is level 2 with `precision="auto"`.
+        backends: the backends to race, for example `("onnxruntime?threads=1", "onednn")`; eager always takes part.
+            None: the installed engines that compile in seconds. `"all"`: every engine, including Inductor, which takes
+            minutes. With `"all"`, an engine that is not installed is a row in the table; one requested by name is an
+            error.
+        precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
+            `"tf32"` (on a GPU), or `"auto"` for all of them. These candidates race alongside those in `"fp32"`. Their
+            outputs are compared by the relative error of a whole tensor: at most 3 % for `bf16`, 1 % for the others.
+        frontend: how the model is captured.
 
-    A model that cannot be captured, in parts neither, or of which nothing can be verified, comes back as it is: an
-    `InEager`, whose report says why for each way that was tried. By name, a front end raises.
+            - `"auto"`: by torch.export; by TorchScript where control flow is data-dependent; else partitioned; else
+              eager. The report says which it was, and why not the ones before it.
+            - `"one-graph"`: like `"auto"`, but neither partitioned nor eager.
+            - `"export"`, `"strict"`, `"fx"`, `"torchscript"`: by this frontend; see `capture`. With `"torchscript"`, a
+              model that is not one graph runs as a script with TorchScript's own optimizations.
+            - `"parts"`: partitioned by TorchDynamo. Each graph between graph breaks is optimized, and the Python code
+              between them is kept. The result can be run but not saved.
+        passes: the pass pipeline. To add passes, extend the tuple `tsopt.STANDARD`.
+        without: names of rules and passes to skip.
+        threads: intra-op threads for the candidates; None uses torch's setting.
+        seconds: approximate time to spend on timing.
+        seed: seed of the inputs that candidates are checked on.
+        eval_mode: capture a model that is in training mode as if it were in eval mode.
+        allow_nan: accept weights that contain NaN.
+        on_new_signature: what to do for a call with a new signature: `"capture"` it once, run `"eager"`, or raise an
+            `"error"`.
+        on_gradients: what to do for a call that only the model itself can serve, because gradients are required for an
+            input, a torch.func transform or torch.jit.trace is active, or autocast is enabled: run `"eager"` and warn
+            once, or raise an `"error"`.
+        isolate: give each candidate its own process, so that a crash or a hang costs only a row in the table. False
+            runs all candidates in this process, which saves a few seconds.
+        budget: time limit in seconds for compiling, checking and timing all candidates together; None for no limit.
+        cache: reuse the result of an earlier race of the same program on this machine, once its winner has been
+            verified and timed against eager again, and store the result of a new race. `tsopt cache show` says where.
+        check_indices: engines that accept out-of-range indices get every call's indices checked, whatever the cost,
+            and raise what eager raises. False checks only those that take less than 1 % of a call to check; the report
+            lists the rest.
+        strict_specials: reject a candidate that differs from eager on NaN, infinities or denormals. False notes the
+            difference in the report.
+        share_weights: let the winner read the model's weights in place, which saves a copy. Calls then raise
+            WeightsChangedError once torch has written to one of them. False: the winner keeps the current weights.
+        audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
+            the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
+            and the model runs in eager from then on. 0 turns audits off.
+        progress: called with the name of each step.
+
+    Returns:
+        An `Optimized`, or a `Partitioned` if the model was split at graph breaks. A model that cannot be captured in
+        any of these ways, or that gives nothing to verify, is returned as an `InEager`; its report gives the reason for
+        each way that was tried. A frontend requested by name raises instead.
 
     Raises:
-        CaptureError: the model itself fails on its example. NotReady, one of them: it has no weights, weights that are
-            NaN, or is in training mode and its answer depends on it.
-        UsageError: an option is not what it must be.
+        CaptureError: the model itself fails on its example. Its subclass NotReady: the model has no weights, its
+            weights contain NaN, or it is in training mode and its output depends on that.
+        UsageError: an option is invalid.
     """
     examples = as_examples(example_input)
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
@@ -165,7 +178,7 @@ def optimize(
 def who_races(
     example: Example, backends: Sequence[str] | Literal["all"] | None, precision: str | None, level: int
 ) -> tuple[Candidate, ...]:
-    """The candidates that `optimize` is asked for; see there. Raises UsageError."""
+    """The candidates that the options of `optimize` select. Raises UsageError."""
     asked = precision or (AUTO if LEVELS.get(level) == Numerics.LOSSY else FP32)
     return candidates_for(backends, asked, on_gpu=is_on_gpu(example))
 
@@ -176,15 +189,15 @@ def compile(
     """Compiles a program with one backend.
 
     Args:
-        backend: a name (`eager`, `torchscript`, `onnxruntime?threads=1`, `eager?precision=bf16`, ...), or
-            `package.module:Class` for one of your own, or a Backend.
-        share_weights: let the engine read the program's weights where they are, which saves a copy. What writes to
-            them later, such as training the model that they belong to, then changes some of what it computes.
-        options: the backend's own, such as `threads=2`.
+        backend: a name (`eager`, `torchscript`, `onnxruntime?threads=1`, `eager?precision=bf16`, ...),
+            `package.module:Class` for a custom backend, or a Backend.
+        share_weights: let the engine read the program's weights in place, which saves a copy. Writing to them later,
+            for example by training the model they belong to, then changes some of what the engine computes.
+        options: options of the backend, for example `threads=2`.
 
     Raises:
-        BackendError: the backend cannot take the program; the message names the op and its place.
-        NoGain, a BackendError: the program has no product that a lower precision would make faster.
+        BackendError: the backend does not support the program; the message names the op and its location.
+        NoGain: the program has no matrix product that a lower precision would make faster. A BackendError.
     """
     if not isinstance(backend, str):
         return compile_by(program, backend, share_weights=share_weights, **options)
@@ -203,18 +216,22 @@ def _check_options(
     frontend: str,
 ) -> None:
     if policy not in POLICIES:
-        raise UsageError(f"on_new_signature={policy!r}", fix=f"one of: {', '.join(POLICIES)}")
+        raise UsageError(f"invalid on_new_signature={policy!r}", fix=f"use one of: {', '.join(POLICIES)}")
     if on_gradients not in ON_GRADIENTS:
-        raise UsageError(f"on_gradients={on_gradients!r}", fix=f"one of: {', '.join(ON_GRADIENTS)}")
+        raise UsageError(f"invalid on_gradients={on_gradients!r}", fix=f"use one of: {', '.join(ON_GRADIENTS)}")
     if frontend not in FRONTENDS:
-        raise UsageError(f"frontend={frontend!r}", fix=f"one of: {', '.join(FRONTENDS)}")
+        raise UsageError(f"unknown frontend {frontend!r}", fix=f"use one of: {', '.join(FRONTENDS)}")
     if isinstance(backends, str) and backends != "all":
-        raise UsageError("backends is a string", fix=f"pass a tuple: backends=({backends!r},)")
+        raise UsageError(
+            "backends must be a tuple of names, got a string", fix=f"pass a tuple: backends=({backends!r},)"
+        )
     if threads is not None and threads < 1:
-        raise UsageError(f"threads={threads}", fix="a number of at least 1")
+        raise UsageError(f"threads must be at least 1, got {threads}", fix="pass threads=1 or more")
     if seconds <= 0:
-        raise UsageError(f"seconds={seconds}", fix="a time above 0")
+        raise UsageError(f"seconds must be greater than 0, got {seconds}", fix="pass a number of seconds")
     if budget is not None and not budget > 0:
-        raise UsageError(f"budget={budget}", fix="a number of seconds above 0, or None for no limit")
+        raise UsageError(
+            f"budget must be greater than 0, got {budget}", fix="pass a number of seconds, or None for no limit"
+        )
     for name in () if backends is None or backends == "all" else backends:
         get_backend(name)

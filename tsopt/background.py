@@ -1,7 +1,7 @@
-"""Forms of a model, optimized in another process while eager serves them here; taken over when they are ready.
+"""Optimizes a model in another process while eager serves its calls here, and takes over the result.
 
-A process, because tracers put other parameters, streams and filters into the one that they run in, for a while: no
-thread beside them could call the model. Started as `python -m tsopt.background DIRECTORY`; ends when its caller does.
+A process, because tracers temporarily replace parameters, streams and warning filters of the process they run in, so
+that no other thread could call the model. Started as `python -m tsopt.background DIRECTORY`; ends with its caller.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ TAIL = 300  # characters of what a process that has failed has printed
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a process says of a form.
+    """The answer of a process for one signature.
 
     Attributes:
-        written: the names that the model has for the state of the program, in its order.
-        signature: of the winner, which is in a bundle beside it; None where eager has won.
+        written: the model's names for the state of the program, in its order.
+        signature: of the winner, which is in a bundle next to the answer; None if eager won.
     """
 
     report: Report
@@ -59,11 +59,11 @@ class Answer:
 
 
 class Job:
-    """One key, in its process."""
+    """One call key, optimized in its own process."""
 
     def __init__(self, model: Callable[..., Any], example: Example, options: dict[str, Any]) -> None:
         """Raises TsoptError when the model cannot be sent."""
-        # As they are now: in the call that follows, the caller may change what is in them.
+        # As they are now: the call that follows may change their contents.
         self.example, self.watch = example.renewed(), Watch(model)
         self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-"))
         self._forget = weakref.finalize(self, _remove, self.directory, os.getpid())
@@ -81,7 +81,7 @@ class Job:
         self._stop = weakref.finalize(self, _end, self._process, os.getpid())
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether it has ended, after so many seconds at most."""
+        """Whether it has ended, after at most this many seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self._process.returncode is not None
@@ -91,10 +91,10 @@ class Job:
         return self._process.poll() is not None
 
     def answer(self) -> Answer:
-        """What became of it.
+        """The result.
 
         Raises:
-            TsoptError: as `optimize` did; or the process has ended without an answer.
+            TsoptError: what `optimize` raised; or the process ended without an answer.
         """
         self._stop()
         try:
@@ -103,15 +103,15 @@ class Job:
             printed = ""
             with contextlib.suppress(OSError):
                 printed = (self.directory / OUTPUT).read_text(errors="replace")[-TAIL:].strip()
-            why = f"status {self._process.returncode}; {printed or error}"
-            raise CaptureError("the process that optimizes it has ended without an answer", why=why) from error
+            why = f"exit status {self._process.returncode}; {printed or error}"
+            raise CaptureError("the background process ended without a result", why=why) from error
         if isinstance(found, TsoptError):
             raise found
         return found
 
     def made(self, signature: Signature, structure: Structure) -> Executable:
         """The winner, for calls of this key here."""
-        found = load(self.directory / BUNDLE, trust=True, probe=False)  # it comes from a process of one's own
+        found = load(self.directory / BUNDLE, trust=True, probe=False)  # written by our own process
         own = structure if signature.aliasing else with_own_leaves(structure)
         return found.called_as(replace(signature, outer=own))
 
@@ -121,15 +121,15 @@ def _write(path: Path, *values: Any) -> None:
     try:
         with path.with_suffix(".part").open("wb") as file:
             for value in values:
-                cloudpickle.dump(value, file)  # with the classes of the user's script, which nobody else can import
+                cloudpickle.dump(value, file)  # with classes of the user's script, which others cannot import
         path.with_suffix(".part").replace(path)
     except OSError:
         raise
-    except Exception as error:  # whatever an object says that cannot be pickled
+    except Exception as error:  # objects that cannot be pickled raise anything
         raise CaptureError(
-            "it cannot be sent to another process",
+            "the model cannot be sent to another process",
             why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix="background=False, which compiles it in this one",
+            fix="pass background=False to compile it in this process",
         ) from error
 
 
@@ -150,10 +150,10 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 class InBackground:
-    """A model that eager serves until what was made of it elsewhere is ready.
+    """A model that eager serves until its compiled form is ready in another process.
 
     Attributes:
-        reports: of the forms that are ready, the newest last.
+        reports: of the signatures that are ready, the newest last.
     """
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -191,7 +191,7 @@ class InBackground:
         return found
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
-        """What would serve a call, of what is ready; None where that is the model itself."""
+        """The executable that would serve a call; None if the model itself would."""
         latest = self._latest
         if latest is None or latest.accepts(args, kwargs) is not None:
             return latest
@@ -202,15 +202,15 @@ class InBackground:
         return found if isinstance(found, Executable) else None
 
     def training_changed(self) -> bool:
-        """Whether modules are in training mode that were not, or the other way round."""
+        """Whether a training flag of a module has changed."""
         return self._watch is not None and self._watch.training_changed()
 
     def changed(self) -> bool:
-        """Whether the weights are others than those of the forms that are ready."""
+        """Whether the weights differ from those of the compiled forms."""
         return self._watch is not None and self._watch.changed()
 
     def wait(self, seconds: float | None) -> bool:
-        """Whether nothing is on its way any more, after so many seconds at most."""
+        """Whether nothing is being compiled any more, after at most this many seconds."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             job = self._job
@@ -238,7 +238,7 @@ class InBackground:
 
     def _start(self, key: CallKey, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
-            self._say(f"{MAX_CAPTURES} forms of call were compiled; dynamic= makes one program for many")
+            self._say(f"{MAX_CAPTURES} signatures were compiled; dynamic= captures one program for many sizes")
             return
         self._started += 1
         try:
@@ -248,7 +248,7 @@ class InBackground:
             self._fail(key, error)
 
     def _take_over(self) -> None:
-        """What the process has made, when it has ended."""
+        """Takes over the result of the process once it has ended."""
         if self._refused is not None:
             raise self._refused
         if self._job is None or not self._job[0].ended:
@@ -280,9 +280,9 @@ class InBackground:
         self.reports.append(answer.report)
 
     def _checked(self, job: Job, answer: Answer, executable: Executable) -> Executable:
-        """It computes what the model computes here: globals, modes and the like are not sent.
+        """Checks that it computes what the model computes here: globals and modes are not sent.
 
-        How exactly is known there; here it is about being the same model.
+        The other process has checked how exactly; here it only has to be the same model.
         """
         held = _tensors(self.model)
         executable.state[:] = [held[name] for name in answer.written]  # those of the file are copies
@@ -292,7 +292,7 @@ class InBackground:
                 executable, precision="bf16"
             )
             if not verdict.ok:
-                raise AccuracyError("in another process it is another model", why=verdict.reason)
+                raise AccuracyError("the model computes different values in the background process", why=verdict.reason)
         return executable
 
     def _fail(self, key: CallKey, error: Exception) -> None:
@@ -306,7 +306,7 @@ def _tensors(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
 
 
 def main(directory: Path) -> None:
-    """The other side: optimizes what is asked for, leaves a bundle and the report, or the error."""
+    """The other process: optimizes the model and leaves a bundle and the report, or the error."""
     threading.Thread(target=_end_with_the_caller, args=(directory,), daemon=True).start()
     found: Answer | TsoptError
     with (directory / REQUEST).open("rb") as file:
@@ -319,7 +319,11 @@ def main(directory: Path) -> None:
         fast = optimize(model, example, **{"frontend": "one-graph"} | options | {"progress": None})
         if not isinstance(fast, Optimized):
             why = fast.report.frontend
-            raise GraphBreakError("Python between graphs stays where it is", why=why, fix="background=False")
+            raise GraphBreakError(
+                "only a model captured as one graph can be compiled in the background",
+                why=why,
+                fix="pass background=False",
+            )
         found = _answer(fast, model, directory)
     except TsoptError as error:
         found = error
@@ -332,7 +336,7 @@ def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answ
         return Answer(fast.report)
     names = {id(tensor): name for name, tensor in _tensors(model).items()}
     written = tuple(names[id(tensor)] for tensor in executable.state)
-    # The nesting goes beside the bundle, whole: files hold no objects.
+    # The nesting goes into the answer: bundles hold no objects.
     flat = executable.called_as(executable.signature.flat())
     save(flat, directory / BUNDLE, model, fast.example, fast.report)
     return Answer(fast.report, written, executable.signature)

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="tsopt")`: each graph that dynamo finds is optimized at its first call."""
+"""`torch.compile(model, backend="tsopt")`: each graph that TorchDynamo captures is optimized at its first call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tsopt.runtime.calling.partitioned import PART, Graph
 def backend(
     graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend of torch.compile, registered as `tsopt`.
+    """The torch.compile backend registered as `tsopt`.
 
     Args:
-        graph: what dynamo has traced.
-        example_inputs: not used: they are fake, and the race needs values.
-        options: of `tsopt.optimize`, as in `torch.compile(model, backend="tsopt", options={"level": 1})`.
+        graph: the graph that TorchDynamo has captured.
+        example_inputs: not used: they are fake tensors, and the race needs values.
+        options: options of `tsopt.optimize`, as in `torch.compile(model, backend="tsopt", options={"level": 1})`.
     """
 
     def part(graph: Callable[..., Any], inputs: Example) -> Optimized:

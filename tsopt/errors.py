@@ -1,4 +1,4 @@
-"""The error classes. Owns what a message must say; imports nothing of tsopt and never torch."""
+"""The error classes and the parts of a message. Imports neither torch nor anything else of tsopt."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ LONGEST = 2000  # characters per part of a message: names in an untrusted file c
 
 
 class TsoptError(Exception):
-    """What went wrong, where, why, and what to do about it.
+    """Base class of all errors: what happened, where, why, and how to fix it.
 
     Args:
-        what: one sentence, the fact.
-        where: the user's module path, file and line, or the file on disk.
-        why: the cause, in the words of whoever refused.
+        what: what happened, in one sentence.
+        where: the module path, file and line in the user's code, or the file on disk.
+        why: the cause, in the words of the library that failed where there is one.
         fix: what to write or run next.
     """
 
@@ -41,74 +41,74 @@ def _short(text: str) -> str:
 
 
 def _again(cls: type[TsoptError], what: str, where: str | None, why: str | None, fix: str | None) -> TsoptError:
-    """An error as it was when it was pickled: past the words that classes add."""
+    """Rebuilds a pickled error without adding the text that its class adds again."""
     made = cls.__new__(cls)
     TsoptError.__init__(made, what, where=where, why=why, fix=fix)
     return made
 
 
 class UsageError(TsoptError):
-    """An option, a flag or a model file is not what it must be."""
+    """An option, a command-line flag or a model file is invalid."""
 
 
 class CaptureError(TsoptError):
-    """The model cannot be turned into a Program."""
+    """The model cannot be captured as a Program."""
 
 
 class NotReady(CaptureError):
-    """The model is not one to run: it has no weights yet, NaN among them, or is in training mode; or is no model."""
+    """The model is not ready: it has no weights, has NaN weights, or is in training mode; or it is not a model."""
 
 
 class GraphBreakError(CaptureError):
-    """The model runs, but is not a single graph of tensor operations. `fix` is followed by what can still be done."""
+    """The model runs, but cannot be captured as one graph. `fix` ends with what `optimize` can still do."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
-        still = "as it is, tsopt.optimize(model, x) runs it in parts, or eager"
+        still = "without changes, tsopt.optimize(model, x) runs it partitioned or in eager mode"
         super().__init__(what, where=where, why=why, fix=f"{fix}; {still}" if fix else still)
 
 
 class DataDependentError(GraphBreakError):
-    """Python goes on by the values of tensors."""
+    """Python control flow depends on the values of tensors."""
 
 
 class InvalidProgram(TsoptError):
-    """A Program breaks one of its numbered invariants."""
+    """A Program violates one of its numbered invariants."""
 
 
 class RuleError(TsoptError):
-    """A rewrite rule returned something that does not fit the value it replaces."""
+    """A rewrite rule returned something that cannot replace the matched value."""
 
 
 class PassError(TsoptError):
-    """A pass broke the Program, misreported what it did, or did not come to an end."""
+    """A pass broke the Program, misreported what it did, or did not terminate."""
 
 
 class BackendError(TsoptError):
-    """A backend cannot take this Program, or its library is missing."""
+    """A backend does not support this Program, or its library is missing."""
 
 
 class NoGain(BackendError):
-    """A backend would run this Program just as another one does already, or a lower precision would change nothing."""
+    """A backend would run this Program exactly as another one does, or a lower precision would change nothing."""
 
 
 class SignatureError(TsoptError):
-    """A call does not fit the signature that the program was captured for."""
+    """A call does not match the signature that the program was captured for."""
 
 
 class IndexOutOfRange(TsoptError, IndexError):
-    """A call holds an index that does not exist, where PyTorch raises IndexError."""
+    """A call contains an out-of-range index for which PyTorch raises IndexError."""
 
 
 class IndexRefused(TsoptError, RuntimeError):
-    """A call holds an index that does not exist, where PyTorch raises RuntimeError."""
+    """A call contains an out-of-range index for which PyTorch raises RuntimeError."""
 
 
 class WeightsChangedError(TsoptError):
-    """The model's weights are no longer those that something was made of."""
+    """The model's weights have changed since it was optimized."""
 
 
 class AccuracyError(TsoptError):
-    """A candidate does not compute what the model computes."""
+    """A candidate does not compute the same values as the model."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""`hybridize`: the model itself, compiled behind its interface at the first call; eager where that is not the same."""
+"""`hybridize`: the model itself, compiled behind its interface at the first call; eager where results would differ."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from tsopt.runtime.calling.watch import Watch, tensors_of
 from tsopt.runtime.checking.inputs import InputSet
 
 log = logging.getLogger("tsopt")
-# Where the caller does not say otherwise: somebody waits for the first call, and whether the weights are what they were
-# is looked at here.
+# Defaults: the first call blocks the caller, and changes of the weights are detected here.
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
-CHANGES = 3  # times that the model may change between compiled calls before it is eager for good
-# What code asks that answers otherwise by how it is called, not by what it is given.
+CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
+# Queries whose answer depends on how code is called, not on its arguments.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 # Called on every call: a global of this module is looked up faster than an attribute of torch.
 _interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
@@ -50,24 +49,24 @@ def hybridize(*, active: bool = True, background: bool = False, **options: Any) 
 
 
 def hybridize(model: Any = None, *, active: bool = True, background: bool = False, **options: Any) -> Any:
-    """The same model or function, optimized at its first call and verified before it is used.
+    """Returns the same model or function, optimized at its first call and verified before it is used.
 
-    A module comes back as an object of its own class that shares everything with it: attributes, parameters, hooks,
-    `state_dict`, `train`, `to`. What is compiled holds for the model as it is: weights, modules, hooks, flags, and what
-    its code reads of attributes and globals. A change of these is seen at the next call, and the model is compiled
-    again; what cannot be seen, audits find (see `audit` of `optimize`). Eager runs, and a warning says so once: in
-    training mode, where gradients are wanted (call it under `torch.no_grad()`), in another default dtype, and where the
-    model cannot be captured.
+    A module is returned as an object of the same class that shares everything with the original: attributes,
+    parameters, hooks, `state_dict`, `train`, `to`. The compiled form is valid for the current state of the model: its
+    weights, modules, hooks and flags, and the attributes and globals that its code reads. A change to any of them is
+    detected at the next call, and the model is compiled again; audits find what cannot be detected this way (see
+    `audit` of `optimize`). The model runs in eager, with one warning, in training mode, when gradients are required
+    (call it under `torch.no_grad()`), under another default dtype, and if it cannot be captured.
 
     Args:
-        model: an nn.Module or a function; None: for use as a decorator with options.
-        active: False gives back what a hybrid was made from.
-        background: compile in another process; eager runs until that is ready, and a call takes over what it has made.
-            The model is sent there by cloudpickle. `tsopt.wait` waits for it.
-        options: of `optimize`; about 2 seconds of timing are the default here.
+        model: an nn.Module or a function; None for use as a decorator with options.
+        active: False returns the original model of a hybrid.
+        background: compile in another process. Eager serves calls until the compiled form is ready; a later call then
+            takes it over. The model is sent with cloudpickle. `tsopt.wait` blocks until it is ready.
+        options: options of `optimize`; here `seconds` defaults to 2.
 
     Raises:
-        UsageError: it is neither a module nor a function.
+        UsageError: the model is neither a module nor a function.
     """
     if model is None:
         return functools.partial(hybridize, active=active, background=background, **options)
@@ -82,25 +81,25 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
 
 
 def wait(model: Any, seconds: float | None = None) -> bool:
-    """Waits for what a hybrid compiles in the background.
+    """Waits for the background compilation of a hybrid.
 
     Args:
-        seconds: to wait at most; None: until it is ready.
+        seconds: timeout; None waits until it is ready.
 
     Returns:
-        Whether nothing is on its way any more: from then on calls are served by what was made, or by eager for good.
+        Whether nothing is being compiled any more. Calls are then served by the compiled form, or by eager for good.
 
     Raises:
-        UsageError: the model is not a hybrid, or an option of it is not what it must be.
+        UsageError: the model is not a hybrid, or one of its options is invalid.
     """
     compiled = compiled_of(model)
     if compiled is None:
-        raise UsageError(f"a {type(model).__name__} compiles nothing", fix="tsopt.hybridize(model, background=True)")
+        raise UsageError(f"a {type(model).__name__} is not a hybrid", fix="tsopt.hybridize(model, background=True)")
     return compiled.fast.wait(seconds) if isinstance(compiled.fast, InBackground) else True
 
 
 def original_of(model: Any) -> Any:
-    """What a hybrid was made from; the model itself where it is none."""
+    """The original model of a hybrid; the model itself if it is not a hybrid."""
     compiled = compiled_of(model)
     return model if compiled is None else compiled.model
 
@@ -112,10 +111,10 @@ def compiled_of(model: Any) -> Compiled | None:
 
 
 class Compiled:
-    """The compiled form of a model, for as long as the model is what it was.
+    """The compiled form of a model, for as long as the model does not change.
 
     Attributes:
-        fast: what `optimize` made; None before the first call and where eager runs.
+        fast: the result of `optimize`; None before the first call and while eager runs.
         why_eager: why eager runs for good.
     """
 
@@ -127,7 +126,7 @@ class Compiled:
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
         self._ambient = _Ambient()
-        self._refused_in: list[bool] | None = None  # the training flags that it could not be captured in
+        self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
         self._said: set[str] = set()
         self._lock = threading.RLock()
@@ -163,10 +162,10 @@ class Compiled:
         return None if executable is None else executable_difference(executable, self.model, Example(args, kwargs))
 
     def _differs(self, found: str) -> None:
-        """What an audit has found: it is made again, of the model as it is now."""
+        """After a difference in an audit: the model is optimized again in its current state."""
         with self._lock:
             self.fast, self._watch, self._changes = None, None, self._changes + 1
-        self._warn(f": in an audited call, {found}; it is optimized again; {LOOK_AT}")
+        self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
         if self.why_eager and self._other_flags():
@@ -178,12 +177,12 @@ class Compiled:
         with self._lock:
             if self.fast is not None and self._changed():
                 if self._trains():
-                    self._say("a module in it is in training mode: model.eval() first")
+                    self._say("a submodule is in training mode: call model.eval() first")
                     return None
                 self.fast, self._watch, self._changes = None, None, self._changes + 1
-                log.info("%s has changed: it is optimized again", type(self.model).__name__)
+                log.info("%s has changed and is optimized again", type(self.model).__name__)
             if self._changes > CHANGES:
-                self.why_eager = "it changes between calls: its weights, hooks, attributes or globals"
+                self.why_eager = "its weights, hooks, attributes or globals change between calls"
                 self._say(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
@@ -216,7 +215,7 @@ class Compiled:
         self._watch, self.fast = watch, fast
 
     def _learn(self, watch: Watch, example: Example) -> None:
-        """What the model itself changes when it is called is no change of it."""
+        """Ignores what the model itself changes when it is called."""
         with protected(self.model, written=watch.written), contextlib.suppress(Exception):
             call = InputSet("example", example).clone()
             self.model(*call.args, **call.kwargs)
@@ -233,23 +232,23 @@ class Compiled:
         return self._watch is not None and self._watch.changed()
 
     def _trains(self) -> bool:
-        """Whether it has changed by a module that is in training mode now."""
+        """Whether a module was switched to training mode."""
         watch = self._watch
         flags = watch is not None and watch.training_changed()
         return flags and any(module.training for module in modules_of(self.model))
 
     def _other_flags(self) -> bool:
-        """Whether training flags are others than those that it could not be captured in."""
+        """Whether training flags have changed since it could not be captured."""
         return self._refused_in is not None and self._refused_in != [m.training for m in modules_of(self.model)]
 
     def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why this call is eager's."""
+        """Why this call is served by eager."""
         if self._is_module and self.model.training:  # type: ignore[attr-defined]
-            return "it is in training mode: model.eval() first"
+            return "it is in training mode: call model.eval() first"
         if _interferes():
             return objection(())
         if _gradients() and self._wants_gradients(args, kwargs):
-            return "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
+            return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
         return self._ambient.differs()
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -264,7 +263,7 @@ class Compiled:
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            self._warn(f" runs eager: {reason}", stacklevel=6)
+            self._warn(f" runs in eager mode: {reason}", stacklevel=6)
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:
         name = getattr(self.model, "__name__", type(self.model).__name__)
@@ -272,7 +271,7 @@ class Compiled:
 
 
 class _Ambient:
-    """What a model may ask of the process, as it is when the model is compiled."""
+    """The process-wide settings that a model may query, as they are when it is compiled."""
 
     __slots__ = ("_asked", "_dtype", "_inference")
 
@@ -281,20 +280,20 @@ class _Ambient:
         self._asked = False
 
     def ask(self, names: Container[str]) -> None:
-        """Takes the names that a model reads: most do not ask for modes, and are the same in each."""
+        """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
 
     def differs(self) -> str:
-        """Why this call is eager's, where it is for what has changed around the model."""
+        """Why this call is served by eager, if a process-wide setting has changed."""
         if _default_dtype() is not self._dtype:
-            return "the default dtype is another than when it was compiled"
+            return "the default dtype has changed since it was compiled"
         if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
-            return "it asks for the grad mode, which is another than when it was compiled"
+            return "it queries the grad mode, which has changed since it was compiled"
         return ""
 
 
 class _Hybrid:
-    """What a module's class gets in front: the call. The rest is the module's own."""
+    """Mixin that intercepts the call of a module. Everything else is the module's own."""
 
     _tsopt_compiled: Compiled
 
@@ -307,7 +306,7 @@ class _Hybrid:
         return hybridize(copy.deepcopy(compiled.model, memo), background=compiled.background, **compiled.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as what it was made from: compiled forms belong to a process."""
+        """Pickled as the original model: a compiled form belongs to its process."""
         return original_of, (self._tsopt_compiled.model,)
 
 

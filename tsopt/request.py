@@ -1,4 +1,4 @@
-"""What one call of `optimize` asks for, and how it is done: capture, passes, race; or in parts, or by eager."""
+"""One call of `optimize`: capture, passes and race; otherwise partitioned, or in eager."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from tsopt.runtime.report import Report
 from tsopt.transforms import passes_in, transform_with_records
 
 log = logging.getLogger("tsopt")
-ONE_BY_ONE = "none is dynamic: dynamo traces a model in parts again for each size"
+ONE_BY_ONE = "none is dynamic: TorchDynamo retraces a partitioned model for each size"
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
 
 
 class ReportedProgress:
-    """The caller's `progress`; what it raises is the caller's own, and not to be taken for a failure of the model.
+    """The caller's `progress`. What it raises belongs to the caller and is not a failure of the model.
 
     Attributes:
-        error: what it has raised last.
+        error: the last exception that it raised.
     """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
@@ -73,12 +73,12 @@ class ReportedProgress:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A captured program with its ranges of sizes validated, and what the passes have made of it.
+    """A captured program with its ranges of sizes validated, before and after the passes.
 
     Attributes:
-        reference: the program as it was captured, for all its sizes.
+        reference: the program as captured, for all its sizes.
         captured: the same at the sizes of the example.
-        optimized: for all sizes, right at every one that was tried.
+        optimized: for all sizes, correct at every size that was tried.
     """
 
     reference: Program
@@ -91,11 +91,11 @@ class _Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `optimize` was asked for, for whatever has to be made of it: the model, a specialization, a part.
+    """The options of one call of `optimize`, applied to the model, to a specialization or to a part.
 
     Attributes:
         race: how candidates are raced.
-        progress: told the name of each step.
+        progress: called with the name of each step.
     """
 
     model: Callable[..., Any]
@@ -115,7 +115,7 @@ class Request:
     dynamic: Mapping[str, Mapping[int, str]] | None
 
     def as_one_graph(self, *examples: Example) -> Optimized:
-        """The model as one program. Raises CaptureError: it is not one."""
+        """The model as one program. Raises CaptureError if it cannot be captured as one."""
         example = examples[0]
         with Sandbox() if self.isolate and is_on_cpu(example) else nullcontext() as sandbox:
             self.progress("capture")
@@ -157,10 +157,10 @@ class Request:
         return self._served(example, rehearsal, made, outcome, report)
 
     def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> _Prepared:
-        """Validates the ranges of sizes, runs the passes, and checks what they have made at the same sizes."""
+        """Validates the ranges of sizes, runs the passes, and checks their result at the same sizes."""
         ranges = ValidatedRanges(captured)
         if captured.signature.dims:
-            self.progress("other sizes")
+            self.progress("check other sizes")
             ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed)
             captured = specialize(captured, sizes_in(captured.signature, examples[0]))
         start = time.perf_counter()
@@ -189,7 +189,7 @@ class Request:
         )
 
     def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
-        """The model in parts, because it is not a single graph, or because that is asked for."""
+        """The model split at graph breaks, because it is not one graph or because that was requested."""
         script = None
         if self.frontend == "torchscript":
             with training_flags(self.model if self.eval_mode else None, False):
@@ -211,27 +211,27 @@ class Request:
         return made
 
     def for_one_size(self, error: Exception, *examples: Example) -> Optimized | None:
-        """The model for the sizes of the first example, where that was not possible for many; None where it is not.
+        """The model for the sizes of the first example, if dynamic sizes failed; None if this fails too.
 
         Args:
-            error: why not for many.
+            error: why dynamic sizes failed.
         """
         many = self.dynamic is not None or len(examples) > 1
         if not many or type(error) is not CaptureError or self.frontend != "auto":
             return None
         try:
             made = replace(self, dynamic=None).as_one_graph(examples[0])
-        except Exception:  # whatever that is, the first reason is the one to be told
+        except Exception:  # whatever it is, the first reason is the one to report
             return None
-        made.report = replace(made.report, sizes=f"none is dynamic, because: {reason_of(error)}")
+        made.report = replace(made.report, sizes=f"none is dynamic: {reason_of(error)}")
         return made
 
     def in_eager(self, example: Example, *errors: Exception) -> InEager:
-        """The model as it is, where tsopt cannot make anything of it.
+        """The model itself, if tsopt cannot optimize it.
 
         Raises:
-            Exception: the last of `errors`, where it is not about what tsopt cannot do: an option, a model that is not
-                ready or fails by itself, the caller's `progress`; or where a front end was asked for by name.
+            Exception: the last of `errors`, if it is not a limitation of tsopt: an invalid option, a model that is not
+                ready or fails by itself, the caller's `progress`; or if a frontend was requested by name.
         """
         error = errors[-1]
         if isinstance(error, (UsageError, NotReady)) or error is self.progress.error or self.frontend != "auto":
@@ -240,12 +240,16 @@ class Request:
         own = failure_of_the_model(called, example, error)
         if own is not None:
             raise own from error
-        if not isinstance(error, TsoptError):  # a mistake of tsopt's own costs the model its speed, not its answers
-            log.warning("tsopt itself fails on %s, which runs as it is", name_of(self.model), exc_info=error)
+        if not isinstance(error, TsoptError):  # a bug in tsopt costs the model its speed, not its results
+            log.warning(
+                "internal error in tsopt while optimizing %s, which runs in eager mode",
+                name_of(self.model),
+                exc_info=error,
+            )
         return InEager(called, name_of(self.model), errors, self.on_gradients)
 
     def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
-        """The program, and what is to be called in the model's place when something is compared with it."""
+        """The program, and what to call instead of the model when a candidate is compared with it."""
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)
@@ -253,7 +257,7 @@ class Request:
         return program, rehearsal_of(called, program) if rehearsed else Rehearsal(called)
 
     def _transformed(self, validated: ValidatedRanges) -> tuple[Program, list[PassRecord], ValidatedRanges]:
-        """What the passes make of it; of a program for many sizes, what is right at all that were tried."""
+        """The program after the passes; a program for many sizes is correct at all sizes that were tried."""
         change = partial(
             transform_with_records, passes=self.passes, level=self.level, progress=self.progress, keep_going=True
         )
@@ -264,7 +268,7 @@ class Request:
                 optimized, records = change(validated.program, without=left_out)
                 for record in filter(lambda record: record.failed, records):
                     warn(
-                        f"tsopt: {validated.program.name}: the pass {record.name} was left out: {record.failed}",
+                        f"tsopt: {validated.program.name}: skipped the pass {record.name}: {record.failed}",
                         UserWarning,
                     )
                 return optimized, records, validated.checked_with(optimized)
@@ -273,7 +277,7 @@ class Request:
         return validated.program, [], replace(validated, notes=(*validated.notes, f"no passes: {reasons[-1]}"))
 
     def specialized(self, candidate: Candidate, example: Example) -> Executable:
-        """The winner's backend for another form of call, verified and raced against eager for a moment."""
+        """The winner's backend for another signature, verified and briefly raced against eager."""
         captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
         optimized, _ = transform_with_records(
@@ -289,12 +293,12 @@ class Request:
         executable = rehearsal.ended(outcome.executable)
         if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
-            raise AccuracyError(f"{candidate.title} does not win for this form: {reason}")
+            raise AccuracyError(f"{candidate.title} does not win for this signature: {reason}")
         executable.reference = rehearsal.program(captured)
         return executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
-        """A graph between pieces of Python, optimized as the whole would have been."""
+        """One graph of a partitioned model, optimized as the whole model would have been."""
         own = replace(
             self,
             model=graph,
@@ -302,18 +306,20 @@ class Request:
             on_new_signature=PART["on_new_signature"],
             eval_mode=False,
         )
-        # Whoever calls the whole model audits it, and knows its weights.
+        # The whole model is audited, and its weights are watched, by its caller.
         own = replace(own, frontend="export", audit=0.0, progress=ReportedProgress(lambda text: None))
         try:
             return own.as_one_graph(inputs)
         except TsoptError:
             raise
-        except Exception as error:  # a mistake of tsopt's own costs this part its speed
-            raise CaptureError("tsopt itself fails on a part", why=f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # a bug in tsopt costs this part its speed
+            raise CaptureError(
+                "internal error in tsopt while optimizing a part", why=f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def variants(program: Program, candidates: Iterable[Candidate]) -> dict[str, Program | NoGain]:
-    """The program, and what candidates run in its place; NoGain for what would not be faster."""
+    """The program and its variants in lower precisions; NoGain for one that would not be faster."""
     found: dict[str, Program | NoGain] = {FP32: program}
     for name in {candidate.variant for candidate in candidates} - {FP32}:
         try:
@@ -324,7 +330,7 @@ def variants(program: Program, candidates: Iterable[Candidate]) -> dict[str, Pro
 
 
 def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
-    """The model as it is called: an exported program as a module; under `eval_mode` with the flags set in the call."""
+    """The model as it is called: an exported program as a module; under `eval_mode` with its training flags off."""
     if isinstance(model, ExportedProgram):
         return model.module(check_guards=False)
     if not eval_mode or not isinstance(model, nn.Module) or not any(m.training for m in model.modules()):

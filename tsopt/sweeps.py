@@ -1,4 +1,4 @@
-"""One model raced in several settings: devices, threads, batch sizes. What `tsopt bench` prints and saves."""
+"""`sweep`: one model raced in several settings of device, threads and batch size, as `tsopt bench` prints it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "sampl
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and on how much a model runs; batch is None where its inputs have no common first axis."""
+    """Device, threads and batch size; batch is None if the inputs have no common first axis."""
 
     device: str
     threads: int
@@ -41,14 +41,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A race in one setting; where there was none, why."""
+    """A race in one setting, or the reason why there was none."""
 
     setting: Setting
     report: Report | None
     reason: str = ""
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """A flat record for each candidate."""
+        """One flat record per candidate."""
         report, setting = self.report, asdict(self.setting)
         rows = (Row("eager", "failed", self.reason),) if report is None else report.rows
         for row in rows:
@@ -60,16 +60,16 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What was measured in each setting."""
+    """The races of a model in several settings."""
 
     results: tuple[Result, ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """A flat record for each candidate in each setting."""
+        """One flat record per candidate and setting."""
         return [record for result in self.results for record in result.records()]
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The records under COLUMNS; a setting is named once."""
+        """The records as rows of a table with COLUMNS; each setting is shown once."""
         return [_cells(record, i == 0) for result in self.results for i, record in enumerate(result.records())]
 
     @property
@@ -90,7 +90,7 @@ class Sweep:
 
     @property
     def machine(self) -> list[str]:
-        """A line that says what it was measured on."""
+        """A line that names the machine."""
         return next(([f"on {r.report.environment}"] for r in self.results if r.report is not None), [])
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Sweep:
         }
 
     def to_csv(self) -> str:
-        """The records, one to a line, under their names."""
+        """The records as CSV with a header line."""
         out, rows = io.StringIO(), self.records()
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -114,7 +114,7 @@ class Sweep:
         return out.getvalue()
 
     def to_frame(self) -> Any:
-        """The records as a pandas DataFrame. Raises UsageError where pandas is missing."""
+        """The records as a pandas DataFrame. Raises UsageError if pandas is missing."""
         return data_frame(self.records())
 
     def __str__(self) -> str:
@@ -133,17 +133,19 @@ def sweep(
 ) -> Sweep:
     """Races a model in every combination of settings, each as `optimize` does.
 
-    A setting in which the model cannot run is a result with its reason, and the others go on; one that is alone
-    raises what `optimize` raises.
+    A setting in which the model cannot run is a result with a reason, and the sweep continues. If it is the only
+    setting, the error of `optimize` is raised.
 
     Args:
-        threads: intra-op threads; None takes torch's own number.
-        batch_sizes: sizes of the inputs' first axis, whose rows are repeated or dropped; None leaves it as it is.
-        devices: `cpu`, `cuda` ...; the model is copied there. None leaves it where it is.
-        options: of `optimize`, for every race.
+        threads: numbers of intra-op threads; None uses torch's setting.
+        batch_sizes: sizes of the inputs' first axis, to which rows are repeated or dropped; None keeps the size.
+        devices: for example `cpu` or `cuda`; the model is copied there. None keeps the device.
+        progress: called with the setting and the name of each step.
+        options: options of `optimize`, for every race.
 
     Raises:
-        UsageError: a device that cannot be used, a number below 1, batch sizes for inputs without a common first axis.
+        UsageError: a device is not available, a number is less than 1, or batch sizes were given for inputs without a
+            common first axis.
     """
     example = as_example(example_input)
     _check(example, threads, batch_sizes, devices)
@@ -161,7 +163,7 @@ def sweep(
                 tell(f"{setting}: {text}")
 
             try:
-                # Measured is what the caller wants to know, not what was measured once.
+                # The caller wants new measurements, not cached ones.
                 fast = optimize(moved, form, threads=count, progress=told, **{"cache": False} | options)
             except TsoptError as error:
                 if isinstance(error, UsageError) or alone:
@@ -173,13 +175,13 @@ def sweep(
 
 
 def batch_of(example: Example) -> int | None:
-    """The size of the first axis, where all inputs agree on it."""
+    """The size of the first axis, if all inputs agree on it."""
     sizes = {leaf.shape[0] if leaf.dim() else None for leaf in _leaves(example)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(example: Example, batch: int) -> Example:
-    """The example with so many rows: its own, again from the first where there are not enough."""
+    """The example with this many rows; its own rows are repeated if there are not enough."""
     return with_sizes(example, {(position, 0): batch for position in range(len(_leaves(example)))})
 
 
@@ -201,17 +203,17 @@ def _check(
 ) -> None:
     for name, values in (("threads", threads), ("batch_sizes", batch_sizes), ("devices", devices)):
         if not values:
-            raise UsageError(f"{name} is empty", fix="at least one, or leave it out")
+            raise UsageError(f"{name} is empty", fix="give at least one value, or leave it out")
     for name, numbers in (("threads", threads), ("batch size", batch_sizes)):
         for number in numbers:
             if number is not None and number < 1:
-                raise UsageError(f"{name} {number}", fix="a number of at least 1")
+                raise UsageError(f"{name} must be at least 1, got {number}", fix="give 1 or more")
     if any(batch is not None for batch in batch_sizes) and not batch_of(example):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in _leaves(example))
         raise UsageError(
-            "the inputs have no batch axis that could be resized",
-            why=f"their first axes differ or are empty: {shapes}",
-            fix="leave the batch sizes out, or give an example whose inputs begin with the batch",
+            "the inputs have no common batch axis to resize",
+            why=f"the sizes of their first axes differ or are 0: {shapes}",
+            fix="leave out the batch sizes, or give an example with the batch as the first axis of every input",
         )
     for device in devices:
         if device is not None:

@@ -1,4 +1,4 @@
-"""Passes over a Program: by level, by name, with records, under the debugger. Owns no pass."""
+"""Runs passes over a Program: by level, by name, with records, under the debugger. Defines no pass."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def transform(
     fuel: int | None = None,
     debug: Any = None,
 ) -> Program:
-    """Runs passes over a copy of a program, every invariant checked after each.
+    """Runs passes over a copy of a program and checks every invariant after each pass.
+
+    A program with dynamic sizes keeps them.
 
     Args:
-        level: 0 none, 1 EXACT, 2 EXACT and ROUNDING, 3 LOSSY as well, where `passes` holds such.
-        without: names of rules and passes to leave out.
-        fuel: how many rewrites to make; bisect it to find the one that breaks a model.
-        debug: an example input; every rewrite is compared on it, which takes many times as long.
-
-    A program for many sizes is changed to one for the same sizes.
+        passes: the pass pipeline.
+        level: 0: no passes; 1: EXACT ones; 2: also ROUNDING ones; 3: also LOSSY ones, if `passes` contains any.
+        without: names of rules and passes to skip.
+        fuel: maximum number of rewrites; bisect it to find the rewrite that breaks a model.
+        debug: an example input on which every rewrite is compared, which takes many times as long.
 
     Raises:
-        PassError: what the passes make of a program for many sizes depends on the sizes.
-        AccuracyError: under `debug`, naming the first rewrite that changes values, and its place.
+        PassError: the passes produce different graphs at different sizes of a program with dynamic sizes.
+        AccuracyError: with `debug`, names the first rewrite that changes values, and its location.
     """
     if debug is None:
         return transform_with_records(program, passes, level=level, without=without, fuel=fuel)[0]
@@ -61,7 +62,7 @@ def transform_with_records(
     progress: Callable[[str], None] | None = None,
     keep_going: bool = False,
 ) -> tuple[Program, list[PassRecord]]:
-    """`transform`, with the record of each pass; under `keep_going` without the passes that fail."""
+    """`transform` with a record of each pass; with `keep_going`, passes that fail are skipped."""
     passes, limits = _run_of(passes, level, without, fuel)
     if not passes:
         return program, []
@@ -93,9 +94,9 @@ def debug_passes(
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> Debugged:
-    """`transform` with every rewrite compared on the example; what was found wrong is a value, not an error."""
+    """`transform` with every rewrite compared on the example; differences are returned, not raised."""
     if program.signature.dims:
-        raise UsageError("passes are looked at for one size", fix="capture the model with one example")
+        raise UsageError("passes can only be debugged for fixed sizes", fix="capture the model without dynamic sizes")
     passes, limits = _run_of(passes, level, without, fuel)
     named = _naming_passes(progress)
     return run_debug(program, example_input, passes, limits, keep_text=keep_text, seed=seed, progress=named)
@@ -104,9 +105,11 @@ def debug_passes(
 def _run_of(
     passes: Iterable[Pass | Repeat], level: int, without: Iterable[str], fuel: int | None
 ) -> tuple[tuple[Pass | Repeat, ...], Limits]:
-    """The passes of a level and what they may do; options checked."""
+    """The passes of a level and their limits. Checks the options."""
     if level not in LEVELS:
-        raise UsageError(f"unknown optimization level {level}", fix=f"one of {', '.join(f'-O{n}' for n in LEVELS)}")
+        raise UsageError(
+            f"unknown optimization level {level}", fix=f"use one of: {', '.join(f'-O{n}' for n in LEVELS)}"
+        )
     passes, left_out = tuple(passes), frozenset(without)
     for name in sorted(left_out):
         check_name(name, names_of(passes))
@@ -129,7 +132,7 @@ def rules_of(passes: Iterable[Pass | Repeat]) -> dict[str, tuple[str, Rule]]:
 
 
 def passes_in(passes: Iterable[Pass | Repeat]) -> list[Pass]:
-    """The passes of a pipeline, those inside a Repeat included."""
+    """The passes of a pipeline, including those inside a Repeat."""
     found: list[Pass] = []
     todo = list(passes)[::-1]
     while todo:
@@ -142,7 +145,7 @@ def passes_in(passes: Iterable[Pass | Repeat]) -> list[Pass]:
 
 
 def check_name(name: str, known: Sequence[str]) -> None:
-    """Raises UsageError for a name that no rule or pass has, with those that are near it."""
+    """Raises UsageError for a name that no rule or pass has, and suggests similar ones."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or known
-        raise UsageError(f"no rule or pass is called {name!r}", fix=f"one of: {', '.join(near)}")
+        raise UsageError(f"unknown rule or pass {name!r}", fix=f"use one of: {', '.join(near)}")

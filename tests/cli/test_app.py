@@ -343,7 +343,7 @@ def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
         (("--threads", "1,,2"), "empty item"),
         (("--batch-sizes", "1,x"), "'x' is not an integer"),
         (("--devices", "tpu9"), "'tpu9' cannot be used"),
-        (("--backends", "nonsense"), "no backend is called 'nonsense'"),
+        (("--backends", "nonsense"), "unknown backend 'nonsense'"),
         (("--backends", "onnxruntime?colour=red"), "no option 'colour'"),
         (("--precision", "int3"), "precision='int3'"),
         (("-o", "out.xlsx"), "unknown suffix"),

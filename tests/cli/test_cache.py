@@ -27,7 +27,7 @@ def test_show_says_where_and_how_many(tsopt):
 def test_show_says_why_it_is_not_used(tsopt):
     ran = tsopt("cache", "show")
     assert ran.code == 0
-    assert "not used: others may write into" in ran.out
+    assert "is writable by other users" in ran.out
 
 
 def test_clear_forgets_all(tsopt):

@@ -78,7 +78,7 @@ def test_an_opset_that_the_exporter_does_not_reach_is_refused(tsopt, write, tmp_
     monkeypatch.setattr("onnx.defs.onnx_opset_version", lambda: 10000)
     ran = tsopt("export", "m.py", "--format", "onnx", "--opset", "9999", "-o", "x.onnx")
     assert ran.code == 2
-    assert "cannot bring this model to opset 9999" in ran.err
+    assert "cannot convert this model to opset 9999" in ran.err
     assert names(tmp_path) == ["m.py"]
 
 

@@ -85,7 +85,7 @@ def test_an_axis_is_named_once():
         (["--input", "1x4x:f32"], "cannot parse --input '1x4x:f32'"),
         (["--input", ""], "cannot parse --input ''"),
         (["--input", "99999999999999x99999999999"], "cannot create a tensor of that shape"),
-        (["--without", "no_such_rule"], "no rule or pass is called"),
+        (["--without", "no_such_rule"], "unknown rule or pass"),
     ],
 )
 def test_an_option_that_does_not_fit_the_model_is_blamed_itself(tsopt, write, arguments, text):

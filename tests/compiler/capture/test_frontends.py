@@ -310,7 +310,7 @@ def test_a_script_that_is_no_graph_runs_as_it_is(training):
     before = state_of(model, tsopt.example(X))
     fast = tsopt.optimize(model, X, frontend="torchscript", seconds=0.05, isolate=False, eval_mode=training)
     assert not changed(before, state_of(model, tsopt.example(X)))
-    assert "as TorchScript with its own optimizations: the TorchScript code has data-dependent" in fast.report.frontend
+    assert "as TorchScript, with its own optimizations: the TorchScript code has data-dependent" in fast.report.frontend
     for x in (X + 1, X - 1):
         assert torch.equal(fast(x), model(x))
 

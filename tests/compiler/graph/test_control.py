@@ -94,7 +94,7 @@ def test_backends_take_it(name, backend):
 def test_what_a_trace_would_fix_is_refused():
     program = capture(Branching().eval(), X)
     (found,) = get_backend("torchscript").unsupported(program)
-    assert found.why == "a trace holds one branch of cond"
+    assert found.why == "a trace records only one branch of cond"
     assert "test_control.py:" in found.where
 
 
@@ -103,7 +103,7 @@ def test_random_numbers_in_a_branch_are_random():
     (node,) = [node for node in program.calls() if ops.blocks_of(node)]
     assert ops.is_random(node)
     assert not ops.is_pure(node)
-    assert "random generator" in get_backend("onnxruntime").unsupported(program)[0].why
+    assert "random number generator" in get_backend("onnxruntime").unsupported(program)[0].why
     made = tsopt.compile(program, "eager")
     assert not torch.equal(made(X), made(X))
     assert torch.equal(made(-X), -X * 2)

@@ -138,7 +138,7 @@ def test_the_calls_and_the_difference_are_shown():
     (found,) = findings(*WRONG["sin"][:2], rules(sin_is_cos))
     assert found.before == "%2: f32[2, 3] = aten.sin(%0)"
     assert found.after == "%1: f32[2, 3] = aten.cos(%0)"
-    assert "6 of 6 values beyond rtol" in found.difference
+    assert "6 of 6 values exceed rtol" in found.difference
     (found,) = findings(*WRONG["-0 alone"][:2], rules(plus_zero_exact))
     assert found.difference == "not bit-equal, max difference 0"
     assert found.after == "%x: f32[2, 3] = input"

@@ -29,13 +29,13 @@ def compiled(model, example, name):
 
 
 def test_an_unknown_backend_is_named_with_the_known_ones():
-    with pytest.raises(tsopt.UsageError, match="no backend is called 'tensorrt'") as caught:
+    with pytest.raises(tsopt.UsageError, match="unknown backend 'tensorrt'") as caught:
         get_backend("tensorrt")
     assert all(name in caught.value.fix for name in BACKENDS)
 
 
 def test_an_unknown_option_is_named_with_the_known_ones(mlp_program):
-    with pytest.raises(tsopt.UsageError, match="eager has no option 'opset'") as caught:
+    with pytest.raises(tsopt.UsageError, match="unknown option 'opset' of the backend eager") as caught:
         tsopt.compile(mlp_program, "eager", opset=17)
     assert caught.value.fix == "its options: threads"
 
@@ -114,7 +114,7 @@ def test_an_input_that_wants_gradients_is_taken_where_none_are_computed(executab
     value = change(mlp_input)
     with torch.no_grad():
         torch.testing.assert_close(executable(value), mlp(value))
-    with pytest.raises(tsopt.SignatureError, match=r"(?s)cannot serve.*gradients are wanted.*torch.no_grad"):
+    with pytest.raises(tsopt.SignatureError, match=r"(?s)cannot serve.*gradients are required.*torch.no_grad"):
         executable(value)
 
 
@@ -283,10 +283,10 @@ def test_a_write_to_the_input_is_kept(name):
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [
-        ([torch.zeros(2, 3, dtype=torch.float64)], "output .* is float64, expected float32"),
-        ([torch.zeros(3, 2)], "output .* has shape"),
-        ([torch.zeros(2, 3)] * 2, "returned|contract|outputs"),
-        ([], "returned|contract|outputs"),
+        ([torch.zeros(2, 3, dtype=torch.float64)], "output: .* is float64, expected float32"),
+        ([torch.zeros(3, 2)], "output: .* has shape"),
+        ([torch.zeros(2, 3)] * 2, "returned . outputs, expected 1"),
+        ([], "returned . outputs, expected 1"),
     ],
 )
 def test_a_backend_that_breaks_the_output_contract_is_named(mlp_program, mlp_input, outputs, text):
@@ -333,9 +333,9 @@ def test_a_random_model_stays_random_and_compiling_it_draws_nothing(name):
 def test_the_options_of_a_name_are_those_of_the_backend():
     made = get_backend("onnxruntime?threads=1", threads=2)
     assert (made.name, made.threads) == ("onnxruntime", 1)
-    with pytest.raises(tsopt.UsageError, match="no option 'colour'"):
+    with pytest.raises(tsopt.UsageError, match="unknown option 'colour'"):
         get_backend("onnxruntime?colour=red")
-    with pytest.raises(tsopt.UsageError, match="the option 'threads' has no value"):
+    with pytest.raises(tsopt.UsageError, match=r"the option 'threads' in .* has no value"):
         get_backend("onnxruntime?threads")
 
 
@@ -352,5 +352,5 @@ def test_an_input_that_is_the_models_own_state_is_refused():
     model = Counter().eval()
     executable = tsopt.compile(tsopt.capture(model, torch.zeros(3)), "eager")
     assert executable(torch.zeros(3)).tolist() == [1, 1, 1]
-    with pytest.raises(tsopt.SignatureError, match="shares memory with a tensor of the model that the call writes"):
+    with pytest.raises(tsopt.SignatureError, match="aliases a tensor of the model that the call writes"):
         executable(model.n)

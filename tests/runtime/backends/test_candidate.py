@@ -43,16 +43,16 @@ def test_a_text_is_read_and_written_again(spec, name, options):
 
 
 def test_an_option_without_a_value_is_refused():
-    with pytest.raises(tsopt.UsageError, match="the option 'threads' has no value") as caught:
+    with pytest.raises(tsopt.UsageError, match=r"the option 'threads' in .* has no value") as caught:
         Candidate.parse("onnxruntime?threads")
-    assert caught.value.fix == "onnxruntime?threads=VALUE"
+    assert caught.value.fix == "write onnxruntime?threads=VALUE"
 
 
 def test_a_title_names_the_engine_and_what_was_asked_of_it():
     assert Candidate.parse("onnxruntime?threads=1").title == "ONNX Runtime, 1 thread"
     assert Candidate.parse("onnxruntime?threads=2").title == "ONNX Runtime, 2 threads"
     assert Candidate.parse("a.b:C?mode=fast").title == "a.b:C, mode fast"
-    with pytest.raises(tsopt.UsageError, match="no backend is called 'tensorrt'"):
+    with pytest.raises(tsopt.UsageError, match="unknown backend 'tensorrt'"):
         Candidate("tensorrt").title  # noqa: B018
 
 

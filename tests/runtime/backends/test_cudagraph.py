@@ -173,21 +173,21 @@ def test_what_cannot_be_recorded_is_an_error_of_the_backend(imitation):
         yield
 
     imitation.graph = refuse
-    with pytest.raises(tsopt.BackendError, match="cannot be recorded as a CUDA graph") as caught:
+    with pytest.raises(tsopt.BackendError, match="cannot be captured as a CUDA graph") as caught:
         recorded(lambda x: x + 1, torch.ones(3))
     assert "not permitted" in caught.value.why
 
 
 def test_a_model_on_the_cpu_is_refused():
     (first, *_) = CudaGraphBackend().unsupported(tsopt.capture(lambda x: x + 1, torch.ones(3)))
-    assert first.why == "the model is on cpu; a CUDA graph reads the memory of a GPU"
+    assert first.why == "the model is on cpu; a CUDA graph needs it on a GPU"
 
 
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (torch.rand_like, "rand_like would not draw what eager draws"),
-        (lambda x: x + torch.ones(3), "ones is computed on the CPU"),
+        (torch.rand_like, "rand_like would not draw the same random numbers as eager"),
+        (lambda x: x + torch.ones(3), "ones runs on the CPU"),
     ],
     ids=["random", "on the CPU"],
 )
@@ -198,8 +198,8 @@ def test_what_a_graph_would_change_is_refused(model, why):
 
 def test_without_a_gpu_it_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert CudaGraphBackend().missing() == "a GPU, and a torch that is built for it"
-    with pytest.raises(tsopt.BackendError, match="cannot be used here"):
+    assert CudaGraphBackend().missing() == "needs a GPU and a torch build with CUDA"
+    with pytest.raises(tsopt.BackendError, match="is not available"):
         tsopt.compile(tsopt.capture(lambda x: x + 1, torch.ones(3)), "cudagraph")
 
 
@@ -228,8 +228,8 @@ def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     program = tsopt.capture(torch.rand_like, torch.ones(3))
     made = InductorBackend(cuda_graph=True)
-    assert made.missing() == "a GPU, and a torch that is built for it"
-    assert made.unsupported(program)[-1].why == "aten.rand_like would not draw what eager draws"
+    assert made.missing() == "needs a GPU and a torch build with CUDA"
+    assert made.unsupported(program)[-1].why == "aten.rand_like would not draw the same random numbers as eager"
     assert InductorBackend().missing() is None
     assert InductorBackend().unsupported(program) == []
 

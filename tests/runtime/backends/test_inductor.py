@@ -75,7 +75,7 @@ def test_inputs_of_another_layout_are_right(net, compiled):
 def test_a_bundle_loads_in_a_fresh_process_when_it_is_trusted(net, compiled, tmp_path):
     net.count.zero_()
     place = save(compiled, tmp_path / "net.tsopt", net, X)
-    with pytest.raises(tsopt.BundleError, match="machine code, which is code"):
+    with pytest.raises(tsopt.BundleError, match=r"executes code \(machine code\)"):
         tsopt.load(place)
     net.count.zero_()
     done = subprocess.run([sys.executable, "-c", LOAD, str(place)], capture_output=True, text=True, check=True)
@@ -106,7 +106,7 @@ def test_a_damaged_package_is_a_message(compiled, tmp_path):
 
 def test_without_a_compiler_it_is_missing(monkeypatch):
     monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
-    with pytest.raises(tsopt.BackendError, match="cannot be used here") as caught:
+    with pytest.raises(tsopt.BackendError, match="is not available") as caught:
         get_backend("inductor")
     assert "C++ compiler" in caught.value.why
 
@@ -117,7 +117,7 @@ def test_what_the_compiler_says_is_told_and_nothing_is_left(monkeypatch, tmp_pat
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
     monkeypatch.setattr(inductor.tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(tsopt.BackendError, match="Inductor cannot compile") as caught:
+    with pytest.raises(tsopt.BackendError, match="Inductor failed to compile") as caught:
         tsopt.compile(mlp_program, "inductor")
     assert caught.value.why == "RuntimeError: error: no such instruction"
     assert list(tmp_path.iterdir()) == []

@@ -186,7 +186,7 @@ def test_torch_keeps_the_layers_that_it_runs_faster(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(onednn, "_is_faster", lambda *args: False)
     program = tsopt.capture(net(nn.Linear(4, 4)), torch.randn(2, 4))
-    with pytest.raises(tsopt.NoGain, match="torch's own kernels are as fast for every layer") as caught:
+    with pytest.raises(tsopt.NoGain, match="torch's own kernels are at least as fast for every layer") as caught:
         tsopt.compile(program, "onednn")
     assert caught.value.fix
 
@@ -212,12 +212,12 @@ def test_a_program_without_such_layers_is_refused(model, x):
 def test_what_reads_memory_by_strides_is_refused_by_name():
     model = net(nn.Conv2d(3, 4, 3))
     program = tsopt.capture(lambda x: model(x).as_strided((2, 2), (2, 1)), torch.randn(1, 3, 6, 6))
-    assert "as_strided reads memory by its strides" in OneDnnBackend().unsupported(program)[0].why
+    assert "as_strided depends on the strides of its input" in OneDnnBackend().unsupported(program)[0].why
 
 
 def test_a_torch_without_onednn_is_told(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    with pytest.raises(tsopt.BackendError, match="built with oneDNN"):
+    with pytest.raises(tsopt.BackendError, match="a torch build with oneDNN"):
         get_backend("onednn")
 
 

@@ -34,7 +34,7 @@ def test_an_error_of_the_compiler_is_typed(monkeypatch, mlp_program):
         raise RuntimeError("INTERNAL ASSERT FAILED")
 
     monkeypatch.setattr(torch.jit, "freeze", fail)
-    with pytest.raises(tsopt.BackendError, match="TorchScript cannot take this model") as caught:
+    with pytest.raises(tsopt.BackendError, match="TorchScript failed to compile this model") as caught:
         tsopt.compile(mlp_program, "torchscript")
     assert "INTERNAL ASSERT" in caught.value.why
 
@@ -43,7 +43,7 @@ def test_a_torch_without_torchscript_is_missing_it(monkeypatch):
     from tsopt.runtime.backends.backend import get_backend
 
     monkeypatch.delattr(torch.jit, "trace")
-    with pytest.raises(tsopt.BackendError, match="no TorchScript any more"):
+    with pytest.raises(tsopt.BackendError, match="has no TorchScript"):
         get_backend("torchscript")
 
 

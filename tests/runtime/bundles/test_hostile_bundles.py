@@ -38,7 +38,7 @@ def test_a_file_is_no_bundle(tmp_path):
 
 
 def test_an_empty_directory_is_no_bundle(tmp_path):
-    refused(tmp_path, "has no manifest.json")
+    refused(tmp_path, "does not contain manifest.json")
 
 
 @pytest.mark.parametrize("name", ["eager", "onnxruntime"])
@@ -69,20 +69,20 @@ def test_one_changed_byte_is_noticed(bundle):
     raw = bytearray((place / "model.onnx").read_bytes())
     raw[len(raw) // 2] ^= 1
     (place / "model.onnx").write_bytes(raw)
-    assert "'model.onnx' was changed" in refused(place, "damaged").why
+    assert "'model.onnx' was modified" in refused(place, "damaged").why
 
 
 def test_an_edited_manifest_is_noticed(bundle):
     place = bundle()
     text = (place / "manifest.json").read_text()
     (place / "manifest.json").write_text(text.replace('"backend": "eager"', '"backend": "torchscript"'))
-    assert "manifest was changed" in refused(place, "damaged").why
+    assert "manifest was modified" in refused(place, "damaged").why
 
 
 def test_an_extra_member_is_noticed(bundle):
     place = bundle()
     (place / "run.sh").write_text("rm -rf")
-    assert "'run.sh' is not in the manifest" in refused(place, "damaged").why
+    assert "'run.sh' is not listed in the manifest" in refused(place, "damaged").why
 
 
 def test_a_missing_member_is_noticed(bundle):
@@ -110,7 +110,7 @@ def test_a_linked_manifest_is_noticed(bundle, tmp_path, link):
 def test_a_newer_format_says_what_to_install(bundle):
     place = bundle()
     sign(place, lambda manifest: manifest.update(format=99))
-    found = refused(place, "has format 99")
+    found = refused(place, "has format version 99")
     assert "pip install" in found.fix
 
 
@@ -118,7 +118,7 @@ def test_a_newer_format_says_what_to_install(bundle):
 def test_a_format_that_is_no_version_is_damage(bundle, version):
     place = bundle()
     sign(place, lambda manifest: manifest.update(format=version))
-    assert "the format is" in refused(place, "damaged").why
+    assert "invalid format version" in refused(place, "damaged").why
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_class_named_in_a_bundle_is_not_called(bundle, mlp_input):
 def test_a_backend_that_this_version_does_not_have_is_named(bundle, backend):
     place = bundle()
     sign(place, lambda manifest: manifest.update(backend=backend))
-    refused(place, "needs the backend|damaged")
+    refused(place, "needs the unknown backend|damaged")
 
 
 def rewrite(place: Path, change) -> None:
@@ -404,8 +404,8 @@ def test_reading_a_bundle_changes_nothing_in_it(bundle):
     [
         (lambda raw: raw.replace(b'"backend"', b'"code": true, "backend"', 1), "duplicate key"),
         (lambda raw: raw.replace(b'"backend": "eager"', b'"backend": "eager", "x": NaN', 1), "not a valid number"),
-        (lambda raw: raw.decode().encode("utf-16"), "cannot be read as JSON"),
-        (lambda raw: b"\xef\xbb\xbf" + raw, "cannot be read as JSON"),
+        (lambda raw: raw.decode().encode("utf-16"), "is not valid JSON"),
+        (lambda raw: b"\xef\xbb\xbf" + raw, "is not valid JSON"),
     ],
 )
 def test_a_manifest_that_can_be_read_in_two_ways_is_damage(bundle, raw, why):
@@ -430,7 +430,7 @@ def test_an_option_out_of_its_range_is_damage(bundle, options):
 def test_a_precision_that_there_is_not_is_damage(bundle):
     place = bundle("onnxruntime")
     sign(place, lambda manifest: manifest.update(precision=["fp32"]))
-    assert "the precision is" in refused(place, "damaged").why
+    assert "unknown precision" in refused(place, "damaged").why
 
 
 def test_a_sparse_member_is_damage_at_once(bundle):
@@ -521,7 +521,7 @@ def test_a_library_that_is_not_installed_is_named(bundle, monkeypatch):
 def test_a_library_that_is_broken_is_told_as_such(bundle, monkeypatch):
     place = bundle("onnxruntime")
     monkeypatch.setitem(sys.modules, "onnxruntime", types.ModuleType("onnxruntime"))
-    with pytest.raises(tsopt.BackendError, match="installed but cannot be used") as caught:
+    with pytest.raises(tsopt.BackendError, match="installed but does not work") as caught:
         tsopt.load(place)
     assert "--force-reinstall onnxruntime" in caught.value.fix
 
@@ -531,7 +531,7 @@ def test_a_library_that_cannot_be_imported_later_is_no_damage(bundle, monkeypatc
         raise ImportError("libsomething.so: cannot open shared object file")
 
     monkeypatch.setattr(store, "open_bundle", fail)
-    with pytest.raises(tsopt.BackendError, match="cannot be used") as caught:
+    with pytest.raises(tsopt.BackendError, match="cannot be imported") as caught:
         tsopt.load(bundle())
     assert "libsomething.so" in caught.value.why
 
@@ -585,7 +585,7 @@ def test_a_bundle_that_is_replaced_all_the_time_is_told(bundles, tmp_path, monke
     place = Path(shutil.copytree(bundles["eager"], tmp_path / "b.tsopt"))
     times = iter(range(100))
     monkeypatch.setattr(store, "open_bundle", lambda *given: os.utime(place / "report.json", (1, next(times))))
-    refused(place, "was replaced each time")
+    refused(place, "was replaced every time")
 
 
 def test_a_bundle_that_was_set_aside_is_read(bundles, tmp_path):

@@ -30,7 +30,7 @@ def test_the_model_itself_serves_and_a_warning_says_so_once(optimized_by, mlp, b
         found, again = use(fast), use(fast)
     torch.testing.assert_close(found, use(mlp))
     torch.testing.assert_close(again, use(mlp))
-    said = [str(item.message) for item in caught if "runs eager" in str(item.message)]
+    said = [str(item.message) for item in caught if "runs in eager mode" in str(item.message)]
     assert len(said) == 1, said
 
 
@@ -38,16 +38,16 @@ def test_the_model_itself_serves_and_a_warning_says_so_once(optimized_by, mlp, b
 def test_on_gradients_error_refuses(mlp, backend, optimized_by):
     fast = optimized_by(backend)
     fast._unserved = Unserved(mlp, "mlp", "error")
-    with pytest.raises(tsopt.SignatureError, match=r"(?s)needs the model itself.*torch\.func.*on_gradients='eager'"):
+    with pytest.raises(tsopt.SignatureError, match=r"(?s)only the model itself.*torch\.func.*on_gradients='eager'"):
         jacrev(fast)
-    with pytest.raises(tsopt.SignatureError, match="gradients are wanted for an input"):
+    with pytest.raises(tsopt.SignatureError, match="gradients are required for an input"):
         fast(X.clone().requires_grad_())
     torch.testing.assert_close(fast(X), mlp(X).detach())
 
 
 def test_optimize_takes_the_policy_and_refuses_others():
     fast = tsopt.optimize(torch.relu, X, backends=("eager",), seconds=0.05, on_gradients="error")
-    with pytest.raises(tsopt.SignatureError, match="needs the model itself"):
+    with pytest.raises(tsopt.SignatureError, match="only the model itself"):
         fast(X.clone().requires_grad_())
     with pytest.raises(tsopt.UsageError, match=r"on_gradients='no'(?s:.*)eager, error"):
         tsopt.optimize(torch.relu, X, on_gradients="no")
@@ -56,7 +56,7 @@ def test_optimize_takes_the_policy_and_refuses_others():
 
 def test_a_trace_records_the_model():
     fast = tsopt.optimize(torch.relu, X, backends=("eager",), seconds=0.05)
-    with pytest.warns(UserWarning, match=r"runs eager: torch\.jit\.trace records the call"):
+    with pytest.warns(UserWarning, match=r"runs in eager mode: torch\.jit\.trace is recording the call"):
         made = traced(fast)
     torch.testing.assert_close(made, torch.relu(X + 1))
 
@@ -68,9 +68,9 @@ def test_a_model_in_parts_is_served_alike():
         return x
 
     fast = tsopt.optimize(halves, X, backends=("eager",), seconds=0.05)
-    assert "in parts" in fast.report.frontend
+    assert "partitioned" in fast.report.frontend
     given = X.clone().requires_grad_()
-    with pytest.warns(UserWarning, match="runs eager: gradients are wanted"):
+    with pytest.warns(UserWarning, match="runs in eager mode: gradients are required"):
         fast(given).sum().backward()
     assert given.grad is not None
     assert bool((given.grad != 0).all())
@@ -94,13 +94,13 @@ def test_nothing_is_objected_to_in_an_ordinary_call():
 
 def test_each_objection_has_its_words():
     with Watches():
-        assert "Watches wants to see the ops" in objection([X])
+        assert "Watches intercepts the ops" in objection([X])
     with torch.autocast("cpu", torch.bfloat16):
-        assert "autocast is on" in objection([X])
+        assert "autocast is enabled" in objection([X])
     with forward_ad.dual_level():
         assert objection([X]) == ""
         assert "forward-mode gradients" in objection([forward_ad.make_dual(X, X)])
-    assert "gradients are wanted for an input" in objection([X.clone().requires_grad_()])
+    assert "gradients are required for an input" in objection([X.clone().requires_grad_()])
 
 
 @pytest.mark.parametrize("name", ["eager", "onnxruntime"])

@@ -39,7 +39,7 @@ def halves(x):
 @pytest.fixture
 def no_parts(monkeypatch):
     def fails(*args, **kwargs):
-        raise tsopt.CaptureError("dynamo cannot run the model", why="a reason")
+        raise tsopt.CaptureError("TorchDynamo cannot run the model", why="a reason")
 
     monkeypatch.setattr(request, "optimize_partitioned", fails)
 
@@ -51,7 +51,7 @@ def test_every_reason_is_in_the_report():
     assert isinstance(fast, tsopt.InEager)
     assert (fast.backend, fast.report.winner, fast.report.speedup) == ("eager", "eager", 1.0)
     assert "the model has data-dependent control flow" in fast.report.why
-    assert "; then: dynamo cannot run the model; a reason" in fast.report.frontend
+    assert "; then: TorchDynamo cannot run the model; a reason" in fast.report.frontend
     for said in (fast.report.text, fast.report.markdown, json.dumps(fast.report.to_json()), repr(fast)):
         assert "the model has data-dependent control flow" in said
     assert len(fast.errors) == 2
@@ -69,7 +69,7 @@ def test_it_cannot_be_saved_or_compiled_and_says_why(tmp_path):
     ):
         fast.save(tmp_path / "m.tsopt")
     with pytest.raises(
-        tsopt.BackendError, match=r"(?s)cannot be compiled for onnxruntime.*the model has data-dependent control flow"
+        tsopt.BackendError, match=r"(?s)cannot be compiled with onnxruntime.*the model has data-dependent control flow"
     ):
         fast.verified("onnxruntime")
     assert not list(tmp_path.iterdir())
@@ -85,7 +85,10 @@ def test_a_front_end_that_is_asked_for_by_name_refuses(frontend):
 @pytest.mark.usefixtures("no_parts")
 def test_hybridize_runs_eager_and_says_so_once():
     net = tsopt.hybridize(Net(halves).eval(), **OPTIONS)
-    with torch.no_grad(), pytest.warns(UserWarning, match="runs eager: .*the model has data-dependent control flow"):
+    with (
+        torch.no_grad(),
+        pytest.warns(UserWarning, match="runs in eager mode: .*the model has data-dependent control flow"),
+    ):
         assert torch.equal(net(X), Net(halves).eval()(X))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -131,7 +134,7 @@ def test_a_mistake_of_tsopts_own_costs_the_speed_only_and_is_logged(monkeypatch,
     model = Net().eval()
     with caplog.at_level(logging.WARNING, "tsopt"):
         fast = tsopt.optimize(model, X, **OPTIONS)
-    assert "tsopt itself fails on the model, please report it: ZeroDivisionError: ours" in fast.report.why
+    assert "internal error in tsopt, please report it: ZeroDivisionError: ours" in fast.report.why
     assert torch.equal(fast(X), model(X))
     (record,) = [record for record in caplog.records if record.name == "tsopt"]
     assert record.exc_info[0] is ZeroDivisionError
@@ -148,7 +151,9 @@ def test_a_mistake_in_one_part_costs_that_part(monkeypatch):
     monkeypatch.setattr(request, "transform_with_records", fails)
     fast = tsopt.optimize(Net(halves).eval(), X * 4, **OPTIONS)
     assert isinstance(fast, partitioned.Partitioned)
-    assert any("tsopt itself fails on a part" in note for row in fast.report.rows for note in row.notes)
+    assert any(
+        "internal error in tsopt while optimizing a part" in note for row in fast.report.rows for note in row.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_a_pass_that_fails_is_left_out_and_the_report_says_so():
             raise KeyError("oops")
 
     model = Net().eval()
-    with pytest.warns(UserWarning, match="the pass faulty was left out: KeyError: 'oops'"):
+    with pytest.warns(UserWarning, match="skipped the pass faulty: KeyError: 'oops'"):
         fast = tsopt.optimize(model, X, passes=(*tsopt.STANDARD, Faulty()), **OPTIONS)
     assert isinstance(fast, tsopt.Optimized)
     assert "the pass faulty was left out: KeyError: 'oops'" in fast.report.text
@@ -213,11 +218,11 @@ def test_a_number_that_values_decide_is_refused_by_name():
 
 def test_sizes_that_cannot_be_dynamic_are_those_of_the_example_and_the_report_says_why(monkeypatch):
     def fails(*args, **kwargs):
-        raise tsopt.CaptureError("what was captured is not right at n=7")
+        raise tsopt.CaptureError("the captured program is wrong at n=7")
 
     monkeypatch.setattr(request, "validate_ranges", fails)
     fast = tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, **OPTIONS)
     assert isinstance(fast, tsopt.Optimized)
-    assert fast.report.sizes == "none is dynamic, because: what was captured is not right at n=7"
-    with pytest.raises(tsopt.CaptureError, match="not right at n=7"):
+    assert fast.report.sizes == "none is dynamic: the captured program is wrong at n=7"
+    with pytest.raises(tsopt.CaptureError, match="wrong at n=7"):
         tsopt.optimize(Net().eval(), X, dynamic={"x": {0: "n"}}, frontend="export", **OPTIONS)

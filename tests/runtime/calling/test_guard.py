@@ -147,7 +147,7 @@ def test_a_mode_that_the_model_asks_for_is_part_of_the_form():
     assert executable.accepts((X,), {}) is not None
     with torch.inference_mode():
         assert executable.accepts((X,), {}) is None
-        with pytest.raises(SignatureError, match="asks for inference mode"):
+        with pytest.raises(SignatureError, match="queries inference mode"):
             executable(X)
 
 

@@ -40,7 +40,7 @@ def test_a_form_that_cannot_be_captured_goes_eager_and_says_why(optimized_by, ml
     x = torch.randn(5, 6)
     for _ in range(2):
         torch.testing.assert_close(fast(x), mlp(x).detach())
-    assert fast.report.signatures == (("f32[5, 6]", "eager, because: no other form"),)
+    assert fast.report.signatures == (("f32[5, 6]", "runs in eager mode: no other form"),)
 
 
 def test_the_policy_eager_captures_nothing(optimized_by, mlp):
@@ -100,7 +100,10 @@ def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
         torch.testing.assert_close(fast(x), mlp(x).detach())
     assert len(made) == 2
     what, outcome = fast.report.signatures[-1]
-    assert (what, outcome) == ("any further signature", "eager, 2 were captured; dynamic= makes one program for many")
+    assert (what, outcome) == (
+        "any further signature",
+        "runs in eager mode: 2 were captured; dynamic= captures one program for many sizes",
+    )
 
 
 def test_many_calls_beyond_the_limit_do_not_grow_memory(optimized_by, monkeypatch):
@@ -171,6 +174,6 @@ def test_a_program_that_is_wrong_is_not_saved(tmp_path):
 
     fast = tsopt.optimize(Counting(), torch.ones(3), backends=("eager",), seconds=0.02, isolate=False, cache=False)
     assert fast.backend == "eager"
-    with pytest.raises(tsopt.AccuracyError, match="does not compute what the model computes"):
+    with pytest.raises(tsopt.AccuracyError, match="does not compute the same values as the model"):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []

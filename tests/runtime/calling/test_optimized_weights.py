@@ -1,4 +1,4 @@
-"""Weights that change after `optimize`: calls keep those of then, or say that they cannot."""
+"""Weights that change after `optimize`: calls keep using the old ones, or say that they cannot."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_another_form_is_refused_once_the_weights_have_changed(net, made):
     unseen(net)
     assert torch.equal(fast(X), wanted)
     assert torch.equal(fast(Y), also), "a form that was made before"
-    with pytest.raises(tsopt.WeightsChangedError, match="signatures that are compiled already keep"):
+    with pytest.raises(tsopt.WeightsChangedError, match="compiled signatures keep the old weights"):
         fast(Y[:3])
 
 
@@ -143,7 +143,7 @@ def test_where_eager_won_the_model_runs_with_its_weights_and_says_so(net, made):
     fast = made("model")
     assert "calls run the model itself, with the weights it has at the time of the call" in fast.report.text
     change(net)
-    with pytest.warns(UserWarning, match="have changed since `optimize`: eager runs, with the new ones"):
+    with pytest.warns(UserWarning, match="have changed since `optimize`: eager calls use the new ones"):
         found = [fast(X) for _ in range(20)]
     torch.testing.assert_close(found[-1], net(X))
     with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def test_an_audit_takes_changed_weights_for_no_fault_of_the_engine(net, made, ho
     fast = made(audits=audits)
     wanted = fast(X).clone()
     how(net)
-    with pytest.warns(UserWarning, match="calls keep those of then"):
+    with pytest.warns(UserWarning, match="calls keep using the old ones"):
         found = [fast(X) for _ in range(5)]
     assert all(torch.equal(value, wanted) for value in found)
     assert fast.executable is not None

@@ -82,7 +82,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_seeded_mistake_is_caught(name):
     model, candidate, example = MISTAKES[name]
-    with pytest.raises(tsopt.AccuracyError, match="does not compute what the model computes"):
+    with pytest.raises(tsopt.AccuracyError, match="does not compute the same values as the model"):
         verify(model, candidate, example)
 
 
@@ -157,7 +157,7 @@ def test_an_epsilon_that_is_lost_is_seen_on_zeros():
 
     with pytest.raises(tsopt.AccuracyError) as caught:
         verify(normed, lambda x: (x / x.norm(dim=-1, keepdim=True), x), ROW)
-    assert caught.value.why == "0 on the zeros input: NaN at other places than eager"
+    assert caught.value.why == "0 on the zeros input: NaN at different positions than in eager"
 
 
 def test_another_decision_on_zeros_is_a_note_and_wrong_where_bits_count():
@@ -166,7 +166,7 @@ def test_another_decision_on_zeros_is_a_note_and_wrong_where_bits_count():
 
     verdict = verify(above, lambda x: above(x) if x.any() else x * 0, ROW)
     assert verdict.ok
-    assert verdict.notes[0].startswith("differs from eager where all inputs are zero: output on the zeros input: ")
+    assert verdict.notes[0].startswith("differs from eager if all inputs are zero: output on the zeros input: ")
     with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
         verify(above, lambda x: above(x) if x.any() else x * 0, ROW, exact=True)
 
@@ -314,7 +314,7 @@ def test_what_differs_on_nan_is_a_note():
     verdict = judged_on_relu(loses_nan)
     assert verdict.ok
     assert "special" not in verdict.inputs
-    assert "NaN at other places than eager" in verdict.notes[0]
+    assert "NaN at different positions than in eager" in verdict.notes[0]
     assert judged_on_relu(torch.relu).notes == ()
 
 
@@ -326,7 +326,7 @@ def test_what_differs_on_nan_is_a_verdict_where_it_was_asked_for():
 
 
 def test_a_candidate_that_fails_on_nan_is_noted_and_out_where_it_was_asked_for():
-    assert "it raises ValueError" in judged_on_relu(raises_on_nan).notes[0]
+    assert "the candidate raises ValueError" in judged_on_relu(raises_on_nan).notes[0]
     with pytest.raises(ValueError, match="no number"):
         judged_on_relu(raises_on_nan, strict_specials=True)
 

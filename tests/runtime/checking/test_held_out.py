@@ -59,7 +59,7 @@ def test_a_size_that_the_model_refuses_is_none_that_is_promised():
 def test_one_is_a_size_like_others_where_the_program_is_right():
     found = made(lambda x: x.squeeze(0) if x.shape[0] == 1 else x, (5, 4), "n[1..8]")
     assert found.checked.startswith("n: 2..8")
-    assert found.notes[0].startswith("not n 1: ")
+    assert found.notes[0].startswith("excluded n 1: ")
 
 
 def test_tokens_and_a_mask_that_is_read_by_positions_are_one_size():
@@ -74,7 +74,7 @@ def test_tokens_and_a_mask_that_is_read_by_positions_are_one_size():
 
 def test_a_program_that_is_wrong_between_the_ends_is_refused():
     wrong = tsopt.capture(lambda x: x * 2, torch.randn(3, 4), dynamic={"x": {0: "n[1..32]"}})
-    with pytest.raises(CaptureError, match=r"(?s)not right at n 7.*leave the sizes out"):
+    with pytest.raises(CaptureError, match=r"(?s)wrong at n 7.*leave the dimensions out"):
         validate_ranges(lambda x: x * (3 if x.shape[0] == 7 else 2), wrong, example(torch.randn(3, 4)), seed=0)
 
 
@@ -105,5 +105,5 @@ def test_a_candidate_is_judged_at_all_sizes():
 def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
     monkeypatch.setattr(held_out, "LARGEST", 1 << 16)
     found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
-    assert found.notes[0] == "not n 1000000000000: its inputs would be larger than 1 GB, which is not tried"
+    assert found.notes[0] == "excluded n 1000000000000: not tried, because its inputs would be larger than 1 GB"
     assert found.program.signature.dims[0].high <= 4096

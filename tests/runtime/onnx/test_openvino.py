@@ -94,7 +94,7 @@ def test_a_bundle_loads_in_a_fresh_process(tmp_path):
 @installed
 def test_random_calls_are_refused_by_name():
     program = tsopt.capture(lambda x: x + torch.rand_like(x), torch.ones(3))
-    with pytest.raises(tsopt.BackendError, match="another random generator"):
+    with pytest.raises(tsopt.BackendError, match="different random number generator"):
         tsopt.compile(program, "openvino")
 
 
@@ -107,7 +107,7 @@ def test_what_it_refuses_is_a_message(monkeypatch):
             raise RuntimeError("Exception from core\n\nno such op\n")
 
     monkeypatch.setattr(package, "Core", Core)
-    with pytest.raises(tsopt.BackendError, match="OpenVINO refuses") as caught:
+    with pytest.raises(tsopt.BackendError, match="OpenVINO rejects") as caught:
         compiled(layers(), torch.ones(2, 64))
     assert caught.value.why == "no such op"
 
@@ -121,14 +121,14 @@ def test_a_call_that_fails_in_the_engine_is_told_in_our_words(monkeypatch):
 
     made = compiled(layers(), torch.ones(2, 64))
     monkeypatch.setattr(package.InferRequest, "infer", infer)
-    with pytest.raises(tsopt.BackendError, match="OpenVINO cannot run this call") as caught:
+    with pytest.raises(tsopt.BackendError, match="OpenVINO failed to run this call") as caught:
         made(torch.ones(2, 64))
     assert caught.value.why == "no memory for it"
 
 
 @installed
 def test_an_unknown_hint_is_refused():
-    with pytest.raises(tsopt.UsageError, match="no hint 'speed'"):
+    with pytest.raises(tsopt.UsageError, match="unknown hint 'speed'"):
         get_backend("openvino", hint="speed")
 
 

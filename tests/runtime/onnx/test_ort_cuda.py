@@ -74,8 +74,8 @@ def test_answers_of_earlier_calls_stay():
 def test_a_runtime_for_the_cpu_says_what_to_install():
     program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:0")
     assert [item.why for item in OnnxRuntimeBackend().unsupported(program)] == [
-        "the model is on cuda:0; this ONNX Runtime is built for the CPU: "
-        "pip uninstall onnxruntime, pip install onnxruntime-gpu"
+        "the model is on cuda:0; this ONNX Runtime is a CPU build: "
+        "pip uninstall onnxruntime, then pip install onnxruntime-gpu"
     ] * 2
 
 
@@ -89,10 +89,10 @@ def test_a_runtime_for_the_gpu_takes_a_model_on_one():
 def test_what_it_cannot_run_on_a_gpu_is_refused():
     two = tsopt.capture(lambda a, b: a + b, (torch.ones(2), torch.ones(2)))
     (found,) = refusals_on_gpu(on(two, "cuda:0", "cuda:1"), [PROVIDER])
-    assert found.why == "the model is on cuda:0 and cuda:1"
+    assert found.why == "the model is on several devices: cuda:0 and cuda:1"
     sizes = tsopt.capture(nn.ReLU(), [torch.ones(2, 2), torch.ones(3, 2)])
     (found,) = refusals_on_gpu(on(sizes, "cuda:0"), [PROVIDER])
-    assert found.why == "its outputs are allocated before the call, for one size"
+    assert found.why == "dynamic sizes are not supported, because outputs are allocated before the call"
 
 
 def test_the_session_runs_on_the_gpu_of_the_model_in_full_precision():
@@ -110,22 +110,22 @@ def test_a_runtime_that_goes_on_without_the_gpu_is_an_error(monkeypatch):
         opened.append(providers)
         return SimpleNamespace(get_providers=lambda: ["CPUExecutionProvider"])
 
-    with pytest.raises(tsopt.BackendError, match=f"built without {PROVIDER}") as caught:
+    with pytest.raises(tsopt.BackendError, match=f"has no {PROVIDER}") as caught:
         open_session(b"", {}, providers=[(PROVIDER, {"device_id": 0}), *ON_CPU])
     assert "onnxruntime-gpu" in caught.value.fix
     monkeypatch.setattr(ort, "get_available_providers", lambda: [PROVIDER, *ON_CPU])
     monkeypatch.setattr(ort, "InferenceSession", session)
     assert open_session(b"", {}).session is not None
-    with pytest.raises(tsopt.BackendError, match=f"cannot start its {PROVIDER}") as caught:
+    with pytest.raises(tsopt.BackendError, match=f"failed to start {PROVIDER}") as caught:
         open_session(b"", {}, providers=[(PROVIDER, {"device_id": 0}), *ON_CPU])
-    assert "onnxruntime-gpu asks for" in caught.value.fix
+    assert "onnxruntime-gpu requires" in caught.value.fix
     assert opened[1][0] == (PROVIDER, {"device_id": 0})
 
 
 def test_a_tensor_that_holds_nothing_is_refused():
     program = tsopt.capture(nn.ReLU(), torch.ones(0, 2))
     (found, *_) = refusals_on_gpu(on(program, "cuda:0"), [PROVIDER])
-    assert found.why == "it holds nothing, and has no address"
+    assert found.why == "the tensor is empty and has no address"
 
 
 @needs_gpu

@@ -279,7 +279,7 @@ def test_a_device_in_the_place_of_an_entry_is_not_opened(monkeypatch):
 def test_a_directory_that_others_may_write_into_is_not_used(mode):
     place = kept()
     place.parent.chmod(mode)
-    assert "others may write" in cache.objection()
+    assert "writable by other users" in cache.objection()
     assert cache.find(KEY, RACING, 1.0) is None
     place.unlink()
     cache.keep(KEY, ENTRY)

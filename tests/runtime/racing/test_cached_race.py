@@ -77,8 +77,8 @@ def test_the_second_time_only_the_winner_is_raced(races):
     assert [len(backends) for backends in races] == [2, 1]
     assert again.report.winner == first.report.winner
     assert [row.timing for row in again.report.rows] == [row.timing for row in first.report.rows]
-    assert "verified and timed again now" in again.report.cached
-    assert "from the cache: raced 20" in str(again.report)
+    assert "verified and timed again" in again.report.cached
+    assert "from the cache: raced on 20" in str(again.report)
     assert again.report.to_json()["cached"] == again.report.cached
     torch.testing.assert_close(again(X), make()(X).detach())
 
@@ -168,9 +168,9 @@ def test_eager_that_still_wins_is_taken_over_for_as_long_again(races, clock, mon
     monkeypatch.setattr(cached_race, "race", still)
     clock.now += cached_race.UNCHECKED
     found = optimize()
-    assert "timed against eager again now: 0.80x [0.70, 0.90]" in found.report.cached
+    assert "timed against eager again: 0.80x [0.70, 0.90]" in found.report.cached
     assert (entry().recalls, entry().checked) == (0, clock.now)
-    assert optimize().report.cached == f"raced {entry().date}"
+    assert optimize().report.cached == f"raced on {entry().date}"
     assert asked == [0.02]
     assert [len(backends) for backends in races] == [2, 1]
 

@@ -241,7 +241,7 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     paces(monkeypatch, dict(zip(names, (2.0, torchscript, onnxruntime), strict=True)), jitter)
     found = run_race(("torchscript", "onnxruntime"))
     assert found.row.name == winner
-    assert ("same within noise" in found.why) == (winner == "ONNX Runtime" and torchscript < onnxruntime)
+    assert ("equally fast within noise" in found.why) == (winner == "ONNX Runtime" and torchscript < onnxruntime)
 
 
 def test_an_engine_that_is_missing_is_a_row_with_what_to_install(run_race, monkeypatch):
@@ -256,7 +256,7 @@ def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()
     assert (found.winner, found.executable) == (MODEL, None)
-    assert found.why == "no candidate is faster beyond noise"
+    assert found.why == "no candidate is significantly faster"
     assert row(found).verdict == "slower"
 
 
@@ -308,7 +308,7 @@ def test_a_race_that_this_machine_has_stopped_is_a_warning(run_race, monkeypatch
     alone = len(backends) == 1
     with pytest.warns(NoCandidate, match="no candidate could be tried: faulty") if alone else nullcontext():
         found = run_race(backends)
-    late = " in the time that there was" if name == "timed out" else ""
+    late = " within the time limit" if name == "timed out" else ""
     assert found.winner == MODEL
     assert found.why.startswith(f"no candidate could be {'tried' if alone else 'used'}{late}")
 
@@ -355,8 +355,8 @@ def test_a_candidate_whose_speed_is_undecided_does_not_win(run_race, monkeypatch
     timings(monkeypatch, eager=STEADY, faulty=UNCLEAR)
     found = run_race(("faulty",))
     assert (found.winner, row(found).verdict) == (MODEL, "undecided")
-    assert found.why == "no candidate is faster beyond noise; undecided: faulty"
-    assert row(found).reason.startswith("the times scatter too much: 1.33 to 1333")
+    assert found.why == "no candidate is significantly faster; undecided: faulty"
+    assert row(found).reason.startswith("the times vary too much: 1.33 to 1333")
 
 
 def test_two_candidates_that_are_undecided_leave_eager(run_race, monkeypatch):
@@ -518,7 +518,7 @@ def test_what_differs_on_nan_is_noted_in_the_row_and_by_the_winner(run_race, mon
     found = run_race()
     assert found.winner == "faulty"
     (note,) = row(found).notes
-    assert "NaN at other places than eager" in note
+    assert "NaN at different positions than in eager" in note
     assert found.executable.notes == (note,)  # which is what a bundle's manifest says
 
 

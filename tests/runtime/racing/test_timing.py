@@ -237,7 +237,7 @@ def test_a_candidate_whose_clock_is_broken_is_out_and_a_hiccup_is_timed_again(cl
     }
     found = measure(calls, INPUTS, seconds=1e-9)
     assert len(found["hiccup"].samples) == timing.MIN_ROUNDS
-    assert "the clock says" in found["broken"].error
+    assert "the clock measured" in found["broken"].error
 
 
 def test_a_baseline_without_a_time_is_an_error_that_says_so(clock):
@@ -246,7 +246,7 @@ def test_a_baseline_without_a_time_is_an_error_that_says_so(clock):
     def backwards(*args, **kwargs):
         clock.now += 1e-3 if next(calls) < 10 else -1e-3
 
-    with pytest.raises(BackendError, match="no time can be measured"):
+    with pytest.raises(BackendError, match="timing failed"):
         measure({"eager": backwards}, INPUTS, seconds=1e-9)
 
 

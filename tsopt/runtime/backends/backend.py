@@ -1,4 +1,4 @@
-"""What a backend is, and how one compiles a program. Imports no backend and none of their libraries."""
+"""The backend interface, and compiling a program with one. Imports neither backends nor their libraries."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """A value of the program that a backend cannot take: where it comes from, and why."""
+    """A value of the program that a backend does not support: its location, and the reason."""
 
     where: str
     why: str
 
 
 class Backend(Protocol):
-    """A frozen dataclass of its own options."""
+    """A frozen dataclass whose fields are its options."""
 
     @property
     def name(self) -> str: ...
 
     def missing(self) -> str | None:
-        """None when usable here, or what to install."""
+        """What to install; None if the backend is usable here."""
 
     def unsupported(self, program: Program) -> list[Unsupported]: ...
 
@@ -44,11 +44,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class Loads(Protocol):
-    """A backend whose files are its own; those of the others hold a Program, which is compiled again."""
+    """A backend with its own file format; files of the others contain a Program, which is compiled again."""
 
     @staticmethod
     def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
-        """What runs the files that `save` has written.
+        """The runner of the files that `save` has written.
 
         Raises:
             BundleError: they are not the files of this signature.
@@ -58,7 +58,7 @@ class Loads(Protocol):
 
 @runtime_checkable
 class Reopens(Protocol):
-    """A backend that takes long to compile, and can be given what was compiled in another process."""
+    """A backend that takes long to compile and can load what was compiled in another process."""
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         """The executable of the files that `save` has written; those files may go."""
@@ -68,11 +68,11 @@ def check_precision(backend: str, precision: str) -> None:
     """Raises UsageError for a precision that a backend does not have."""
     known = (FP32, *info_of(backend).precisions)
     if precision not in known:
-        raise UsageError(f"{backend} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+        raise UsageError(f"{backend} does not support precision {precision!r}", fix=f"use one of: {', '.join(known)}")
 
 
 def to_install(*packages: str) -> str | None:
-    """What to type for the packages that are not there; None when all are."""
+    """The pip command for the packages that are missing; None if there are none."""
     wanted = [name for name in packages if not is_installed(name)]
     return f"pip install {' '.join(wanted)}" if wanted else None
 
@@ -81,8 +81,8 @@ def get_backend(backend: str | Candidate, **options: Any) -> Backend:
     """A backend with its options.
 
     Args:
-        backend: a name in the table, or `package.module:Class` for one of your own; options may be part of it:
-            `onnxruntime?threads=1`. Those given beside it count less.
+        backend: a name in the table, or `package.module:Class` for a custom one. It may contain options, which
+            override `options`: `onnxruntime?threads=1`.
 
     Raises:
         UsageError: no backend or no option of that name.
@@ -94,13 +94,16 @@ def get_backend(backend: str | Candidate, **options: Any) -> Backend:
     for option in options:
         if option not in known:
             raise UsageError(
-                f"the backend {info.name} has no option {option!r}", fix=f"its options: {', '.join(known) or 'none'}"
+                f"unknown option {option!r} of the backend {info.name}",
+                fix=f"its options: {', '.join(known) or 'none'}",
             )
     made = cast(Backend, info.load()(**options))
     hint = made.missing()
     if hint:
         raise BackendError(
-            f"the backend {info.name} cannot be used here", why=hint, fix="tsopt doctor shows what is usable"
+            f"the backend {info.name} is not available",
+            why=hint,
+            fix="run `tsopt doctor` to see which backends are available",
         )
     return made
 
@@ -120,10 +123,10 @@ def compile(
 
     Args:
         share_weights: let the engine read the program's weights where they are.
-        options: the backend's own, such as `threads=2`.
+        options: options of the backend, for example `threads=2`.
 
     Raises:
-        BackendError: the backend cannot take the program; the message names the op and its place.
+        BackendError: the backend does not support the program; the message names the op and its location.
         UsageError: the candidate is for another variant of the program.
     """
     from tsopt.compiler.calls.lasting import with_lasting
@@ -134,15 +137,17 @@ def compile(
 
     candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
     if isinstance(candidate, Candidate) and candidate.variant != FP32 and program.numerics < Numerics.LOSSY:
-        raise UsageError(f"the program is not in {candidate.variant}", fix="tsopt.compile(program, ...) lowers it")
+        raise UsageError(
+            f"the program is not in {candidate.variant}", fix="use tsopt.compile(program, ...), which lowers it"
+        )
     made = get_backend(candidate, **options) if isinstance(candidate, Candidate) else candidate
     refused = made.unsupported(program)
     if refused:
         more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
         raise BackendError(
-            f"{made.name} cannot take this model: {refused[0].why}{more}",
+            f"{made.name} does not support this model: {refused[0].why}{more}",
             where=refused[0].where or None,
-            fix="use another backend, or let optimize() choose",
+            fix="use another backend, or let tsopt.optimize() choose one",
         )
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
@@ -151,7 +156,7 @@ def compile(
 
 
 def named(executable: Executable, made: Backend, candidate: Candidate | Backend) -> Executable:
-    """An executable that says which backend has made it, and in which precision."""
+    """An executable labeled with its backend and precision."""
     executable.place = f"{type(made).__module__}:{type(made).__qualname__}"
     if isinstance(candidate, Candidate):
         executable.precision = candidate.precision

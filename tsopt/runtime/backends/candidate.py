@@ -1,4 +1,4 @@
-"""A candidate, as a value: a variant of the program, a backend, its options; and which candidates a race has."""
+"""A candidate as a value: a variant of the program, a backend and its options; and the candidates of a race."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONSTANTS = {"true": True, "false": False, "none": None}
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may win a race.
+    """An entrant of a race.
 
     Attributes:
         backend: its name in the table, or `package.module:Class`.
@@ -42,12 +42,12 @@ class Candidate:
         for part in filter(None, rest.split("&")):
             key, equals, value = part.partition("=")
             if not equals or not value:
-                raise UsageError(f"{spec!r}: the option {key!r} has no value", fix=f"{name}?{key}=VALUE")
+                raise UsageError(f"the option {key!r} in {spec!r} has no value", fix=f"write {name}?{key}=VALUE")
             options[key] = int(value) if value.lstrip("-").isdigit() else CONSTANTS.get(value.lower(), value)
         info, precision = info_of(name), options.get("precision", FP32)
         known = dict.fromkeys((FP32, *info.precisions, *info.lowered))
         if len(known) > 1 and precision not in known and not info.is_own:
-            raise UsageError(f"{name} has no precision {precision!r}", fix=f"one of: {', '.join(known)}")
+            raise UsageError(f"{name} does not support precision {precision!r}", fix=f"use one of: {', '.join(known)}")
         if precision in info.lowered or (precision == FP32 and not info.precisions):
             options.pop("precision", None)
             return cls(name, tuple(options.items()), precision)
@@ -79,7 +79,7 @@ class Candidate:
         return str(dict(self.options).get("precision", self.variant))
 
     def in_precision(self, precision: str) -> Candidate | None:
-        """The same in another precision; None where its backend has it not."""
+        """The same in another precision; None if the backend does not support it."""
         if precision in self.info.lowered:
             return replace(self, variant=precision)
         if precision in self.info.precisions:
@@ -101,7 +101,7 @@ def _text(value: Any) -> str:
 def candidates_for(
     wanted: Sequence[str] | Literal["all"] | None, precision: str = FP32, *, on_gpu: bool = False
 ) -> tuple[Candidate, ...]:
-    """Who races.
+    """The candidates of a race.
 
     Args:
         wanted: texts that `Candidate.parse` reads; `all` for every engine; None for what compiles in seconds and is
@@ -133,11 +133,11 @@ def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
 def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidate, ...]:
     """The backends that have lower precisions, once more in each that is asked for."""
     if precision not in (*PRECISIONS, AUTO):
-        raise UsageError(f"precision={precision!r}", fix=f"one of: {', '.join((*PRECISIONS, AUTO))}")
+        raise UsageError(f"unknown precision {precision!r}", fix=f"use one of: {', '.join((*PRECISIONS, AUTO))}")
     asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FP32 else ()
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if asked and not found:
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
-        raise UsageError(f"no selected backend supports {precision}", fix=f"those that do: {', '.join(able)}")
+        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
     return tuple(found)

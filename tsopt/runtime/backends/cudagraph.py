@@ -1,7 +1,7 @@
-"""Runs the Program as one CUDA graph: its kernels are recorded once and started by one call.
+"""Runs the Program as one CUDA graph: its kernels are captured once and replayed with one call.
 
-A graph reads and writes the memory that it was recorded with. So inputs are copied into it and outputs out of it, one
-caller at a time. What it saves is the time between kernels, which is most of the time of small batches.
+A graph reads and writes the memory that it was captured with, so inputs are copied in and outputs are copied out, one
+caller at a time. It removes the launch overhead between kernels, which dominates at small batch sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate
 
 
 def missing_gpu() -> str | None:
-    return None if cuda.is_available() else "a GPU, and a torch that is built for it"
+    return None if cuda.is_available() else "needs a GPU and a torch build with CUDA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class CudaGraphBackend:
             with _tensor_float() if self.precision == "tf32" else nullcontext():
                 recorded = Recorded(program.module().forward, blank(program.signature))
         except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
-            raise BackendError("the model cannot be recorded as a CUDA graph", why=str(error)[:200]) from error
+            raise BackendError("the model cannot be captured as a CUDA graph", why=str(error)[:200]) from error
 
         def save(directory: Path) -> None:
             write_program(program, directory)  # it is recorded again on load
@@ -75,24 +75,26 @@ class CudaGraphBackend:
 
 
 def unrecordable(program: Program) -> list[Unsupported]:
-    """What no CUDA graph holds."""
+    """The reasons why a program cannot be captured as a CUDA graph."""
     found = [
-        Unsupported(name, f"the model is on {device}; a CUDA graph reads the memory of a GPU")
+        Unsupported(name, f"the model is on {device}; a CUDA graph needs it on a GPU")
         for name, device in program.signature.devices
         if not device.startswith("cuda")
     ]
     if program.signature.dims:
-        found.append(Unsupported("", "a CUDA graph is recorded for one size"))
+        found.append(Unsupported("", "a CUDA graph has fixed sizes"))
     for node in program.calls():
         on = {tensor.device.type for tensor in ops.tensors_of(node.meta.get("val"))}
         if ops.blocks_of(node):
-            found.append(Unsupported(origin_of(node), f"what {ops.name_of(node)} does is decided in the call"))
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} has data-dependent control flow"))
         elif ops.is_random(node):
-            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw what eager draws"))
+            found.append(
+                Unsupported(origin_of(node), f"{ops.name_of(node)} would not draw the same random numbers as eager")
+            )
         elif ops.has_effect(node) and not ops.is_settled_check(node):
-            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be recorded"))
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} cannot be captured"))
         elif on - {"cuda"}:
-            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} is computed on the CPU"))
+            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} runs on the CPU"))
     return found
 
 

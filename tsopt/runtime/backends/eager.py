@@ -1,4 +1,4 @@
-"""Runs the Program with torch itself, op by op: what the passes alone are worth."""
+"""Runs the Program with torch itself, op by op: measures the effect of the passes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EagerBackend:
 
 
 def by_torch(program: Program) -> Runner:
-    """The runner of a program by torch's own kernels: for calls that an engine is not asked for."""
+    """Runs a program with torch's own kernels, for calls that an engine must not serve."""
     return torch_runner(program.module().forward, program.signature, None)
 
 

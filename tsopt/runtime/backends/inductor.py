@@ -1,4 +1,4 @@
-"""Program -> machine code, by torch's own compiler ahead of time (AOTInductor). Needs a C++ compiler."""
+"""Program -> machine code, compiled ahead of time by AOTInductor. Needs a C++ compiler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InductorBackend:
     def missing(self) -> str | None:
         compiler = os.environ.get("CXX") or "g++"
         if shutil.which(compiler) is None and shutil.which("clang++") is None:
-            return f"install a C++ compiler ({compiler} is not there), or set CXX"
+            return f"install a C++ compiler ({compiler} was not found), or set CXX"
         return missing_gpu() if self.cuda_graph else None
 
     def unsupported(self, program: Program) -> list[Unsupported]:
@@ -64,7 +64,7 @@ class InductorBackend:
                 return _executable(Path(package), program, self._kept)
         except Exception as error:  # whatever the compiler, or the C++ compiler under it, says
             raise BackendError(
-                "Inductor cannot compile this model", why=f"{type(error).__name__}: {_said(error)}"
+                "Inductor failed to compile this model", why=f"{type(error).__name__}: {_said(error)}"
             ) from error
 
     @property

@@ -1,4 +1,4 @@
-"""A backend without a library: outputs of the right type, all zero. For trying the machinery itself."""
+"""A backend without a library that returns zeros of the right type. For testing the machinery."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsopt.runtime.calling.executable import Executable
 
 @dataclass(frozen=True, slots=True)
 class NullBackend:
-    """Never a candidate of the race: it is fast and wrong."""
+    """Never a candidate in a race: it is fast and wrong."""
 
     name: str = "null"
 

@@ -1,7 +1,7 @@
-"""Runs the Program with torch, its layers by oneDNN: weights packed once, activation and residual sum in the layer.
+"""Runs the Program with torch and its layers with oneDNN: weights prepacked, activation and residual sum fused.
 
-These are the kernels that torch.compile's freezing uses. A packed convolution hands on channels-last memory, so the
-layout of a network is decided once and no conversion is left between its layers.
+These are the kernels that torch.compile's freezing uses. A packed convolution returns channels-last memory, so a
+network keeps one memory layout and no conversions are left between its layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.calling.executable import Executable
 
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
-LOSES_NAN = "a NaN that reaches a ReLU inside a layer comes out as 0, where PyTorch hands it on"
+LOSES_NAN = "a ReLU fused into a layer turns NaN into 0, where PyTorch propagates NaN"
 # Of the largest value: a kernel further away than that is broken, not rounding.
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -73,14 +73,14 @@ class OneDnnBackend:
 
     def missing(self) -> str | None:
         if not torch.backends.mkldnn.is_available():
-            return "a torch that is built with oneDNN (MKL-DNN)"
+            return "needs a torch build with oneDNN (MKL-DNN)"
         known = all(hasattr(torch.ops.mkldnn, name) for name in ("_convolution_pointwise", "_linear_pointwise"))
-        return None if known else "a torch that has the fused operators of oneDNN"
+        return None if known else "needs a torch build with the fused oneDNN operators"
 
     def unsupported(self, program: Program) -> list[Unsupported]:
         by_strides = next((node for node in program.calls() if node.target in BY_STRIDES), None)
         if by_strides is not None:
-            return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} reads memory by its strides")]
+            return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} depends on the strides of its input")]
         if not any(_is_layer(program, node) for node in program.calls()):
             return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
         return []
@@ -89,10 +89,13 @@ class OneDnnBackend:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
         lowered = lower(program)
         if not lowered.packed:
-            raise NoGain("torch's own kernels are as fast for every layer", fix="nothing to do: eager runs them")
+            raise NoGain(
+                "torch's own kernels are at least as fast for every layer",
+                fix="no action needed: eager already runs these kernels",
+            )
 
         def save(directory: Path) -> None:
-            write_program(program, directory)  # packed weights fit this machine alone: they are packed again on load
+            write_program(program, directory)  # packed weights fit only this machine and are packed again on load
 
         return Executable(
             self.name,
@@ -101,7 +104,10 @@ class OneDnnBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
-            notes=[f"{lowered.packed} of {lowered.layers} layers by oneDNN, the others by torch", *lowered.notes],
+            notes=[
+                f"{lowered.packed} of {lowered.layers} layers run with oneDNN, the others with torch",
+                *lowered.notes,
+            ],
         )
 
 

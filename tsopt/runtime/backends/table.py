@@ -1,4 +1,4 @@
-"""The table of backends: all that is known of one outside of its own file. Imports none of them."""
+"""The table of backends: everything about them that is known without importing them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class BackendInfo:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise BackendError(f"the backend {self.name} cannot be imported", why=str(error)) from error
+            raise BackendError(f"cannot import the backend {self.name}", why=str(error)) from error
 
     def options(self) -> list[str]:
         """The names of its options. Imports its file."""
@@ -135,16 +135,14 @@ BACKENDS: dict[str, BackendInfo] = {
 
 
 def info_of(name: str) -> BackendInfo:
-    """What is known of a backend: one of the table, or `package.module:Class` for one of the user's own.
+    """The entry of a backend in the table, or of a custom backend `package.module:Class`.
 
     Raises:
         UsageError: no backend of that name.
     """
     if ":" in name:
-        return BackendInfo(name, name, name, lowered=HALVES, code=f"the backend {name}")
+        return BackendInfo(name, name, name, lowered=HALVES, code=f"the custom backend {name}")
     info = BACKENDS.get(name)
     if info is None:
-        raise UsageError(
-            f"no backend is called {name!r}", fix=f"one of: {', '.join(BACKENDS)}, or package.module:Class"
-        )
+        raise UsageError(f"unknown backend {name!r}", fix=f"use one of: {', '.join(BACKENDS)}, or package.module:Class")
     return info

@@ -1,6 +1,6 @@
-"""Program -> TorchScript: traced, or scripted where it computes with sizes; frozen, optimized for inference.
+"""Program -> TorchScript: traced, or scripted if it computes with sizes; frozen and optimized for inference.
 
-TorchScript is deprecated upstream; it stays in this one file, and its warnings stay away from the user.
+TorchScript is deprecated upstream; it is confined to this file, and its warnings are suppressed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ class TorchScriptBackend:
     name: str = "torchscript"
 
     def missing(self) -> str | None:
-        return None if hasattr(torch.jit, "trace") else "this torch has no TorchScript any more"
+        return None if hasattr(torch.jit, "trace") else "this version of torch has no TorchScript"
 
     def unsupported(self, program: Program) -> list[Unsupported]:
         flow = [node for node in program.calls() if ops.blocks_of(node)]
-        return [Unsupported(origin_of(node), f"a trace holds one branch of {ops.name_of(node)}") for node in flow]
+        return [
+            Unsupported(origin_of(node), f"a trace records only one branch of {ops.name_of(node)}") for node in flow
+        ]
 
     def compile(self, program: Program) -> Executable:
         try:
@@ -54,7 +56,7 @@ class TorchScriptBackend:
                 script = torch.jit.optimize_for_inference(frozen)
         except Exception as error:  # TorchScript raises whatever its C++ throws
             raise BackendError(
-                "TorchScript cannot take this model", why=f"{type(error).__name__}: {str(error).strip()[:200]}"
+                "TorchScript failed to compile this model", why=f"{type(error).__name__}: {str(error).strip()[:200]}"
             ) from error
 
         def save(place: Path) -> None:
@@ -89,7 +91,7 @@ def _raising_as_torch(run: Runner, program: Program) -> Runner:
         try:
             return run(inputs)
         except RuntimeError as error:
-            log.info("TorchScript fails in a call, which PyTorch makes instead: %s", error)
+            log.info("TorchScript failed in a call, which falls back to PyTorch: %s", error)
             return by_torch(program)(inputs)
 
     return run_or_raise

@@ -1,4 +1,4 @@
-"""A program as the source of a TorchScript method, for programs that compute with sizes: a trace would fix these."""
+"""A program as TorchScript source, for programs that compute with sizes, which a trace would specialize."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ def _value(value: Any, names: Mapping[fx.Node, str]) -> str:
         return f'torch.device("{value}")'
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
-    raise BackendError(f"TorchScript has no way to write a {type(value).__name__}")
+    raise BackendError(f"TorchScript has no literal for a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Which bundles this machine has written, or has tried out before: an empty file for each in the cache directory.
+"""The bundles that this machine has written or probed before: an empty file for each in the cache directory.
 
 A bundle is known by the digest of its manifest, which covers every byte of it. Needs no torch.
 """
@@ -44,12 +44,12 @@ def remember(digest: str) -> None:
             place.parent.mkdir(mode=0o700, exist_ok=True)
         reason = _objection(place.parent)
         if reason:
-            log.info("the bundle is not remembered: %s", reason)
+            log.info("cannot remember the bundle: %s", reason)
             return
         os.close(os.open(place, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
         _drop_oldest(place.parent)
     except OSError as error:
-        log.info("the bundle is not remembered: %s", error)
+        log.info("cannot remember the bundle: %s", error)
 
 
 def forget_all() -> None:

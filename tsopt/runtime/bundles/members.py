@@ -1,6 +1,6 @@
-"""The files of a bundle as they are read: one directory, its manifest, every file of the size and hash that it says.
+"""Reads the files of a bundle: one directory with a manifest, which gives the size and hash of every file.
 
-Nothing in them is believed, and none is opened that is a link, a pipe, or outside. Needs no torch.
+Nothing in them is trusted; links, pipes and files outside the directory are not opened. Needs no torch.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def reading(path: Path, read: Callable[[Bundle], Found]) -> Found:
             if _identity(directory) == before:
                 return found
     raise BundleError(
-        "the bundle was replaced each time that it was being read",
+        "the bundle was replaced every time it was read",
         where=str(path),
-        fix="load it when no process is writing it",
+        fix="load it when no other process is writing it",
     )
 
 
@@ -112,7 +112,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a bundle whose every file is what the manifest says. Raises BundleError."""
     if not os.path.lexists(f"{directory}/{MANIFEST}"):
         if directory.is_dir():
-            raise BundleError("the directory is not a bundle", where=str(directory), why=f"it has no {MANIFEST}")
+            raise BundleError(
+                "the directory is not a bundle", where=str(directory), why=f"it does not contain {MANIFEST}"
+            )
         what = "is not a directory" if directory.exists() else "does not exist"
         raise BundleError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
     with _opened(directory, MANIFEST) as (handle, facts):
@@ -122,18 +124,18 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         manifest = parse(raw)
     except ValueError as error:
-        raise damaged(directory, f"the manifest cannot be read as JSON: {error}") from error
+        raise damaged(directory, f"the manifest is not valid JSON: {error}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise damaged(directory, f"the format is {str(version)[:40]!r}")
+        raise damaged(directory, f"invalid format version {str(version)[:40]!r}")
     if version > FORMAT:
         raise BundleError(
-            f"the bundle has format {version}, this tsopt reads up to {FORMAT}",
+            f"the bundle has format version {version}, this version of tsopt supports up to {FORMAT}",
             where=str(directory),
             fix="pip install -U torch-tsopt",
         )
     if manifest.get("sha256") != digest_of(manifest):
-        raise damaged(directory, "the manifest was changed after it was written")
+        raise damaged(directory, "the manifest was modified after it was written")
     _check_members(directory, manifest.get("members"))
     return manifest
 
@@ -152,28 +154,26 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def _check_members(directory: Path, members: Any) -> None:
     if not isinstance(members, dict):
-        raise damaged(directory, "no list of members")
+        raise damaged(directory, "the manifest has no list of files")
     with os.scandir(directory) as entries:
         present = {entry.name for entry in itertools.islice(entries, MOST_FILES + 1)}
     if len(present) > MOST_FILES:
-        raise damaged(directory, f"it has more than {MOST_FILES} files")
+        raise damaged(directory, f"it contains more than {MOST_FILES} files")
     extra = present - set(members) - {MANIFEST}
     if extra:
-        raise damaged(directory, f"{sorted(extra)[0]!r} is not in the manifest")
+        raise damaged(directory, f"{sorted(extra)[0]!r} is not listed in the manifest")
     for name, fact in members.items():
         if name not in present or name == MANIFEST:
-            raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
+            raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside the bundle")
         if not isinstance(fact, dict) or type(fact.get("size")) is not int:
-            raise damaged(directory, f"the manifest does not say what {name!r} is")
+            raise damaged(directory, f"the manifest does not describe {name!r}")
         with _opened(directory, name) as (handle, found):
             if found.st_size != fact["size"]:
-                raise damaged(directory, f"{name!r} has {found.st_size} bytes, the manifest says {fact['size']}")
+                raise damaged(directory, f"{name!r} has {found.st_size} bytes, expected {fact['size']}")
             if _is_sparse(handle, found):
-                raise damaged(
-                    directory, f"{name!r} is a sparse file: most of its {found.st_size} bytes were never written"
-                )
+                raise damaged(directory, f"{name!r} is sparse: most of its {found.st_size} bytes were never written")
             if _sha256(handle, found.st_size) != fact.get("sha256"):
-                raise damaged(directory, f"{name!r} was changed after it was written")
+                raise damaged(directory, f"{name!r} was modified after it was written")
 
 
 @contextlib.contextmanager
@@ -186,11 +186,11 @@ def _opened(directory: Path, name: str) -> Iterator[tuple[int, os.stat_result]]:
     except PermissionError:
         raise
     except (OSError, ValueError) as error:
-        raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside") from error
+        raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside the bundle") from error
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside")
+            raise damaged(directory, f"{name[:80]!r} is missing, a link, or outside the bundle")
         yield handle, found
     finally:
         os.close(handle)

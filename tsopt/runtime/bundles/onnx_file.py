@@ -1,8 +1,8 @@
-"""An ONNX file as it is on disk, before any engine sees it: what it refers to, what it holds, how large it is.
+"""Checks an ONNX file before any engine opens it: its external references, its contents and its size.
 
-Reads protobuf itself, without building anything. The package `onnx` is not needed where a bundle is only run, and would
-copy every weight; and one strict reader gives the same answer whatever is installed. Strict means: a field that is not
-in the tables below, or is there twice although there can be one, is refused, so that no engine can read it otherwise.
+Parses the protobuf directly, without building objects. The package `onnx` is not needed to run a bundle and would copy
+every weight, and one strict parser gives the same answer whatever is installed. Strict means that an unknown field, or
+a repeated field that should be singular, is rejected, so that no engine can read it differently.
 """
 
 from __future__ import annotations
@@ -107,13 +107,13 @@ STRINGS = 8
 TYPED = (4, 5, 6, 7, 10, 11)
 COMPLEX = (14, 15)
 
-# Never written by tsopt, with the reason.
+# Never exported by tsopt, with the reason.
 REFUSED = {
     **dict.fromkeys(
         ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Bernoulli"),
-        "it draws from a random generator that is not PyTorch's",
+        "it does not use PyTorch's random number generator",
     ),
-    "MaxUnpool": "it writes where its indices say",
+    "MaxUnpool": "it writes to unchecked indices",
 }
 # Operators of ONNX Runtime's own that `ort_kernels.py` writes. Among the others are some that open files.
 CONTRIBUTED = frozenset({"MultiHeadAttention", "QuickGelu"})
@@ -136,19 +136,19 @@ def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
     path = directory / FILE
     size = sizes.get(FILE)
     if size is None:
-        raise BundleError("the bundle is damaged", where=str(directory), why=f"it has no {FILE}")
+        raise BundleError("the bundle is damaged", where=str(directory), why=f"it does not contain {FILE}")
     if not 0 < size <= LARGEST:
-        raise _refused(path, f"it has {size} bytes")
+        raise _refused(path, f"its size is {size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             _Scan(data, path, sizes).model()
         except (IndexError, UnicodeDecodeError) as error:  # it ends in the middle of something
-            raise _refused(path, f"it is cut, or was never one: {error}") from error
+            raise _refused(path, f"it is truncated or not an ONNX file: {error}") from error
 
 
 def _refused(path: Path, why: str) -> BundleError:
     plain = "".join(c if c.isprintable() else "?" for c in why[:300])
-    return BundleError("the ONNX model is refused", where=str(path), why=plain, fix="export the model again")
+    return BundleError("the ONNX model is rejected", where=str(path), why=plain, fix="export the model again")
 
 
 @dataclass
@@ -176,7 +176,7 @@ class _Scan:
             if number == 25:  # before the graph: it is known then what it may call
                 name, _ = self.name_of_function(value)
                 if name in self.functions:
-                    raise self.refuse(f"the function {name[1][:40]!r} is there twice")
+                    raise self.refuse(f"the function {name[1][:40]!r} is defined twice")
                 self.functions[name] = _Body()
         for number, value in found:
             if number == 7:
@@ -184,18 +184,18 @@ class _Scan:
             elif number == 8:
                 self.opset(value)
             elif number == 20:
-                raise self.refuse("it says how it is to be trained")
+                raise self.refuse("it contains training information")
             elif number == 25:
                 self.function(value)
         known: dict[Name, int] = {}
         bodies = ((self.main, ()), *((body, (name,)) for name, body in self.functions.items()))
         if max(self.expanded(body, within, known) for body, within in bodies) > MOST_NODES:
-            raise self.refuse(f"it has more than {MOST_NODES} nodes when every function is in its place")
+            raise self.refuse(f"it has more than {MOST_NODES} nodes after inlining its functions")
 
     def opset(self, span: Span) -> None:
         version = dict(self.fields("OperatorSetIdProto", span)).get(2, 0)
         if not 0 < version < LATEST_OPSET:
-            raise self.refuse(f"it asks for version {version} of its operators")
+            raise self.refuse(f"invalid opset version {version}")
 
     def name_of_function(self, span: Span) -> tuple[Name, list[tuple[int, Any]]]:
         found = list(self.fields("FunctionProto", span))
@@ -215,7 +215,7 @@ class _Scan:
     def expanded(self, body: _Body, within: tuple[Name, ...], known: dict[Name, int]) -> int:
         """How many nodes there are when each call of a function is replaced by what is in it."""
         if len(within) > DEEPEST:
-            raise self.refuse(f"its functions are nested more than {DEEPEST} deep")
+            raise self.refuse(f"its functions are nested more than {DEEPEST} levels deep")
         total = body.nodes
         for name in body.calls:
             if name in within:
@@ -227,14 +227,14 @@ class _Scan:
 
     def graph(self, span: Span, body: _Body, depth: int) -> None:
         if depth > DEEPEST:
-            raise self.refuse(f"its graphs are nested more than {DEEPEST} deep")
+            raise self.refuse(f"its graphs are nested more than {DEEPEST} levels deep")
         for number, value in self.fields("GraphProto", span):
             if number == 1:
                 self.node(value, body, depth)
             elif number == 5:
                 self.tensor(value)
             elif number == 15:
-                raise self.refuse("it has sparse weights")
+                raise self.refuse("it contains sparse weights")
 
     def node(self, span: Span, body: _Body, depth: int) -> None:
         body.nodes += 1
@@ -253,9 +253,11 @@ class _Scan:
         if (domain, op, overload) in self.functions:
             body.calls.append((domain, op, overload))
         elif domain == MICROSOFT and op not in CONTRIBUTED:
-            raise self.refuse(f"it calls {domain}.{op[:40]}, which tsopt never writes")
+            raise self.refuse(f"it calls {domain}.{op[:40]}, which tsopt never exports")
         elif domain not in ("", MICROSOFT):
-            raise self.refuse(f"it calls {op[:40]!r} of {domain[:40]!r}, which is neither a standard nor in the file")
+            raise self.refuse(
+                f"it calls {op[:40]!r} of {domain[:40]!r}, which is neither standard nor defined in the file"
+            )
         elif not domain and op in REFUSED:
             raise self.refuse(f"it calls {op}: {REFUSED[op]}")
 
@@ -266,7 +268,7 @@ class _Scan:
             elif number in (6, 11):
                 self.graph(value, body, depth + 1)
             elif number in (22, 23):
-                raise self.refuse("it has a sparse constant")
+                raise self.refuse("it contains a sparse constant")
 
     def tensor(self, span: Span) -> None:
         """As many elements as its shape says, in the file or in a file of the bundle."""
@@ -287,33 +289,35 @@ class _Scan:
             elif number in TYPED:
                 elements[number] = elements.get(number, 0) + self.count(number, value)
             elif number == 3:
-                raise self.refuse("a tensor is in segments")
+                raise self.refuse("a tensor is stored in segments")
         if any(not 0 <= size < 1 << 48 for size in dims) or math.prod(dims) >= 1 << 48:
-            raise self.refuse(f"a tensor has the shape {str(dims)[:80]}")
+            raise self.refuse(f"a tensor has the invalid shape {str(dims)[:80]}")
         if kind not in BITS and kind != STRINGS:
-            raise self.refuse(f"a tensor is of type {kind}")
+            raise self.refuse(f"a tensor has the unknown data type {kind}")
         if outside or where:
             self.external(where, -(-math.prod(dims) * BITS.get(kind, 0) // 8), bool(elements), kind)
         elif not self.is_whole(kind, math.prod(dims), {n: c for n, c in elements.items() if c}):
-            raise self.refuse(f"a tensor of shape {str(dims)[:80]} holds another number of elements")
+            raise self.refuse(f"the number of elements of a tensor does not match its shape {str(dims)[:80]}")
 
     def entry(self, span: Span, where: dict[str, str]) -> None:
         found = {number: self.text(value) for number, value in self.fields("StringStringEntryProto", span)}
         key = found.get(1, "")
         if key not in ("location", "offset", "length") or key in where:
-            raise self.refuse(f"a tensor is said to be elsewhere by {key[:40]!r}")
+            raise self.refuse(f"a tensor has the unknown or repeated external data key {key[:40]!r}")
         where[key] = found.get(2, "")
 
     def external(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
         location = where.get("location", "")
         if location != f"{FILE}.data" or location not in self.sizes:
-            raise self.refuse(f"a tensor is in {location[:80]!r}, which is not a file of the bundle")
+            raise self.refuse(f"a tensor is stored in {location[:80]!r}, which is not a file of the bundle")
         numbers = [where.get("offset", "0"), where.get("length", str(needed))]
         if not all(text.isascii() and text.isdigit() and len(text) < 16 for text in numbers):
-            raise self.refuse(f"a tensor is at {str(numbers)[:80]} of {location!r}")
+            raise self.refuse(f"a tensor has the invalid offset and length {str(numbers)[:80]} in {location!r}")
         offset, length = map(int, numbers)
         if held or kind == STRINGS or length != needed or offset + length > self.sizes[location]:
-            raise self.refuse(f"a tensor of {needed} bytes is at {offset} to {offset + length} of {location!r}")
+            raise self.refuse(
+                f"a tensor of {needed} bytes cannot be stored at {offset} to {offset + length} of {location!r}"
+            )
 
     def is_whole(self, kind: int, count: int, elements: Mapping[int, int]) -> bool:
         if not elements:
@@ -357,7 +361,7 @@ class _Scan:
         value = shift = 0
         while True:
             if at >= end or shift > 63:
-                raise self.refuse("it is cut, or was never one")
+                raise self.refuse("it is truncated or not an ONNX file")
             byte = self.data[at]
             at += 1
             value |= (byte & 127) << shift
@@ -374,20 +378,20 @@ class _Scan:
             number, wire = key >> 3, key & 7
             kind = table.get(number)
             if kind is None:
-                raise self.refuse(f"field {number} of a {message} is not known")
+                raise self.refuse(f"unknown field {number} of a {message}")
             many = kind[0] == "*"
             if not many and number in seen:
-                raise self.refuse(f"field {number} of a {message} is there twice")
+                raise self.refuse(f"repeated field {number} of a {message}")
             seen.add(number)
             kind = kind[1:] if many else kind
             if wire == 2 and (many or kind not in WIRE):
                 size, at = self.varint(at, end)
                 if at + size > end:
-                    raise self.refuse("it is cut, or was never one")
+                    raise self.refuse("it is truncated or not an ONNX file")
                 yield number, (at, at + size)
                 at += size
             elif wire != WIRE.get(kind):
-                raise self.refuse(f"field {number} of a {message} is of another kind")
+                raise self.refuse(f"field {number} of a {message} has the wrong wire type")
             elif wire == 0:
                 value, at = self.varint(at, end)
                 yield number, value
@@ -395,7 +399,7 @@ class _Scan:
                 at += WIDTH[kind]
                 yield number, None
         if at != end:
-            raise self.refuse("it is cut, or was never one")
+            raise self.refuse("it is truncated or not an ONNX file")
 
 
 def _domain(text: str) -> str:

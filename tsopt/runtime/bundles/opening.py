@@ -1,4 +1,4 @@
-"""The files of a bundle as an executable, without a look at its manifest."""
+"""Opens the files of a bundle as an executable. Does not read the manifest."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def check_trust(info: BackendInfo, directory: Path, trust: bool) -> None:
     """Raises BundleError where reading the files of a backend executes them, and nobody has said that it may."""
     if info.code and not trust:
         raise BundleError(
-            f"the bundle holds {info.code}, which is code",
+            f"loading the bundle executes code ({info.code})",
             where=str(directory),
-            why="loading it runs what its author wrote",
-            fix="if you know where it comes from: tsopt.load(path, trust=True)",
+            why="the code comes from the author of the bundle",
+            fix="if you trust its source, use tsopt.load(path, trust=True)",
         )
 
 
@@ -47,7 +47,7 @@ def require(backend: str) -> None:
                     f"the bundle needs {library}, which is not installed", fix=f"pip install {library}"
                 ) from error
             raise BackendError(
-                f"the bundle needs {library}, which is installed but cannot be used",
+                f"the bundle needs {library}, which is installed but does not work",
                 why=f"{type(error).__name__}: {str(error)[:200]}",
                 fix=f"pip install --force-reinstall {library}",
             ) from error
@@ -127,10 +127,10 @@ def fitting(
     for name, item in wanted.items():
         value = tensors.get(name)
         if value is None:
-            raise BundleError("a stored tensor is missing", where=str(path), why=f"there is no {name[:80]!r}")
+            raise BundleError("a stored tensor is missing", where=str(path), why=f"{name[:80]!r} does not exist")
         type_ = replace(item.type, device="cpu")
         reason = mismatch(type_, value, item.axes)
         if reason:
-            raise BundleError("a stored tensor does not fit the signature", where=str(path), why=f"{name!r} {reason}")
+            raise BundleError("a stored tensor does not match the signature", where=str(path), why=f"{name!r} {reason}")
         found.append(value.to(item.type.device) if on and item.type.device != "cpu" else value)
     return found

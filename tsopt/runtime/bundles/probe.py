@@ -1,8 +1,8 @@
-"""A bundle that this machine does not know is opened and called once in a process of its own first.
+"""Probes a bundle that this machine does not know: opens it and calls it once in a separate process.
 
-Engines compute what is constant while they open a file: a division that kills the process, a loop without an end or
-values that fill the memory do so there, under limits, and become an BundleError here. The inputs are those that the
-bundle was written with. Started as `python -m tsopt.runtime.bundles.probe`; needs torch only where the bundle does.
+Engines fold constants while they open a file: a division that kills the process, an endless loop or values that fill
+the memory do so in that process, under limits, and become a BundleError here. The inputs are those that the bundle was
+written with. Started as `python -m tsopt.runtime.bundles.probe`; needs torch only where the bundle does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MEMORY, TIMES = 4 << 30, 8  # bytes for any bundle; for one that is larger, so m
 THREADS = 2  # it is not about speed, and each thread takes address space
 READY = b"ready\n"
 LONGEST = 1 << 16  # bytes of an answer
-FIX = "if you know where it comes from: tsopt.load(path, probe=False); otherwise export the model again"
+FIX = "if you trust its source, use tsopt.load(path, probe=False); otherwise export the model again"
 
 
 def try_out(
@@ -52,14 +52,14 @@ def try_out(
     sizes: Mapping[str, int],
     trust: bool,
 ) -> None:
-    """Opens a bundle and calls it once, in another process with limits of time and memory.
+    """Opens a bundle and calls it once, in a separate process with time and memory limits.
 
     Args:
         sizes: bytes of each member.
 
     Raises:
         TsoptError: as opening it does there.
-        BundleError: it ends its process, does not come to an end, takes too much memory, or fails on its inputs.
+        BundleError: it crashes its process, does not finish, takes too much memory, or fails on its inputs.
     """
     on_cpu = all(device == "cpu" for _, device in signature.devices)
     size = sum(sizes.values())
@@ -78,16 +78,16 @@ def try_out(
     ready, _, answer = said.partition(READY)
     if ready or READY not in said:
         raise BundleError(
-            "the bundle cannot be tried out: the process for it did not start",
+            "the bundle cannot be probed, because the separate process did not start",
             where=str(directory),
-            why=f"{sys.executable or 'Python'} ended with status {status}",
-            fix="if you know where it comes from: tsopt.load(path, probe=False)",
+            why=f"{sys.executable or 'Python'} exited with status {status}",
+            fix="if you trust its source, use tsopt.load(path, probe=False)",
         )
     if status != 0:
         raise BundleError(
             "the bundle is not safe to open",
             where=str(directory),
-            why=f"tried out in a process of its own, it {_end(status, cpu)}",
+            why=f"opened in a separate process, it {_end(status, cpu)}",
             fix=FIX,
         )
     _raise_what_was_said(answer, directory)
@@ -134,14 +134,14 @@ def _run(request: bytes, seconds: float) -> tuple[bytes, int | None]:
 
 
 def _end(status: int | None, cpu: int) -> str:
-    """How a process ended that should not have."""
+    """How a process ended abnormally."""
     if status is None or -status == getattr(signal, "SIGXCPU", 0):
-        return f"did not come to an end within {cpu} s of processor time"
+        return f"did not finish within {cpu} s of CPU time"
     if status == -signal.SIGKILL:
-        return "was killed, most likely for the memory that it takes"
+        return "was killed, most likely because it ran out of memory"
     if status < 0:
-        return f"ended its process with {signal.Signals(-status).name}"
-    return f"ended its process with status {status}"
+        return f"crashed with {signal.Signals(-status).name}"
+    return f"exited with status {status}"
 
 
 def _raise_what_was_said(answer: bytes, directory: Path) -> None:
@@ -150,13 +150,15 @@ def _raise_what_was_said(answer: bytes, directory: Path) -> None:
         said = json.loads(answer)
         kind, rows = str(said["kind"]), [said.get(key) for key in ("what", "where", "why", "fix")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BundleError("the bundle is not safe to open", where=str(directory), why="no answer", fix=FIX) from error
+        raise BundleError(
+            "the bundle is not safe to open", where=str(directory), why="its process gave no answer", fix=FIX
+        ) from error
     if kind == "well":
         return
     what, where, why, fix = (text if text is None else _plain(str(text)) for text in rows)
     named: Any = getattr(errors, kind, None)
     cls: type[TsoptError] = named if isinstance(named, type) and issubclass(named, TsoptError) else BundleError
-    raise cls(what or "the bundle fails", where=where, why=why, fix=fix)
+    raise cls(what or "the bundle failed", where=where, why=why, fix=fix)
 
 
 def _plain(text: str) -> str:
@@ -215,7 +217,7 @@ def _call(request: Mapping[str, Any]) -> None:
         raise
     except Exception as error:  # the bundle's own failure, in the words of whoever runs it
         raise BundleError(
-            "the bundle fails on the inputs that it was written with",
+            "the bundle fails on its own reference inputs",
             where=str(directory),
             why=f"{type(error).__name__}: {str(error)[:200]}",
             fix=FIX,

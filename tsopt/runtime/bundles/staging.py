@@ -1,7 +1,7 @@
-"""Output that is there as a whole or not at all: written beside its place, then moved there in one step.
+"""Atomic output: written next to its target, then moved there in one step.
 
-A writer that is killed leaves its staging directory behind; the next one for the same place sweeps it. Which writers
-are alive is known by a lock that the system releases when a process ends. Imports nothing heavy.
+A writer that is killed leaves its staging directory behind; the next writer of the same target removes it. A lock that
+the system releases when a process ends tells which writers are alive. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class staged:
             "the output cannot be written",
             where=str(self.target),
             why=str(error),
-            fix="choose a directory that you may write to and that has room (-o)",
+            fix="choose a writable directory with enough free space (-o)",
         )
 
     def _move(self) -> None:

@@ -1,8 +1,8 @@
-"""The bundle `name.tsopt/`: written as a whole or not at all, read with every hash checked first.
+"""The bundle `name.tsopt/`: written atomically, and read only after every hash has been checked.
 
 No pickle. Files that are code (TorchScript) are read only with `trust=True`. Reading an ONNX bundle needs
-neither torch nor onnx, only ONNX Runtime and numpy. What this machine neither wrote nor tried out before is opened in
-a process of its own first.
+neither torch nor onnx, only ONNX Runtime and numpy. A bundle that this machine has neither written nor probed before is
+opened in a separate process first.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     """
     target = Path(path)
     if executable.save is None:
-        raise BundleError(f"what {executable.backend} made cannot be stored", fix="choose another backend")
+        raise BundleError(f"{executable.backend} does not support bundles", fix="choose another backend")
     _name_to_store(executable)  # before anything is written
     check_target(target)
     with staged(target) as staging:
@@ -77,9 +77,9 @@ def _name_to_store(executable: Executable) -> str:
     module, _, name = place.partition(":")
     if module in ("", "__main__") or "." in name:
         raise BundleError(
-            f"the backend {executable.backend} cannot be named in a bundle",
-            why=f"no other process can import {place or 'it'}",
-            fix="move its class to the top level of a module that can be imported",
+            f"a bundle cannot refer to the backend {executable.backend}",
+            why=f"{place or 'it'} cannot be imported in another process",
+            fix="move its class to the top level of an importable module",
         )
     return place
 
@@ -88,11 +88,11 @@ def check_target(target: Path) -> None:
     """Raises BundleError where a bundle would overwrite something that is none."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise BundleError(
-            "the output exists and is not a bundle", where=str(target), fix="remove it or choose another name"
+            "the output exists and is not a bundle", where=str(target), fix="remove it, or choose another name"
         )
     if target.is_dir() and any(target.iterdir()) and not _is_bundle(target):
         raise BundleError(
-            "the output is a directory with other files", where=str(target), fix="remove it or choose another name"
+            "the output is a directory with other files", where=str(target), fix="remove it, or choose another name"
         )
 
 
@@ -118,9 +118,9 @@ def _check_program(staging: Path, executable: Executable) -> None:
         read_program(staging, executable.state)
     except BundleError as error:
         raise BundleError(
-            f"the program that {executable.backend} runs cannot be kept in a bundle",
+            f"the program of {executable.backend} cannot be stored in a bundle",
             why="; ".join(filter(None, (error.what, error.why))),
-            fix="choose another backend for it: tsopt.optimize(model, x, backends=('onnxruntime',))",
+            fix="choose another backend, for example tsopt.optimize(model, x, backends=('onnxruntime',))",
         ) from error
 
 
@@ -177,17 +177,18 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> st
 
 
 def load(path: str | Path, *, trust: bool = False, probe: bool | None = None) -> Executable:
-    """Reads a bundle; called as the model was.
+    """Loads a bundle; the result is called like the model.
 
     Args:
-        trust: run code from the bundle, where it holds code (TorchScript).
-        probe: open it in a process of its own first, and call it once there, with limits of time and memory. None does
-            so with a bundle that this machine has neither written nor tried out before.
+        path: the `.tsopt` directory.
+        trust: execute code from the bundle, if it contains code (TorchScript, for example).
+        probe: open the bundle in a separate process first and call it once there, with time and memory limits. None
+            does this only for bundles that this machine has neither written nor probed before.
 
     Raises:
-        BundleError: missing, damaged, changed since it was written, from a newer version, not safe to open, or code
-            without trust.
-        BackendError: a library that it needs is missing, broken, or refuses it.
+        BundleError: the bundle is missing, damaged, modified since it was written, from a newer version, unsafe to
+            open, or contains code and `trust` is not set.
+        BackendError: a library that the bundle needs is missing, is broken, or rejects it.
     """
     return reading(Path(path), lambda bundle: read(bundle, trust, probe))
 
@@ -206,7 +207,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         signature = Signature.from_json(manifest["signature"])
         precision = manifest.get("precision", FP32)
         if precision not in PRECISIONS:
-            raise damaged(directory, f"the precision is {str(precision)[:40]!r}")
+            raise damaged(directory, f"unknown precision {str(precision)[:40]!r}")
         require(info.name)
         new = not known.is_known(bundle.digest)
         if new and info.through_onnx:
@@ -233,10 +234,10 @@ def _told(directory: Path) -> Iterator[None]:
         raise
     except ImportError as error:
         raise BackendError(
-            "a library that the bundle needs cannot be used",
+            "a library that the bundle needs cannot be imported",
             where=str(directory),
             why=str(error)[:300],
-            fix="tsopt doctor shows what is usable",
+            fix="run `tsopt doctor` to see which backends are available",
         ) from error
     except Exception as error:  # the files decide what goes wrong; all of it means the same
         raise damaged(directory, f"{type(error).__name__}: {error}"[:300]) from error
@@ -247,9 +248,9 @@ def _backend(directory: Path, manifest: Mapping[str, Any]) -> BackendInfo:
     info = info_of(backend) if ":" in backend else BACKENDS.get(backend)
     if info is None or not info.needs:
         raise BundleError(
-            f"the bundle needs the backend {backend[:40]!r}",
+            f"the bundle needs the unknown backend {backend[:40]!r}",
             where=str(directory),
-            fix="load it with a version that has it",
+            fix="load it with a version of tsopt that has this backend",
         )
     return info
 
@@ -261,5 +262,5 @@ def _options(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         allowed = OPTIONS.get(name, lambda value: value is None or isinstance(value, (bool, int, str)))
         if not allowed(value):
-            raise damaged(directory, f"the option {name[:40]!r} is {str(value)[:40]!r}")
+            raise damaged(directory, f"invalid value {str(value)[:40]!r} of the option {name[:40]!r}")
     return options

@@ -1,6 +1,6 @@
-"""What a call is made under that a compiled form does not follow: gradients, transforms, tracing, autocast.
+"""Ambient state that a compiled form does not support: gradients, transforms, tracing, autocast.
 
-Where one of these is on, the model itself has to be called, or the call refused. Needs no torch to be imported.
+While one of these is active, either the model itself is called or the call is refused. Can be imported without torch.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def fast_names() -> dict[str, Callable[[], Any]]:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, which torch.compile calls as it is, with all that it calls: there is nothing in it to trace.
+    """Makes torch.compile skip a function and everything it calls: there is nothing to trace in it.
 
-    As `torch.compiler.disable`, without a layer around each call. Needs torch.
+    Like `torch.compiler.disable`, but without a wrapper around each call. Needs torch.
     """
     from torch._C._dynamo import eval_frame
 
@@ -48,7 +48,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def objection(values: Iterable[Any]) -> str:
-    """Why a call cannot be served by a compiled form, whatever it was compiled for; empty where it can.
+    """Why no compiled form can serve a call; empty if one can.
 
     Args:
         values: the tensors of the call.
@@ -58,17 +58,17 @@ def objection(values: Iterable[Any]) -> str:
         return ""
     names = fast_names()
     if names["transforms"]() is not None:
-        return "a transform of torch.func (grad, jacrev, vmap, ...) goes through the call"
+        return "a torch.func transform (grad, jacrev, vmap, ...) is active"
     if names["tracing"]() is not None:
-        return "torch.jit.trace records the call"
+        return "torch.jit.trace is recording the call"
     if names["dispatching"]():
-        return f"{_innermost(torch)} wants to see the ops of the call"
+        return f"{_innermost(torch)} intercepts the ops of the call"
     if names["autocasting"]():
-        return "autocast is on, and decides in the call what it computes in"
+        return "autocast is enabled and chooses the dtype of each op"
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, values)):
-        return "forward-mode gradients are wanted"
+        return "forward-mode gradients are required"
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):
-        return "gradients are wanted for an input"
+        return "gradients are required for an input"
     return ""
 
 
@@ -82,7 +82,7 @@ def objection_to(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 class Unserved:
-    """Calls that only the model itself can serve, in the modes of the caller: made, with a warning once, or refused.
+    """Calls that only the model itself can serve, in the caller's modes: made with one warning, or refused.
 
     Args:
         model: what is called.
@@ -98,19 +98,19 @@ class Unserved:
         """Raises SignatureError where the policy is `error`."""
         if self.policy == "error":
             raise SignatureError(
-                "this call needs the model itself",
+                "only the model itself can serve this call",
                 why=reason,
-                fix="call the model for it, or optimize(..., on_gradients='eager')",
+                fix="call the model itself, or use optimize(..., on_gradients='eager')",
             )
         if reason not in self._said:
             self._said.add(reason)
-            warnings.warn(f"tsopt: {self.name} runs eager: {reason}", stacklevel=4)
+            warnings.warn(f"tsopt: {self.name} runs in eager mode: {reason}", stacklevel=4)
         return self.model(*args, **kwargs)
 
 
 def _innermost(torch: Any) -> str:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return type(modes[-1]).__name__ if modes else "a mode"
+    return type(modes[-1]).__name__ if modes else "a dispatch mode"
 
 
 def _is_dual(value: Any) -> bool:

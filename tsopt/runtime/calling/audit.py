@@ -1,7 +1,7 @@
-"""Audits: now and then a real call is made by eager as well, and compared. What no check at the call sees shows there.
+"""Audits: now and then a real call is repeated in eager and compared, to find what no check at the call can see.
 
-The promise: the first audit is among the first FIRST calls, and from then on there is another as soon as the time that
-all of them have taken is at most a given share of the time served.
+The first audit is among the first FIRST calls. From then on there is another as soon as the total time of audits is at
+most a given share of the serving time.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ AUDITED = "audited"
 EAGER_RAISES = "eager raises "
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 LOOK_AT = (
-    "what the model computes with may have changed since it was compiled: attributes, globals, hooks, weights written "
-    "through numpy or .data; if nothing has, the engine is wrong for these inputs"
+    "the model may have changed since it was compiled (attributes, globals, hooks, weights written through numpy or "
+    ".data); if not, the backend is wrong for these inputs"
 )
 
 
 class Audits:
-    """When calls are audited. Whoever serves calls counts `left` down, and asks for a `turn` below zero.
+    """Decides when calls are audited. The caller counts `left` down and takes a `turn` below zero.
 
     Args:
         share: of the time served that audits may take; 0 for none.
@@ -72,7 +72,7 @@ class Audits:
         choose: Callable[[int], int] | None = None,
     ) -> None:
         self.share = check_share(share)
-        # A generator of its own: that of the process is the user's.
+        # A separate generator: the one of the process belongs to the user.
         self._clock, self._choose = clock, choose or random.Random().randrange
         self._lock, self._looked = threading.Lock(), self._clock()
         self.count, self.served, self.spent, self._expected, self._since = 0, 0.0, 0.0, 0.0, 0
@@ -145,7 +145,10 @@ class Audits:
 def check_share(share: float) -> float:
     """Raises UsageError for what is not a share."""
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-        raise UsageError(f"audit={share!r}", fix="the share of the time that audits may take: 0.01; 0 for none")
+        raise UsageError(
+            f"audit must be a number from 0 to 1, got {share!r}",
+            fix="pass the share of serving time for audits, for example 0.01; 0 turns them off",
+        )
     return float(share)
 
 
@@ -159,21 +162,21 @@ def difference(
     precision: str = FP32,
     runs_python: bool = False,
 ) -> str | None:
-    """What a candidate makes of a call otherwise than the model; "" for nothing, None where nothing is decided.
+    """How a candidate differs from the model on a call; "" if it does not, None if that cannot be decided.
 
-    Both are called on copies of the inputs, from the same random state; what they change is put back.
+    Both are called on copies of the inputs, from the same random state; what they change is restored.
 
     Args:
-        state: what calls write beside their inputs.
-        reference: the captured program, which says in float64 what is only rounding.
-        runs_python: the candidate runs Python of the model, which may leave something in its modules.
+        state: the tensors that calls write besides their inputs.
+        reference: the captured program, whose float64 values tell rounding from errors.
+        runs_python: the candidate runs Python code of the model, which may change its modules.
 
-    Never raises an Exception: an audit is nothing that the caller has asked for.
+    Never raises an Exception: the caller has not asked for an audit.
     """
     try:
         leaves, structure = flatten((call.args, call.kwargs))
         if any(leaf.is_floating_point() and not bool(leaf.isfinite().all()) for leaf in leaves):
-            return None  # of NaN and infinities only notes are promised
+            return None  # differences on NaN and infinities are only notes
         modules = modules_of(model)
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
         written = list({id(tensor): tensor for tensor in (*buffers, *state)}.values())
@@ -224,12 +227,12 @@ class _Answer:
         )
 
     def other_than(self, mine: _Answer, limit: float | None) -> str:
-        """What a candidate has made of the same call otherwise than this answer, which is eager's."""
+        """How a candidate's answer to the same call differs from this one, which is eager's."""
         if self.error or mine.error:
             told = f"{EAGER_RAISES}{self.error}" if self.error else f"it raises {mine.error}, eager does not"
             return "" if self.error and mine.error else told
         if len(self.leaves) != len(mine.leaves) or self.form != mine.form:
-            return "it returns, or leaves in its inputs, objects of another form than eager does"
+            return "the structure of its outputs, or of objects that it changed, differs from eager"
         for position, (value, reference) in enumerate(zip(mine.leaves, self.leaves, strict=True)):
             found = compare(value, reference, limit=limit)
             if not found.ok:
@@ -238,11 +241,11 @@ class _Answer:
             found = compare(value, reference, limit=limit)
             if not found.ok:
                 what = "an input" if position < self.inputs else "the model's state"
-                return f"{what} is not left as eager leaves it: {found.reason}"
+                return f"{what} differs from eager after the call: {found.reason}"
         return ""
 
 
 def executable_difference(executable: Executable, model: Callable[..., Any], call: Example) -> str | None:
-    """`difference` of what a backend has made."""
+    """`difference` for an executable."""
     state, reference, precision = executable.state, executable.reference, executable.precision
     return difference(executable, model, call, state=state, reference=reference, precision=precision)

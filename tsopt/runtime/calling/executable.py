@@ -1,4 +1,4 @@
-"""A compiled program, called as the model was."""
+"""A compiled program that is called like the model."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Executable:
-    """A compiled program, called as the model was.
+    """A compiled program that is called like the model.
 
-    Checks that the call fits the signature it was compiled for, runs, checks that the backend kept the
-    output contract, writes state back, and nests the outputs as the model did.
+    Checks that a call matches the signature it was compiled for, runs it, checks the outputs against the signature,
+    writes state back, and nests the outputs as the model does.
 
     Args:
         backend: name of the backend.
         signature: inputs and outputs.
         run: flat inputs (the user's, then state) to flat outputs (writes, then the user's).
         state: the live tensors of the state inputs, in order.
-        save: writes the files that rebuild it into a directory, or its one file to a path that is none;
+        save: writes the files that rebuild it into a directory, or a single file if the path is not a directory;
             `options` rebuild its session.
-        code: whether reading those files back executes code (then a bundle asks for trust).
-        notes: what a caller should know of how the backend differs from eager.
-        precision: what products are computed in, one of PRECISIONS.
-        reference: the captured program, which audits ask what is only rounding.
-        place: `package.module:Class` of the backend, for bundles of a backend of the user's own.
+        code: whether reading those files executes code; a bundle then requires trust.
+        notes: how the backend differs from eager, for the caller.
+        precision: the precision of matrix products, one of PRECISIONS.
+        reference: the captured program, by which audits tell rounding from errors.
+        place: `package.module:Class` of the backend, for bundles of a custom backend.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Executable:
         return self.run_leaves(leaves, args, kwargs)
 
     def called_as(self, signature: Signature) -> Executable:
-        """The same, for another nesting of the same tensors."""
+        """The same executable for another nesting of the same tensors."""
         return Executable(
             self.backend,
             signature,
@@ -112,7 +112,7 @@ class Executable:
         )
 
     def after(self, check: Callable[[], None] | None) -> Executable:
-        """The same, with a check before each run; None: without the one that it has."""
+        """The same executable with a check before each run; None removes the check."""
         bare = self._bare
         made = self.called_as(self.signature)
         made._bare = bare
@@ -138,10 +138,11 @@ class Executable:
         return self._leaves(args, kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        """The call's tensors in signature order, after a thorough look.
+        """The call's tensors in signature order, after a thorough check.
 
         Raises:
-            SignatureError: the call is of another form, or is made under what a compiled form does not follow.
+            SignatureError: the call does not match the signature, or a mode is active that a compiled form does not
+                support.
         """
         _check_served(objection(()))  # before sizes are compared, which a tracer would note
         leaves = self.signature.bind(args, kwargs)
@@ -152,12 +153,12 @@ class Executable:
                 raise SignatureError(
                     f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
                 )
-        given = "an input shares memory with a tensor of the model that the call writes"
+        given = "an input aliases a tensor of the model that the call writes"
         _check_served(objection(leaves) or other_mode(self.signature) or (given if self._given_state(leaves) else ""))
         return leaves
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
-        """The call's tensors when the call fits the signature; None otherwise. A few microseconds."""
+        """The call's tensors if the call matches the signature, else None. Takes a few microseconds."""
         leaves = self._leaves(args, kwargs)
         return None if leaves is None or self._given_state(leaves) else leaves
 
@@ -166,12 +167,12 @@ class Executable:
         return bool(self.state) and any(overlap(leaf, kept) for leaf in leaves for kept in self.state)
 
     def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs on the tensors of a call that fits, in signature order; what the model would return."""
+        """Runs on the tensors of a matching call, in signature order; returns what the model would return."""
         outputs = self.run_flat(leaves)
         return outputs[0] if self._single else self.signature.unbind(outputs, args, kwargs)
 
     def run_flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Runs on tensors that fit; the tensors that the signature returns, in its order, without what is written."""
+        """Runs on matching tensors; returns the output tensors in signature order, without those written back."""
         inputs = [*leaves, *self.state] if self.state else leaves
         outputs = self._run(inputs)
         if len(outputs) != len(self._outputs):
@@ -206,25 +207,25 @@ class Executable:
     def _broken(self, outputs: Sequence[Any]) -> BackendError:
         if len(outputs) != len(self._outputs):
             return BackendError(
-                f"{self.backend} broke the output contract: {len(outputs)} outputs returned for {len(self._outputs)}",
+                f"{self.backend} returned {len(outputs)} outputs, expected {len(self._outputs)}",
                 fix="use another backend for this model",
             )
         for item, value in zip(self.signature.outputs, outputs, strict=True):
             reason = mismatch(item.type, value, item.axes)
             if reason:
                 return BackendError(
-                    f"{self.backend} returned something else than the model: output {item.name!r} {reason}",
+                    f"{self.backend} returned an unexpected output: {item.name!r} {reason}",
                     fix="use another backend for this model",
                 )
-        return BackendError(f"{self.backend} broke the output contract")
+        return BackendError(f"{self.backend} returned outputs that do not match the signature")
 
 
 def _check_served(reason: str) -> None:
     if reason:
         raise SignatureError(
-            "a compiled form cannot serve this call",
+            "the compiled model cannot serve this call",
             why=reason,
-            fix="call the model itself; under torch.no_grad(), where no gradients are wanted",
+            fix="call the model itself, or use torch.no_grad() if gradients are not needed",
         )
 
 

@@ -1,4 +1,4 @@
-"""The end of the ladder: a model that nothing could be made of runs as it is, and the report says why."""
+"""The last fallback: a model that cannot be optimized runs in eager mode, and the report says why."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ EAGER = "eager"
 
 
 class InEager:
-    """A drop-in for a model that nothing could be made of: the model itself, called without gradients.
+    """A drop-in for a model that could not be optimized: it calls the model itself, without gradients.
 
     Attributes:
-        report: why, for every way that was tried.
+        report: the reason for each way that was tried.
         backend: `eager`.
-        errors: what was raised on each way, in order.
+        errors: what each of them raised, in order.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class InEager:
             model=name,
             rows=(Row(EAGER),),
             winner_key=MODEL,
-            why=f"nothing else could be made of it: {reasons[0]}",
+            why=f"the model could not be optimized: {reasons[0]}",
             environment=environment(),
-            frontend=f"not at all, the model runs as it is: {'; then: '.join(reasons)}",
+            frontend=f"not at all, it runs in eager mode: {'; then: '.join(reasons)}",
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,18 +48,18 @@ class InEager:
             return self.model(*args, **kwargs)
 
     def save(self, path: str | Path) -> Path:
-        """Raises BundleError: there is no program to put into a file."""
+        """Raises BundleError: there is no program to save."""
         raise BundleError(
-            "a model that runs as it is cannot be saved",
+            "a model that runs in eager mode cannot be saved",
             where=str(path),
             why="; then: ".join(map(reason_of, self.errors)),
             fix=next((error.fix for error in self.errors if isinstance(error, TsoptError) and error.fix), None),
         )
 
     def verified(self, backend: str, **options: Any) -> Any:
-        """Raises BackendError: there is no program for a backend to take."""
+        """Raises BackendError: there is no program to compile."""
         raise BackendError(
-            f"the model cannot be compiled for {backend}: it runs in eager mode",
+            f"the model cannot be compiled with {backend}: it runs in eager mode",
             why="; then: ".join(map(reason_of, self.errors)),
         )
 
@@ -68,8 +68,8 @@ class InEager:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in a line: what, where and why."""
+    """An error in one line: what, where and why."""
     if isinstance(error, TsoptError):
         return "; ".join(filter(None, (error.what, error.where, error.why)))
     said = (str(error).splitlines() or [""])[0][:200]
-    return f"tsopt itself fails on the model, please report it: {type(error).__name__}: {said}"
+    return f"internal error in tsopt, please report it: {type(error).__name__}: {said}"

@@ -1,7 +1,7 @@
-"""Decides fast whether a call is of the captured form: straight code, generated from the Signature.
+"""The fast guard: straight-line code, generated from the Signature, that decides whether a call matches it.
 
-What it does not know, or does not take, goes to the thorough check, which finds the words. Straight code, because on a
-model of ten microseconds every layer of calls is a hundredth.
+A call that it does not accept goes to the thorough check, which explains the mismatch. Straight-line code, because on a
+model that takes ten microseconds every nested call costs one percent.
 """
 
 from __future__ import annotations
@@ -246,4 +246,4 @@ def other_mode(signature: Signature) -> str:
     if sys.modules.get("torch") is None:
         return ""
     differing = (name for name, on in signature.modes if name in MODES and MODES[name]()() is not on)
-    return next((f"the model asks for {name}, which is another than at the example" for name in differing), "")
+    return next((f"the model queries {name}, which differs from the example call" for name in differing), "")

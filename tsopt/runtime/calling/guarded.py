@@ -1,6 +1,6 @@
-"""What the values of a call must be for an engine to compute what torch computes, checked before each call.
+"""Bounds on the input values for which an engine computes what torch computes, checked before each call.
 
-Importable without torch: a bundle checks its calls as well.
+Can be imported without torch: a bundle checks its calls as well.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Bound:
         name = names[self.input]
         if self.kind == RANGE:
             return BackendError(
-                f"the input {name!r} holds numbers that this engine does not compute with as PyTorch does",
-                why=f"it was checked for numbers from {self.low} to {self.high}",
-                fix="call the model itself with these, or optimize it on a machine where PyTorch is installed",
+                f"the input {name!r} contains values for which this engine differs from PyTorch",
+                why=f"results are known to match for values from {self.low} to {self.high}",
+                fix="call the model itself with these inputs, or optimize it on a machine with PyTorch installed",
             )
         cls = IndexOutOfRange if self.kind == INDEX else IndexRefused
-        return cls(f"the input {name!r} holds an index that does not exist", why="PyTorch refuses this call as well")
+        return cls(f"the input {name!r} contains an out-of-range index", why="PyTorch raises for this call as well")
 
 
 def guarded(
@@ -106,10 +106,10 @@ def from_options(options: Mapping[str, Any], signature: Signature) -> list[Bound
     found = options.get("bounds", [])
     known = {field.name for field in fields(Bound)}
     if not isinstance(found, list) or not all(isinstance(item, dict) and set(item) == known for item in found):
-        raise BundleError("the bundle's bounds of values are damaged", fix="export the model again")
+        raise BundleError("the value bounds in the bundle are damaged", fix="export the model again")
     bounds = [Bound(**item) for item in found]
     if not all(_is_sound(bound, signature) for bound in bounds):
-        raise BundleError("the bundle's bounds do not fit its signature", fix="export the model again")
+        raise BundleError("the value bounds in the bundle do not match its signature", fix="export the model again")
     return bounds
 
 

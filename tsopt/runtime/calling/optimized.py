@@ -1,4 +1,4 @@
-"""Optimized: what `optimize` hands back. Runs the winner; another signature is captured once, or runs eager."""
+"""Optimized: the result of `optimize`. Runs the winner; a new signature is captured once, or runs in eager mode."""
 
 from __future__ import annotations
 
@@ -31,22 +31,20 @@ from tsopt.runtime.report import Report
 log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
 CHANGED = "the weights of {} have changed since `optimize`"
-NOW_AND_THEN = 16  # calls of eager, where it won, between looks at the weights
+NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
 ABSENT = object()  # where a call has no positional argument
-MAX_CAPTURES = (
-    2 * MAX_SPECIALIZATIONS
-)  # in all: each takes seconds; who calls with still more wants a program for many sizes
+MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds; more signatures than that need dynamic sizes
 
 
 class Optimized:
-    """A drop-in for the model it was made from: called the same, returns the same, without gradients.
+    """A drop-in for a model: it takes the same calls and returns the same values, without gradients.
 
     Attributes:
-        report: what was raced and why the winner won.
+        report: the race, and why the winner won.
         program: the optimized program.
-        backend: name of the winner's backend; `eager` when the model itself is the fastest.
-        executable: the winner; None when that is the model itself, also since an audit has found a difference.
-        example: the call that it was made for.
+        backend: name of the winner's backend; `eager` if the model itself is the fastest.
+        executable: the winner; None if the model itself runs, also after an audit has found a difference.
+        example: the call that it was optimized for.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class Optimized:
     def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         executable = None if objection_to(args, kwargs) else self.serving(args, kwargs)
         if executable is None or [module.training for module in modules_of(self.model)] != self._flags:
-            return None  # in training mode the model says nothing of what it was
+            return None  # in training mode the model is no reference
         if self._weights is not None and self._weights.touched() and self._weights.changed():
             self._outlived()
             return None
@@ -138,13 +136,13 @@ class Optimized:
         return found
 
     def _outlived(self) -> None:
-        """The model has other weights than what was made of it, which goes on: nothing is left to compare it with."""
+        """The model's weights have changed and the winner keeps the old ones: there is nothing to compare it with."""
         if not self._shares:
             self._audits.end()
-            self._say(f"{CHANGED.format(self.report.model)}: calls keep those of then")
+            self._say(f"{CHANGED.format(self.report.model)}: calls keep using the old ones")
 
     def _refusing(self, executable: Executable) -> Executable:
-        """Where weights are shared, what was made refuses to run once somebody has written to them."""
+        """With shared weights, an executable that refuses to run once they have been written to."""
         if not self._shares or self._weights is None:
             return executable
         weights, name = self._weights, self.report.model
@@ -153,36 +151,38 @@ class Optimized:
             if weights.touched():
                 raise WeightsChangedError(
                     CHANGED.format(name),
-                    why="with share_weights=True some of what was made has the new ones, and some the old ones",
-                    fix="optimize it again, or leave share_weights out",
+                    why="with share_weights=True, the compiled model uses some old and some new weights",
+                    fix="optimize the model again, or leave out share_weights",
                 )
 
         return executable.after(check)
 
     def unwatched(self) -> None:
-        """For who looks after the model's weights itself: nothing here does any more."""
+        """Turns off watching the weights, for a caller that watches them itself."""
         self._weights = None
         self.executable = None if self.executable is None else self.executable.after(None)
         if self.executable is None:
             self._audits.end()
 
     def _check_weights(self, *, thoroughly: bool) -> None:
-        """Raises WeightsChangedError where the model itself would not serve with the weights of what was made of it."""
+        """Raises WeightsChangedError if the model no longer has the weights that were compiled."""
         weights = self._weights
         if self.executable is None or weights is None or not (thoroughly or weights.touched()):
             return
         if weights.changed():
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
-                why="signatures that are compiled already keep the old weights; for a new one those are gone",
+                why="compiled signatures keep the old weights, which are gone for a new signature",
                 fix="optimize the model again",
             )
 
     def _retire(self, found: str) -> None:
-        """Eager from now on, for every signature: what is wrong with one may be wrong with all."""
+        """Falls back to eager for every signature: what is wrong with one may be wrong with all."""
         self.executable, self.backend = None, "eager"
         self._audits.end()
-        self._say(f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}")
+        self._say(
+            f"{self.report.model} runs in eager mode from now on: an audit found a difference ({found}); {LOOK_AT}"
+        )
 
     def _say(self, text: str) -> None:
         if text not in self.report.audits:
@@ -190,7 +190,7 @@ class Optimized:
             warnings.warn(f"tsopt: {text}", stacklevel=4)
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
-        """What would serve a call, of what was made so far; None where that is the model itself."""
+        """The executable that would serve a call, if there already is one; None if the model itself would."""
         executable = self.executable
         if executable is None or executable.accepts(args, kwargs) is not None:
             return executable
@@ -207,7 +207,7 @@ class Optimized:
         self._audits.left = NOW_AND_THEN
         if self._weights is not None and self._weights.touched():
             self._audits.end()
-            self._say(f"{CHANGED.format(self.report.model)}: eager runs, with the new ones")
+            self._say(f"{CHANGED.format(self.report.model)}: eager calls use the new ones")
         return self(*args, **kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ class Optimized:
         try:
             leaves = found.bind(args, kwargs)
         except SignatureError as error:  # the model asks what no capture answers as this call does
-            self._note("a call", f"eager, because: {error.what}")
+            self._note("a call", f"runs in eager mode: {error.what}")
             return self._eager(*args, **kwargs)
         return found.run_leaves(leaves, args, kwargs)
 
@@ -259,7 +259,8 @@ class Optimized:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         if self._captures >= MAX_CAPTURES:
             self._note(
-                "any further signature", f"eager, {MAX_CAPTURES} were captured; dynamic= makes one program for many"
+                "any further signature",
+                f"runs in eager mode: {MAX_CAPTURES} were captured; dynamic= captures one program for many sizes",
             )
             return self._eager
         self._check_weights(thoroughly=True)
@@ -272,39 +273,39 @@ class Optimized:
         try:
             executable = self._specialize(example)
         except TsoptError as error:
-            self._note(signature, f"eager, because: {error.what}")
+            self._note(signature, f"runs in eager mode: {error.what}")
             return self._eager
         self._note(signature, f"captured for {executable.backend}")
         return self._refusing(executable)
 
     def _note(self, signature: str, outcome: str) -> None:
-        log.info("call with another signature, %s: %s", signature, outcome)
+        log.info("call with a new signature, %s: %s", signature, outcome)
         if (signature, outcome) not in self.report.signatures:
             self.report = self.report.with_signature(signature, outcome)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a bundle that `tsopt.load` reads; atomically: a complete bundle or none.
+        """Writes a bundle that `tsopt.load` reads. Atomic: the bundle is complete or not written at all.
 
-        When eager won, the optimized program is stored, to be run by torch, once it has been verified.
+        If eager won, the optimized program is verified and stored, to be run by torch.
 
         Raises:
-            BundleError: the path cannot be written or holds something else.
-            AccuracyError: eager won, because the program computes something else.
-            WeightsChangedError: eager won, or weights are shared, and the model's weights have changed since.
+            BundleError: the path cannot be written, or something else is there.
+            AccuracyError: eager won, and the optimized program does not compute the same values.
+            WeightsChangedError: eager won or weights are shared, and the model's weights have changed since.
         """
         executable = self.executable or self.verified("eager")
-        # With other weights the model is not what the bundle is to be compared with.
+        # With other weights, the model is not the reference for the bundle.
         outlived = self._weights is not None and self._weights.changed()
         model = executable if self.executable is not None and outlived else self.model
         return store.save(executable, path, model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
-        """The optimized program on another backend, verified against the model: for a file in a format of its own.
+        """The optimized program compiled with another backend and verified against the model, for export.
 
         Raises:
-            BackendError: the backend cannot take it, or it fails.
-            AccuracyError: it computes something else.
-            WeightsChangedError: the model's weights have changed since: those of then are not all there any more.
+            BackendError: the backend does not support the program, or fails.
+            AccuracyError: it does not compute the same values as the model.
+            WeightsChangedError: the model's weights have changed since, and some of the old ones are gone.
         """
         self._check_weights(thoroughly=True)
         executable = compile(self.program, backend, **options)
@@ -315,7 +316,7 @@ class Optimized:
                 raise
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
-                why="what was made of them then is not what the model computes now",
+                why="the program was compiled with the old weights and no longer matches the model",
                 fix="optimize the model again",
             ) from error
         return executable

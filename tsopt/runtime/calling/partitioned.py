@@ -1,6 +1,7 @@
-"""A model in parts: dynamo finds graphs, the Python between them stays, each graph is optimized at its first call.
+"""Partitioned models: TorchDynamo splits a model at graph breaks, and each graph is optimized at its first call.
 
-For models that are no single graph. The result runs, and cannot be saved: the Python in it is the user's.
+For models that cannot be captured as one graph. The Python code between graphs is kept, so the result can be run but
+not saved.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from tsopt.runtime.racing.timing import cold_start, measure
 from tsopt.runtime.report import EAGER, MODEL, Report, Row
 
 log = logging.getLogger("tsopt")
-PARTS = "in parts"
-SCRIPT = "TorchScript, frozen"  # for TorchScript, which dynamo does not read
+PARTS = "partitioned"
+SCRIPT = "TorchScript, frozen"  # for TorchScript, which TorchDynamo does not trace
 KEYS = {PARTS: "parts", SCRIPT: "torchscript"}
-# Options of `optimize` for a part: a model may have many. Other sizes in a graph that dynamo has made for all sizes: a
-# capture for each would cost more than it gains.
+# Options of `optimize` for a part, of which a model may have many. In a graph that TorchDynamo has generalized over
+# sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
 class Partitioned:
-    """A drop-in for a model that is not a single graph: its parts are optimized, the Python between them stays.
+    """A drop-in for a model with graph breaks: each graph is optimized, the Python code between them is kept.
 
     Attributes:
-        report: what was raced, what the parts are, and why there is no single graph.
-        backend: `parts`, `torchscript` for a model that is TorchScript; `eager` when the model itself is the fastest.
+        report: the race, the parts, and why the model is not one graph.
+        backend: `parts`; `torchscript` for a TorchScript model; `eager` if the model itself is the fastest.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Partitioned:
         eager_wins = report.winner_key == MODEL
         self.backend = "eager" if eager_wins else report.winner_key
         self._run = model if eager_wins else run
-        # The Python between parts reads the model's weights as they are, and parts notice new ones; a script keeps its.
+        # The Python code between parts reads the current weights, and parts detect new ones; a script keeps its own.
         self._weights = Weights(model) if self.backend == "torchscript" and self._audits.share else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,34 +86,40 @@ class Partitioned:
             found = self.difference(args, kwargs) if audited else ""
         if found:
             self._audits.end()
-            text = f"{CHANGED.format(self.report.model)}: calls keep those of then"
+            text = f"{CHANGED.format(self.report.model)}: calls keep using the old ones"
             if self._weights is None or not self._weights.changed():
                 self._run, self.backend = self.model, "eager"
-                text = f"{self.report.model} runs eager from now on: in an audited call, {found}; {LOOK_AT}"
+                text = (
+                    f"{self.report.model} runs in eager mode from now on: "
+                    f"an audit found a difference ({found}); {LOOK_AT}"
+                )
             self.report = self.report.with_audit(text)
             warnings.warn(f"tsopt: {text}", stacklevel=3)
         return self._audits.timed(lambda: self(*args, **kwargs))
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """What it makes of a call otherwise than the model, as `audit.difference` says it."""
+        """How it differs from the model on a call, as `audit.difference` says it."""
         if [module.training for module in modules_of(self.model)] != self._flags:
-            return None  # in training mode the model says nothing of what it was
+            return None  # in training mode the model is no reference
         with torch.no_grad():
             return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
 
     def unwatched(self) -> None:
-        """For who audits it, and looks after the model's weights, itself."""
+        """Turns off audits, for a caller that audits it and watches the weights itself."""
         self._audits.end()
 
     def save(self, path: str | Path) -> Path:
-        """Raises BundleError: there is no file for the Python between the parts."""
+        """Raises BundleError: the Python code between the parts cannot be saved."""
         raise BundleError(
-            "a model in parts cannot be saved", where=str(path), why=self.report.frontend, fix="make it a single graph"
+            "a partitioned model cannot be saved",
+            where=str(path),
+            why=self.report.frontend,
+            fix="remove the graph breaks, so that the model is one graph",
         )
 
     def verified(self, backend: str, **options: Any) -> Any:
-        """Raises BackendError: there is no program for a backend to take."""
-        raise BackendError(f"a model in parts is not a program for {backend}", why=self.report.frontend)
+        """Raises BackendError: there is no program to compile."""
+        raise BackendError(f"a partitioned model cannot be compiled with {backend}", why=self.report.frontend)
 
     def __repr__(self) -> str:
         return f"<tsopt.Partitioned {self.report.model} on {self.backend}, {self.report.why}>"
@@ -131,17 +138,17 @@ def optimize_partitioned(
     progress: Progress,
     on_gradients: str = "eager",
 ) -> Partitioned:
-    """Compiles a model with dynamo, each graph by `optimize`, verifies it and races it against eager.
+    """Compiles a model with TorchDynamo, each graph with `optimize`, verifies it and races it against eager.
 
-    A model that is TorchScript is optimized by TorchScript instead.
+    A TorchScript model is optimized by TorchScript instead.
 
     Args:
-        script: the model as TorchScript, to be taken instead of it.
-        because: why it is not a single graph, where that has been tried.
-        on_gradients: what calls do that need the model itself.
+        script: the model as TorchScript, to use instead of it.
+        because: why it is not one graph, if that was tried.
+        on_gradients: what to do for calls that only the model itself can serve.
 
     Raises:
-        CaptureError: dynamo fails on the model as well.
+        CaptureError: TorchDynamo fails on the model as well.
         AccuracyError: the model fails on its example, or nothing about it can be verified.
     """
     graphs: list[Graph] = []
@@ -162,9 +169,9 @@ def optimize_partitioned(
             with torch.no_grad(), protected(model):
                 cold = cold_start(run, inputs, device_wait(example_input))
             verdict = oracle.judge(run)
-        except Exception as error:  # dynamo's own, or the model's under it
+        except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]
-            raise CaptureError("dynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
+            raise CaptureError("TorchDynamo cannot run the model", why=f"{type(error).__name__}: {said}") from error
         rows = [Row(EAGER), Row(title, accuracy=verdict, cold=cold, key=KEYS[title])]
         if not verdict.ok:
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
@@ -185,7 +192,7 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
         return SCRIPT, model
     if isinstance(model, torch.jit.ScriptModule) and model.training:
         raise NotReady(
-            "the TorchScript is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
+            "the TorchScript model is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
         )
     if isinstance(model, torch.jit.ScriptModule):
         # Of a copy: what is frozen shares the weights that nothing folds with what it was frozen from.
@@ -207,32 +214,36 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     count = sum(item.fast is not None for item in distinct)
     rows[1] = replace(rows[1], notes=parts)
     nodes = [item.fast.report.nodes for item in distinct if item.fast]
-    why = "no single graph" if because is None else "; ".join(filter(None, (because.what, because.where)))
+    why = (
+        "capture as one graph was not tried"
+        if because is None
+        else "; ".join(filter(None, (because.what, because.where)))
+    )
     return Report(
         model=getattr(model, "__name__", type(model).__name__),
         rows=tuple(rows),
         winner_key=rows[1].key if wins else MODEL,
-        why=f"{gain} as fast as eager" if wins else f"{title} is not faster beyond noise",
+        why=f"{gain} as fast as eager" if wins else f"{title} is not significantly faster",
         nodes=(sum(n[0] for n in nodes), sum(n[1] for n in nodes)),
         environment=environment(),
         numerics="ROUNDING",
         frontend=(
-            f"as TorchScript with its own optimizations: {why}"
+            f"as TorchScript, with its own optimizations: {why}"
             if title == SCRIPT
-            else f"in parts, {count} of {len(distinct)} optimized, the Python between them stays: {why}"
+            else f"partitioned, {count} of {len(distinct)} parts optimized, the Python code between them is kept: {why}"
         ),
     )
 
 
 class Graph:
-    """One graph of dynamo: optimized at its first call without gradients, run as it is where gradients are wanted.
+    """One graph of TorchDynamo: optimized at its first call without gradients, otherwise run unchanged.
 
-    Parameters and buffers, which dynamo passes in each call, are taken as constants for as long as they are the same
-    tensors and nobody has written them.
+    Parameters and buffers, which TorchDynamo passes in each call, are treated as constants for as long as they are the
+    same tensors and have not been written to.
 
     Attributes:
-        fast: the optimized graph; None before the first call, and where it could not be optimized.
-        refused: why it could not be.
+        fast: the optimized graph; None before the first call, or if it could not be optimized.
+        refused: why it could not be optimized.
     """
 
     def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
@@ -274,9 +285,9 @@ class Graph:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 self.fast = fast = found(_Bound(self.graph, weights), example(*values))
-            fast.unwatched()  # what is noticed here is run as it is
+            fast.unwatched()  # changed weights are detected here, and the graph is run unchanged
         except TsoptError as error:
-            log.info("a graph of torch.compile stays as it is: %s", error)
+            log.info("a graph of torch.compile is not optimized: %s", error)
             self.refused = error.what
             return
         written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call

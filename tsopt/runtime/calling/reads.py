@@ -1,6 +1,6 @@
-"""What the Python of a model reads beside its arguments: names, globals, closures, modules; as its code says it.
+"""What the Python code of a model reads besides its arguments: names, globals, closures, modules.
 
-Code is read, not run: what it reads through `getattr` with a computed name, say, is not found. Audits are for that.
+Code is analyzed, not run: a `getattr` with a computed name, for example, is not found. Audits cover that.
 """
 
 from __future__ import annotations

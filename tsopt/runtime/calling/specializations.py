@@ -1,4 +1,4 @@
-"""Specializations: what was made for calls of other signatures than the first, and how a call is told to be of one."""
+"""Specializations: what was compiled for further signatures, and the keys by which calls find it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one speciali
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any], *, aliasing: bool = False) -> CallKey:
-    """The structure and the tensor types of a call: equal for calls that one specialization can serve.
+    """The structure and tensor types of a call: equal for calls that one specialization can serve.
 
     Args:
-        aliasing: calls whose tensors share memory in other ways have other keys.
+        aliasing: calls whose tensors share memory in different ways get different keys.
     """
     leaves, structure = flatten((args, kwargs))
     shared = overlaps(leaves) if aliasing and not any(map(unlike_a_tensor, leaves)) else ()
@@ -36,7 +36,7 @@ def _kind(leaf: Any) -> Any:
 
 
 class Specializations:
-    """An LRU of what was compiled, or of eager, by the key of the calls that it serves."""
+    """An LRU cache of compiled forms, or of eager, by the key of the calls that they serve."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[CallKey, Callable[..., Any]] = OrderedDict()

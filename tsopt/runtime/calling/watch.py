@@ -1,8 +1,8 @@
-"""Whether a model is what it was when something was made of it: as far as that can be seen at every call.
+"""Whether a model has changed since it was compiled, as far as that can be detected at every call.
 
-Seen: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced, added or
-removed; training flags; what its Python reads (`reads.py`), as attributes, globals or closures, and what lists, dicts
-and plain objects among that hold. Not seen: values written past torch, through numpy or `.data`.
+Detected: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced,
+added or removed; training flags; attributes, globals and closures that its Python code reads (`reads.py`), and the
+contents of lists, dicts and plain objects among them. Not detected: values written through numpy or `.data`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a candidate compute what the model computes? Eager's answers on input sets, and the verdict on a candidate."""
+"""Verifies candidates: eager's answers on several input sets, and the verdict on a candidate."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from tsopt.runtime.checking.limits import at_most
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 
 ORDER = ("bits", "element", "float64", "decision", "limit")
-# Of the relative difference to eager (root of the sum of squares), where a lower precision was asked for. Inputs that
-# are a hundred times too large drive softmax to where the last digit of a score decides: they show what overflows.
+# Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
+# hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
-UNUSUAL = "differs from eager where there are NaN, infinities or denormals"
-TIED = "differs from eager where all inputs are zero"  # ties may be broken in another order
+UNUSUAL = "differs from eager on NaN, infinities or denormals"
+TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order
 REPEATED_CALLS = 2  # calls after the first, on the example
 WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other differences may be ties
 FEW = 2  # input sets: the example, and values drawn from it
-# Seconds, and times the call on the example: what the model may take on inputs that were made up for it.
+# Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.
 PATIENCE, SLOWER = 20.0, 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All outputs on all input sets.
+    """The verdict on all outputs for all input sets.
 
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
     test: the weakest test that was needed: bits < element < float64 < decision < limit.
-    inputs: the input sets compared; `skipped` those that eager itself refuses or answers with no finite value.
-    notes: what differs from eager on NaN and infinities, where those do not decide.
+    inputs: the input sets compared; `skipped`: those on which eager raises or returns no finite value.
+    notes: differences on NaN and infinities that do not decide.
     """
 
     ok: bool
@@ -67,15 +67,15 @@ class Verdict:
             "bits": "bit-equal",
             "element": "equal within rounding",
             "float64": "as close to float64 as eager",
-            "decision": "equal but for ties within rounding",
-            "limit": "as near to eager as its precision allows",
+            "decision": "equal except for ties within rounding",
+            "limit": "as close to eager as its precision allows",
         }[self.test]
         return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What eager answered on one input set, and what it left in its inputs and in the model's state.
+    """Eager's answer on one input set, and its inputs and the model's state after the call.
 
     leaves: what it returned, then what it has put into objects of the call.
     again: its answers to the same call made again, and again, each on what the one before has left in the model.
@@ -97,19 +97,19 @@ class Expected:
         return kind == SPECIAL or (made_up and not all(bool(leaf.isfinite().all()) for leaf in floats))
 
     def call(self) -> Example:
-        """The call, to be made again and again."""
+        """The call, for repeated use."""
         leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))
         written = not all(map(bit_equal, leaves, self.written))
         return replace(self.inputs.clone(), written=written)
 
     def name(self, position: int) -> str:
-        """What one of the leaves is called."""
+        """The name of an output."""
         labels = {index: f"{path}.new" for effect in self.effects for index, path in effect.labels()}
         return (labels | dict(self.structure.paths())).get(position) or "output"
 
 
 class Oracle:
-    """Eager's answers on a number of input sets, computed once, and the verdict on whoever claims to equal them.
+    """Eager's answers on several input sets, computed once, and the verdicts on candidates.
 
     Args:
         model: the user's model; called under protection, in `seeds` of its own.
@@ -147,16 +147,16 @@ class Oracle:
             self._ask(model, inputs, self._state)
         if all(expected.unusual for expected in self.expected):
             raise AccuracyError(
-                "the model gives no finite value on any input, so nothing can be verified",
+                "the model returns no finite value on any input, so nothing can be verified",
                 why="; ".join(self.skipped)[:300],
-                fix="pass an example_input of the kind that the model was made for",
+                fix="pass a realistic example_input",
             )
 
     def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
         is_example = inputs.kind in ("example", self.only)
         start = time.perf_counter()
         try:
-            # A loop that values end may go on for ever on values that nobody has meant.
+            # A data-dependent loop may never end on generated values.
             with self._frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
                 call = inputs.clone()
                 given, _ = flatten((call.args, call.kwargs))
@@ -209,7 +209,7 @@ class Oracle:
             except Exception as error:
                 if decides:
                     raise
-                notes.append(f"{UNUSUAL}: it raises {type(error).__name__}")
+                notes.append(f"{UNUSUAL}: the candidate raises {type(error).__name__}")
                 continue
             if not found.ok and not self._is_wrong(expected, found, exact):
                 notes.append(f"{UNUSUAL if expected.unusual else TIED}: {found.reason}")
@@ -222,7 +222,7 @@ class Oracle:
                 return Verdict(False, found.test, worst, tuple(done), tuple(self.skipped), found.reason)
             test = max(test, found.test, key=ORDER.index)
         if not all(bit_equal(leaf, kept) for leaf, kept in first):
-            reason = "an output of the first call was overwritten by a later one"
+            reason = "an output of the first call was overwritten by a later call"
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
         said = tuple(dict.fromkeys(notes))[:1]  # one example says it
         return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
@@ -274,13 +274,13 @@ class Oracle:
         return Comparison(not failure, "type" if failure else test, worst, failure)
 
     def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
-        """What a candidate wrote otherwise than eager, to its inputs or to the model's state."""
+        """How the inputs or the model's state differ from eager after the call."""
         inputs = len(expected.written) - len(self._state)
         for position, (value, reference) in enumerate(zip(after, expected.written, strict=True)):
             found = compare(value, reference, exact=exact, limit=limit)
             if not found.ok:
                 what = "an input" if position < inputs else "the model's state"
-                return f"{what} is not left as eager leaves it: {found.reason}"
+                return f"{what} differs from eager after the call: {found.reason}"
         return ""
 
     def _compare(
@@ -368,28 +368,28 @@ def _forgetful(
     exact: bool,
     limit: float | None,
 ) -> str:
-    """What a candidate answers otherwise than eager when it is called again: what Python counts is in no graph."""
+    """How repeated calls of a candidate differ from eager: state kept in Python is not part of a graph."""
     for number, (mine, theirs) in enumerate(zip(again, expected.again, strict=True), 2):
         if len(mine) != len(theirs):
-            return f"call {number} in a row returns {len(mine)} tensors, eager {len(theirs)}"
+            return f"repeated call {number} returns {len(mine)} tensors, eager returns {len(theirs)}"
         for position, (value, reference) in enumerate(zip(mine, theirs, strict=True)):
             # Where eager answers the same again, so must the candidate, whatever its own first answer was judged by.
             same = bit_equal(reference, expected.leaves[position])
             found = compare(value, first[position] if same else reference, exact=exact, limit=limit)
             if not found.ok:
                 name = expected.name(position)
-                return f"{name} in call {number} in a row: {found.reason}"
+                return f"{name} in repeated call {number}: {found.reason}"
     return ""
 
 
 def _structure_fault(structure: Structure, effects: Sequence[Effect], leaves: Sequence[Any], expected: Expected) -> str:
     if effects != expected.effects:
         changed, by_eager = (", ".join(map(str, found)) or "nothing" for found in (effects, expected.effects))
-        return f"an input is not left as eager leaves it: {changed} changed, by eager {by_eager}"[:300]
+        return f"an input differs from eager after the call: changed {changed}, eager changes {by_eager}"[:300]
     if len(leaves) != len(expected.leaves):
         return f"{len(leaves)} output tensors, eager returns {len(expected.leaves)}"
     theirs = expected.structure
-    return "" if structure == theirs else f"output of the form {structure}, eager returns {theirs}"[:300]
+    return "" if structure == theirs else f"output structure {structure}, eager returns {theirs}"[:300]
 
 
 def verify(
@@ -405,13 +405,14 @@ def verify(
     """Compares a candidate with the model on inputs like the example.
 
     Args:
-        program: the captured program, for the float64 reference; captured here when None.
-        exact: the values must be equal to the bit.
-        precision: what the candidate computes products in; below `fp32` its outputs may be further away.
+        program: the captured program, for the float64 reference; None captures it.
+        exact: require bit-equal values.
+        precision: the precision of the candidate's matrix products; below `fp32`, larger differences are accepted.
+        seed: seed of the generated inputs.
 
     Raises:
-        AccuracyError: it computes something else.
-        BackendError: it fails.
+        AccuracyError: the candidate does not compute the same values.
+        BackendError: the candidate fails.
     """
     example = as_example(example_input)
     if program is None:
@@ -423,13 +424,13 @@ def verify(
         verdict = oracle.judge(candidate, exact=exact, precision=precision)
     except Exception as error:  # the candidate's own failure
         raise BackendError(
-            "the candidate fails where the model does not", why=f"{type(error).__name__}: {error}"
+            "the candidate fails on an input that the model accepts", why=f"{type(error).__name__}: {error}"
         ) from error
     if not verdict.ok:
-        raise AccuracyError("the candidate does not compute what the model computes", why=verdict.reason)
+        raise AccuracyError("the candidate does not compute the same values as the model", why=verdict.reason)
     return verdict
 
 
 def is_exact(program: Program, candidate: Candidate) -> bool:
-    """Whether bits are promised: torch's own kernels under EXACT rewrites alone."""
+    """Whether bit-equality is required: torch's own kernels and only EXACT rewrites."""
     return candidate.info.same_kernels and candidate.precision == FP32 and program.numerics == Numerics.EXACT

@@ -1,4 +1,4 @@
-"""One tensor against its reference, by the class of what was done to it. Says nothing about models.
+"""Compares one tensor with its reference. Knows nothing about models.
 
 The tests and their numbers: PyTorch's `assert_close` defaults for one op, TorchDynamo's float64 criterion
 (RMSE no more than twice eager's own distance from float64) for whole graphs, with a bound on the largest
@@ -21,7 +21,7 @@ TOLERANCES: dict[torch.dtype, tuple[float, float, float]] = {
     torch.complex128: (1e-7, 1e-7, 1e-7),
     torch.complex64: (1e-4, 1e-5, 1e-4),
 }
-FLIPPED = 0.01  # of values that are no floating-point numbers, such as classes
+FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 TRUSTED = 0.05  # of the size of the output: how far eager may be from float64 for float64 to decide anything
 FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
@@ -50,7 +50,7 @@ def compare(
     """Compares two tensors.
 
     Args:
-        exact: the values must be equal to the bit (the sign of zero, the places of NaN; not NaN's payload).
+        exact: require bit-equal values (including the sign of zero and the positions of NaN, not their payload).
         limit: of the relative difference |result - reference| / |reference|, each the root of the sum of squares, for
             what was computed in a lower precision on purpose; of other values 1 % may differ.
         reference64: gives the float64 value, when the element test has failed.
@@ -88,12 +88,12 @@ def compare(
         return Comparison(True, "element", difference)
     bad = int((excess > 0).sum())
     failed = (
-        f"{bad} of {ref.numel()} values beyond rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
+        f"{bad} of {ref.numel()} values exceed rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
     )
     # For a float64 output too: what comes before it may be float32, and then eager itself is off.
     truth = reference64() if reference64 is not None else None
     if truth is None:
-        missing = "" if reference64 is None else "; no float64 reference could be computed to decide"
+        missing = "" if reference64 is None else "; no float64 reference could be computed"
         return Comparison(False, "element", difference, failed + missing)
     if truth.is_complex():
         truth = torch.view_as_real(_plain(truth))
@@ -104,7 +104,9 @@ def _limit_test(res: torch.Tensor, ref: torch.Tensor, limit: float, difference: 
     size, away = float(ref.norm()), float((res - ref).norm())
     if away <= limit * size:
         return Comparison(True, "limit", difference)
-    reason = f"{away / size:.2%} away from eager, beyond {limit:.2%}" if size else f"{away:.3g} where eager has zeros"
+    reason = (
+        f"relative error {away / size:.2%}, limit {limit:.2%}" if size else f"error {away:.3g} where eager has zeros"
+    )
     return Comparison(False, "limit", difference, reason)
 
 
@@ -141,11 +143,11 @@ def _kind(result: torch.Tensor, reference: torch.Tensor) -> str:
     if not isinstance(result, torch.Tensor):
         return f"a {type(result).__name__} where eager returns a tensor"
     if result.dtype != reference.dtype:
-        return f"dtype {result.dtype}, eager {reference.dtype}"
+        return f"dtype {result.dtype}, eager has {reference.dtype}"
     if result.shape != reference.shape:
-        return f"shape {list(result.shape)}, eager {list(reference.shape)}"
+        return f"shape {list(result.shape)}, eager has {list(reference.shape)}"
     if result.device != reference.device:
-        return f"device {result.device}, eager {reference.device}"
+        return f"device {result.device}, eager has {reference.device}"
     return ""
 
 
@@ -177,10 +179,10 @@ def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
     if not torch.equal(a.isnan(), b.isnan()):
-        return "NaN at other places than eager"
+        return "NaN at different positions than in eager"
     infinite = a.isinf() | b.isinf()
     if bool(infinite.any()) and not torch.equal(a[infinite], b[infinite]):
-        return "infinities at other places than eager"
+        return "infinities at different positions than in eager"
     return ""
 
 

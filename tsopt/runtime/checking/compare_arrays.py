@@ -1,4 +1,4 @@
-"""One numpy array against its reference, as `compare` does it for tensors: for bundles where torch is not installed."""
+"""Compares a numpy array with its reference, like `compare` for tensors: for bundles without torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "complex64": (1e-4, 1e-5),
 }
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
-FLIPPED = 0.01  # of values that are no floating-point numbers, such as classes
+FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Whether an array is what it must be, and the largest difference between finite values."""
+    """Whether an array matches its reference, and the largest difference between finite values."""
 
     ok: bool
     max_difference: float = 0.0
@@ -37,7 +37,9 @@ def compare_arrays(result: Array, reference: Array, *, limit: float | None = Non
         limit: of the relative difference, each the root of the sum of squares, for a lower precision.
     """
     if (result.dtype, result.shape) != (reference.dtype, reference.shape):
-        return Compared(False, reason=f"{result.dtype} {list(result.shape)}, not {reference.dtype} {reference.shape}")
+        return Compared(
+            False, reason=f"{result.dtype} {list(result.shape)}, expected {reference.dtype} {reference.shape}"
+        )
     name = str(reference.dtype)
     if name not in TOLERANCES:
         return _discrete(result, reference, limit)
@@ -45,17 +47,19 @@ def compare_arrays(result: Array, reference: Array, *, limit: float | None = Non
     res, ref = result.astype(wide).reshape(-1).view(np.float64), reference.astype(wide).reshape(-1).view(np.float64)
     finite = np.isfinite(ref)
     if not np.array_equal(np.where(finite, 0.0, ref), np.where(np.isfinite(res), 0.0, res), equal_nan=True):
-        return Compared(False, reason="NaN or infinities at other places")
+        return Compared(False, reason="NaN or infinities at different positions")
     res, ref = np.where(finite, res, 0.0), np.where(finite, ref, 0.0)
     difference = float(np.abs(res - ref).max(initial=0.0))
     if limit is not None:
         away, size = float(np.linalg.norm(res - ref)), float(np.linalg.norm(ref))
         ok = away <= limit * size
-        return Compared(ok, difference, "" if ok else f"{away:.3g} away from {size:.3g}, beyond {limit:.2%}")
+        return Compared(
+            ok, difference, "" if ok else f"error {away:.3g} on values of norm {size:.3g}, limit {limit:.2%}"
+        )
     rtol, atol = TOLERANCES[name]
     scale = float(np.sqrt(np.square(ref).mean())) or 1.0 if ref.size else 1.0
     bad = int((np.abs(res - ref) > atol * scale + rtol * np.abs(ref)).sum())
-    return Compared(not bad, difference, f"{bad} of {ref.size} values beyond rtol {rtol:g}" if bad else "")
+    return Compared(not bad, difference, f"{bad} of {ref.size} values exceed rtol {rtol:g}" if bad else "")
 
 
 def _discrete(result: Array, reference: Array, limit: float | None) -> Compared:

@@ -1,4 +1,4 @@
-"""Every rewrite of a run compared on real inputs, by the tests of the final verdict. Knows no particular pass."""
+"""Compares every rewrite of a run on real inputs, with the tests of the final verdict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tsopt.runtime.checking.reference64 import decided_within_rounding
 
 @dataclass(frozen=True, slots=True)
 class Debugged:
-    """What came of comparing every rewrite.
+    """The result of comparing every rewrite.
 
     Attributes:
         findings: the rewrites that change values.
@@ -43,13 +43,13 @@ class Debugged:
         return AccuracyError(
             f"{title(first)} changes values" + (f" (and {more} more findings)" if more else ""),
             where=first.where or None,
-            why=f"{first.difference}, on the {first.trial} input, where {first.numerics.name} is promised",
-            fix=f"leave it out: --without {first.leave_out}",
+            why=f"{first.difference}, on the {first.trial} input; declared numerics: {first.numerics.name}",
+            fix=f"skip it: --without {first.leave_out}",
         )
 
 
 def title(finding: Finding) -> str:
-    """Who did it."""
+    """The rule and pass of a finding."""
     return f"{finding.rule} in the pass {finding.in_pass}" if finding.rule else f"the pass {finding.in_pass}"
 
 
@@ -68,7 +68,7 @@ def debug(
     All values of the program are held in memory at once.
 
     Raises:
-        SignatureError: the example is not of the captured form.
+        SignatureError: the example does not match the captured signature.
     """
     trials = []
     for item in input_sets(as_example(example_input), seed):
@@ -92,7 +92,7 @@ def debug(
 
 
 def judge(case: Case) -> str:
-    """What is wrong with a value that takes the place of another; empty when nothing is."""
+    """What is wrong with a value that replaces another; empty if nothing is."""
     found = compare(case.new, case.old, exact=case.exact, reference64=case.truth)
     if not found.ok and found.test == "element" and case.old.dtype not in TOLERANCES and _is_a_tie(case):
         return ""

@@ -1,6 +1,6 @@
-"""The ends of each dtype, and numbers as they are in the world: where an engine that computes in fewer bits is wrong.
+"""Extreme inputs: the limits of each dtype and realistic large numbers, on which narrower arithmetic goes wrong.
 
-Made only for inputs of a program in which no value decides how much is computed, or can end the process.
+Generated only for programs in which no input value decides how much is computed, or can crash the process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sizes that a program for many sizes was not traced with: which are tried, and what becomes of its promise there.
+"""Validates dynamic sizes that a program was not traced with, and narrows its ranges to those that work.
 
-A range is promised when the program was run at its ends and between them, and was right.
+A range is accepted if the program was run at both ends and in between, and was correct.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class ValidatedRanges:
         for item in self.held_out:
             failure = _failure(run, item.oracle)
             if failure:
-                raise NotGeneral("what the passes make is right only at some sizes", why=f"at {item}: {failure}")
+                raise NotGeneral(
+                    "the program after the passes is correct only at some sizes", why=f"at {item}: {failure}"
+                )
         return self
 
     @property
@@ -128,16 +130,16 @@ def validate_ranges(model: Callable[..., Any], program: Program, *examples: Exam
         failure = _failure(search.run, oracle)
         if failure:
             raise CaptureError(
-                f"what was captured is not right at {_said(sizes)}",
+                f"the captured program is wrong at {_said(sizes)}",
                 why=failure,
-                fix="leave the sizes out of dynamic: others are captured when they are called",
+                fix="leave the dimensions out of dynamic: new sizes are then captured when they are called",
             )
         held_out.append(HeldOut(sizes, oracle))
     if dims and not held_out:
         raise CaptureError(
-            "no size beside that of the example could be tried",
-            why="the model fails there, or its inputs would be larger than 1 GB",
-            fix="leave dynamic out: each size is captured when it is called",
+            "no size other than that of the example could be tried",
+            why="the model fails at other sizes, or its inputs would be larger than 1 GB",
+            fix="leave out dynamic: each size is then captured when it is called",
         )
     return ValidatedRanges(program, tuple(held_out), tuple(search.notes))
 
@@ -268,7 +270,7 @@ class _Search:
             if not why:
                 break
             if tried == low:
-                self.notes.append(f"not {dim.name} {tried}: {why}")
+                self.notes.append(f"excluded {dim.name} {tried}: {why}")
             tried = min(max(tried + dim.step, 2 * tried), known) if tried > 1 else tried + dim.step
         return tried
 
@@ -279,19 +281,19 @@ class _Search:
             if not why:
                 break
             if tried == high and dim.high is not None:
-                self.notes.append(f"not {dim.name} {tried}: {why}")
+                self.notes.append(f"excluded {dim.name} {tried}: {why}")
             tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
         return tried
 
     def _why_not(self, sizes: Mapping[str, int]) -> str:
         if _too_large(self.program.signature, sizes):
-            return "its inputs would be larger than 1 GB, which is not tried"
+            return "not tried, because its inputs would be larger than 1 GB"
         oracle = self.asked.answers_at(self.program, sizes)
-        return "the model itself fails" if oracle is None else _failure(self.run, oracle)
+        return "the model itself fails at this size" if oracle is None else _failure(self.run, oracle)
 
 
 def _failure(run: Callable[..., Any], oracle: Oracle) -> str:
-    """Why a candidate is not right; nothing where it is."""
+    """Why a candidate is wrong; empty if it is correct."""
     try:
         verdict = oracle.judge(run)
     except Exception as error:  # the program's, where the model has none

@@ -1,4 +1,4 @@
-"""Inputs of the same kind as the example: what a verdict is tried on, what timing rotates through, what is traced."""
+"""Inputs generated from the example: for verdicts, for timing, and for tracing."""
 
 from __future__ import annotations
 

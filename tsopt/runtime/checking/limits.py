@@ -1,4 +1,4 @@
-"""Calls of the user's model on inputs that were made up for it: given up when they do not come to an end."""
+"""A time limit for calls of the user's model on generated inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def at_most(seconds: float) -> Iterator[None]:
         return
 
     def ring(*_: object) -> None:
-        raise TimeoutError(f"no end after {seconds:g} s")
+        raise TimeoutError(f"not finished after {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)

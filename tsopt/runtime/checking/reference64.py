@@ -1,4 +1,4 @@
-"""The captured program in float64: its values without float32's rounding, and the decisions that depend on it."""
+"""The captured program in float64: values without float32 rounding, and the decisions that depend on rounding."""
 
 from __future__ import annotations
 

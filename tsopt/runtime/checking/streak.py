@@ -1,6 +1,6 @@
-"""Many calls of a candidate in a row on fresh inputs, for what is wrong once in a hundred calls.
+"""Many repeated calls of a candidate on fresh inputs, to find what goes wrong once in a hundred calls.
 
-Gross differences only: what rounding may do is for the verdict to say, which looks at each value of a few inputs.
+Gross differences only: rounding is judged by the verdict, which compares every value on a few inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unsteady(
             args, kwargs = unflatten(structure, drawn(leaves, generator))
             found = difference(executable, model, Example(args, kwargs), state=executable.state, precision=precision)
             if found and not found.startswith(EAGER_RAISES):
-                return f"call {number} in a row on fresh inputs: {found}"
+                return f"repeated call {number} on fresh inputs: {found}"
             if clock() > end:
                 break
     return ""

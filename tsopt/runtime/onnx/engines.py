@@ -1,4 +1,4 @@
-"""What engines compute otherwise than PyTorch, by dtype and op: measured against eager on the extremes of each dtype.
+"""How engines differ from PyTorch, by dtype and op: measured against eager on the extremes of each dtype.
 
 `python -m bench.hazards dtypes` shows what is left of it.
 """
@@ -59,6 +59,9 @@ OPENVINO = Engine(
             ("floor", "ceil", "round", "trunc", "isclose"), FLAG
         ),  # in floats, which are cut at another end
     },
-    absent={torch.float64: "float32", torch.complex64: "no way", torch.complex128: "no way"},
+    absent={
+        torch.float64: "it computes in float32",
+        **dict.fromkeys((torch.complex64, torch.complex128), "complex numbers are not supported"),
+    },
     rounds=QUOTIENTS,
 )

@@ -68,7 +68,7 @@ class OnnxModel:
 
 
 def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
-    """Exports a program; inputs, outputs and weights keep the names that the user knows.
+    """Exports a program; inputs, outputs and weights keep the user's names.
 
     Raises:
         BackendError: the exporter has no translation for an op; the message names it and its place. Or it
@@ -190,7 +190,9 @@ def check_opset(opset: int | None) -> None:
     highest = onnx.defs.onnx_opset_version()
     if opset is not None and opset > highest:
         raise UsageError(
-            f"there is no ONNX opset {opset}", why=f"the installed onnx knows up to {highest}", fix=f"at most {highest}"
+            f"unknown ONNX opset {opset}",
+            why=f"the installed onnx supports opsets up to {highest}",
+            fix=f"use an opset up to {highest}",
         )
 
 
@@ -199,9 +201,9 @@ def _check_made(model: Any, opset: int | None) -> None:
     made = model.graph.opset_imports.get("")
     if opset is not None and made is not None and made != opset:
         raise BackendError(
-            f"the ONNX exporter cannot bring this model to opset {opset}",
-            why=f"it stopped at opset {made}",
-            fix=f"ask for opset {made}, or for none",
+            f"the ONNX exporter cannot convert this model to opset {opset}",
+            why=f"it produced opset {made}",
+            fix=f"use opset {made}, or do not set an opset",
         )
 
 
@@ -292,7 +294,7 @@ def _explain(error: Exception, program: Program) -> BackendError:
     found = _OVERLOAD.search(text)
     op = next((group for group in found.groups() if group), "") if found else ""
     place = _place(op.replace("::", "."), program) if op else None
-    what = f"the ONNX exporter has no translation for {op}" if op else "the ONNX exporter cannot take this model"
+    what = f"the ONNX exporter has no translation for {op}" if op else "the ONNX exporter failed on this model"
     return BackendError(
         what, where=(origin_of(place) or None) if place else None, why=f"{type(error).__name__}: {_last_line(text)}"
     )

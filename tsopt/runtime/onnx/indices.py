@@ -1,4 +1,4 @@
-"""Which values of a program are indices, of what, and which input they come from."""
+"""Finds the values of a program that are used as indices, what they index, and the inputs that they come from."""
 
 from __future__ import annotations
 

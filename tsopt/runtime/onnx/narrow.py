@@ -1,9 +1,9 @@
-"""Where an engine computes a dtype in fewer bits than PyTorch: what is refused, and what is checked at each call.
+"""Engines that compute a dtype in fewer bits than PyTorch: which programs are refused, and which inputs are checked.
 
-An engine says which whole numbers it holds exactly, by dtype, and by op where its kernel goes wrong beyond them.
-Interval arithmetic shows whether a program stays within that. Where it does for inputs of ordinary size, those are
-checked at the call; where it does not, the program is refused by the name of the value. A value that only looks
-something up is left alone: PyTorch refuses the numbers that an engine would cut.
+An engine declares which integers it represents exactly, by dtype, and by op if a kernel is wrong beyond them. Interval
+arithmetic shows whether a program stays within these ranges. If it does for inputs of ordinary size, the inputs are
+checked at each call; if not, the program is refused, naming the value. Values that are only used as indices are left
+alone: PyTorch refuses the numbers that an engine would truncate.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Engine:
     Attributes:
         dtypes: the numbers that it holds of a dtype, where those are not all.
         by_op: the numbers that an op may take and make.
-        absent: dtypes of which it keeps less than they hold, and what it takes them for.
+        absent: dtypes that it does not have, and what happens to them.
         rounds: float ops that it makes of a quotient, which is rounded before it is cut.
     doubles: ops that it computes in float32 where they are of float64.
     """
@@ -125,12 +125,15 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
     checked = {node: limit for node, limit in limits.items() if _is_bounding(node, limit, places[0])}
     bounds, unchecked = _bounds(program, places, demands, checked, check_indices, threads)
     sizes = dict.fromkeys(_size(limit) for limit in checked.values())
-    notes = [f"{engine.name} runs calls whose integers are within {size} of zero, PyTorch all others" for size in sizes]
+    notes = [
+        f"{engine.name} serves calls whose integers are at most {size} in magnitude, PyTorch serves all others"
+        for size in sizes
+    ]
     if unchecked:
         notes.append(
-            f"{engine.name} accepts indices that do not exist, negative ones and others, where PyTorch raises "
-            f"IndexError or RuntimeError: {', '.join(unchecked[:3])}{', ...' if len(unchecked) > 3 else ''}; "
-            "check_indices=True looks at them"
+            f"{engine.name} accepts negative and out-of-range indices for which PyTorch raises IndexError or "
+            f"RuntimeError: {', '.join(unchecked[:3])}{', ...' if len(unchecked) > 3 else ''}; "
+            "check_indices=True checks them"
         )
     return Examined((), tuple(bounds), tuple(notes))
 
@@ -232,14 +235,14 @@ def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
     if not isinstance(value, torch.Tensor):
         return _fault_of_operands(node, name, place, ranges, engine) if ops.is_call(node) else ""
     if value.dtype in engine.absent:
-        return f"computes {_of(value.dtype)} in {engine.absent[value.dtype]}"
+        return f"has no {_of(value.dtype)}: {engine.absent[value.dtype]}"
     if name in engine.rounds and value.dtype.is_floating_point and _cuts(node):
-        return f"computes {name} from a rounded quotient"
+        return f"rounds the quotient before {name} truncates it"
     if name in engine.doubles and any(_is_double(place.values.get(source)) for source in node.all_input_nodes):
         return f"computes {name} of float64 in float32"
     narrow = engine.dtypes.get(value.dtype)
     if narrow is not None and node not in place.lookups and ranges[node] not in narrow:
-        return f"holds {_of(value.dtype)} up to {_size(narrow)}, and {name} may make more of it"
+        return f"represents {_of(value.dtype)} only up to {_size(narrow)}, and {name} may exceed that"
     if not ops.is_call(node) or value.dtype.is_floating_point:
         return ""
     return _fault_of_operands(node, name, place, ranges, engine)
@@ -256,12 +259,12 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     found += [ranges[node]] if found and node in ranges else []
     if all(item in limit for item in found):
         return ""
-    return f"computes {name} of whole numbers correctly only {_within(limit)}"
+    return f"computes {name} of integers correctly only {_within(limit)}"
 
 
 def _within(limit: Range) -> str:
     if limit == FLAG:
-        return "where they are 0 and 1"
+        return "for 0 and 1"
     return f"from 0 to {_size(limit)}" if limit.low == 0 else f"up to {_size(limit)}"
 
 

@@ -1,6 +1,6 @@
-"""Program -> ONNX -> OpenVINO, a runtime of its own for CPUs. Needs the package `openvino`.
+"""Program -> ONNX -> OpenVINO, a runtime for CPUs. Needs the package `openvino`.
 
-Importable without torch: a bundle runs where only OpenVINO is installed.
+Can be imported without torch: a bundle needs only OpenVINO.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PRECISION_HINTS = {FP32: "f32", "bf16": "bf16", "fp16": "f16"}
 class OpenVinoBackend:
     """OpenVINO on the CPU.
 
-    threads: inference threads; None takes torch's number at compile time, so that both race with the same.
+    threads: inference threads; None uses torch's setting at compile time, so that both race with the same number.
     hint: `latency` or `throughput`.
-    precision: `fp32`, where OpenVINO by itself would compute in bfloat16 if the processor can; `bf16`, `fp16`.
-    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
+    precision: `fp32` (by default OpenVINO would use bfloat16 if the CPU supports it), `bf16` or `fp16`.
+    check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
     """
 
     threads: int | None = None
@@ -47,7 +47,7 @@ class OpenVinoBackend:
     def __post_init__(self) -> None:
         check_precision(self.name, self.precision)
         if self.hint not in HINTS:
-            raise UsageError(f"openvino has no hint {self.hint!r}", fix=f"one of: {', '.join(HINTS)}")
+            raise UsageError(f"unknown hint {self.hint!r} of openvino", fix=f"use one of: {', '.join(HINTS)}")
 
     def missing(self) -> str | None:
         return to_install("openvino", "onnx", "onnxscript")
@@ -113,7 +113,7 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     try:
         compiled = openvino.Core().compile_model(str(directory / FILE), "CPU", config)
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
-        raise _failed("OpenVINO refuses the exported model", error) from error
+        raise _failed("OpenVINO rejects the exported model", error) from error
     return guarded(_runner(compiled, signature), from_options(options, signature), signature)
 
 
@@ -125,7 +125,7 @@ def _failed(what: str, error: Exception) -> BackendError:
 def _runner(compiled: Any, signature: Signature) -> Runner:
     """Flat values in and out. A request serves one call at a time, so each thread has its own."""
     if len(compiled.inputs) != len(signature.inputs) or len(compiled.outputs) != len(signature.outputs):
-        raise BundleError("the ONNX model does not fit its signature")
+        raise BundleError("the ONNX model does not match its signature")
     import numpy as np
 
     own = threading.local()
@@ -142,7 +142,7 @@ def _runner(compiled: Any, signature: Signature) -> Runner:
         try:
             request.infer({i: np.asarray(array, order="C") for i, array in enumerate(arrays)}, share_inputs=True)
         except Exception as error:
-            raise _failed("OpenVINO cannot run this call", error) from error
+            raise _failed("OpenVINO failed to run this call", error) from error
         found = [request.get_output_tensor(i).data.copy() for i in range(count)]
         return found if from_numpy is None else [from_numpy(value) for value in found]
 

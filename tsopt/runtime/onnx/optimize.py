@@ -1,4 +1,4 @@
-"""The optimizer of the ONNX exporter, without its rewrite rules where these would mistake one constant for another.
+"""The optimizer of the ONNX exporter, without its rewrite rules if these would mistake one constant for another.
 
 The rules match constants with a tolerance: a scalar of at most 1e-8 counts as 0, and one close to 1, 3 or 6 as that
 number. `x / (norm + 1e-8)` would lose its epsilon and give NaN for a row of zeros. A model that holds such a constant

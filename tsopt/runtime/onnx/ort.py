@@ -1,6 +1,6 @@
-"""Program -> ONNX Runtime session. Guards what the exporter and the runtime get wrong without saying so.
+"""Program -> ONNX Runtime session. Guards against what the exporter and the runtime silently get wrong.
 
-Importable without torch: a bundle runs where only ONNX Runtime is installed.
+Can be imported without torch: a bundle needs only ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
-CANNOT_RUN = "ONNX Runtime cannot run this call"
+CANNOT_RUN = "ONNX Runtime failed to run this call"
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
@@ -32,15 +32,15 @@ DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OnnxRuntimeBackend:
-    """ONNX Runtime on the CPU, and on the GPU of the model where the runtime is built for it.
+    """ONNX Runtime on the CPU, and on the model's GPU if the runtime is built for it.
 
-    threads: intra-op threads; None takes torch's number at compile time, so that both race with the same.
-    opset: ONNX opset; None takes the exporter's default.
+    threads: intra-op threads; None uses torch's setting at compile time, so that both race with the same number.
+    opset: ONNX opset; None uses the exporter's default.
     fused: use the runtime's own operators for attention, RMS norm and SiLU.
-    spinning: let idle threads wait busily for their next piece of work, at the cost of whoever else needs the cores.
-    parallel: run independent parts of the graph at once.
+    spinning: let idle threads spin while they wait for work, which takes cores from other processes.
+    parallel: run independent parts of the graph concurrently.
     arena: keep memory from call to call.
-    check_indices: look at the indices of each call, whatever that costs; otherwise where it is less than 1 % of it.
+    check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
     """
 
     threads: int | None = None
@@ -126,21 +126,21 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
     ends += [(item.name, item.type) for item in program.signature.outputs]
     for name, kind in ends:
         if kind.dtype not in DTYPES:
-            found.append(Unsupported(name, f"{runtime} has no {kind.dtype} at its interface"))
+            found.append(Unsupported(name, f"{runtime} does not support inputs and outputs of {kind.dtype}"))
         if kind.device.partition(":")[0] not in devices:
             where = {"cpu": "the CPU", "cuda": "a GPU"}
             places = " or ".join(where[device] for device in devices)
-            found.append(Unsupported(name, f"the model is on {kind.device}; this backend runs on {places}"))
+            found.append(Unsupported(name, f"the model is on {kind.device}, but this backend runs on {places}"))
     for node in all_calls(program):
         if ops.is_random(node) and not ops.is_uninitialized(node):
-            found.append(Unsupported(origin_of(node), f"{ops.name_of(node)} would draw from another random generator"))
+            found.append(
+                Unsupported(origin_of(node), f"{ops.name_of(node)} would use a different random number generator")
+            )
         elif ops.has_effect(node) and not ops.is_settled_check(node):
-            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be lost"))
+            found.append(Unsupported(origin_of(node), f"the check {ops.name_of(node)} would be dropped"))
         elif ops.may_trap(node):
             found.append(
-                Unsupported(
-                    origin_of(node), f"an integer division by a computed value can kill the process in {runtime}"
-                )
+                Unsupported(origin_of(node), f"integer division by a computed value can crash the process in {runtime}")
             )
     return found
 
@@ -150,7 +150,7 @@ def _providers(signature: Signature) -> Sequence[Any]:
     if not _is_on_gpu(signature):
         return ON_CPU
     if tensor_maker() is None:
-        raise BackendError("a model on a GPU needs PyTorch to be called", fix="pip install torch")
+        raise BackendError("PyTorch is required to call a model on a GPU", fix="pip install torch")
     from tsopt.runtime.onnx.ort_cuda import providers_for
 
     return providers_for(signature)
@@ -197,17 +197,18 @@ def open_session(
     first = providers[0] if isinstance(providers[0], str) else providers[0][0]
     if first not in ort.get_available_providers():
         raise BackendError(
-            f"this ONNX Runtime is built without {first}", fix="pip install onnxruntime-gpu in its place"
+            f"this build of ONNX Runtime has no {first}",
+            fix="pip uninstall onnxruntime, then pip install onnxruntime-gpu",
         )
     try:
         session = ort.InferenceSession(model, wanted, providers=list(providers))
     except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
-        raise _failed("ONNX Runtime refuses the exported model", error) from error
+        raise _failed("ONNX Runtime rejects the exported model", error) from error
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
         raise BackendError(
-            f"ONNX Runtime cannot start its {first}",
-            why="a library that it needs is missing",
-            fix="install the CUDA and cuDNN that this version of onnxruntime-gpu asks for",
+            f"ONNX Runtime failed to start {first}",
+            why="a library that the provider needs is missing",
+            fix="install the CUDA and cuDNN versions that this onnxruntime-gpu requires",
         )
     return _Session(session, arrays)
 
@@ -230,7 +231,7 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     inputs = [item.name for item in session.get_inputs()]
     outputs = [item.name for item in session.get_outputs()]
     if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
-        raise BundleError("the ONNX model does not fit its signature", why=f"inputs {inputs}, outputs {outputs}")
+        raise BundleError("the ONNX model does not match its signature", why=f"inputs {inputs}, outputs {outputs}")
     if _is_on_gpu(signature):
         from tsopt.runtime.onnx.ort_cuda import bound_runner
 

@@ -1,6 +1,6 @@
-"""bfloat16 as ONNX Runtime has to compute it on a CPU, where it has hardly a kernel for it: wide, then rounded.
+"""bfloat16 for ONNX Runtime on a CPU, where it has hardly any kernels for it: computed in float32, then rounded.
 
-As PyTorch's own kernels do on a CPU, one by one.
+PyTorch's own CPU kernels do the same, op by op.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ONNX Runtime on a GPU: which builds of it can, and calls whose tensors stay in the memory of the GPU."""
+"""ONNX Runtime on a GPU: which builds support it, and calls whose tensors stay in GPU memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.executable import Runner
 
 PROVIDER = "CUDAExecutionProvider"
-TO_INSTALL = "this ONNX Runtime is built for the CPU: pip uninstall onnxruntime, pip install onnxruntime-gpu"
+TO_INSTALL = "this ONNX Runtime is a CPU build: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
 
 
 def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsupported]:
@@ -23,14 +23,14 @@ def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsuppor
         return [Unsupported(name, f"the model is on {device}; {TO_INSTALL}") for name, device in on_gpu]
     places = sorted({device for _, device in on_gpu})
     if len(places) > 1:
-        return [Unsupported("", f"the model is on {' and '.join(places)}")]
+        return [Unsupported("", f"the model is on several devices: {' and '.join(places)}")]
     signature = program.signature
     empty = [item.name for item in signature.inputs if not item.type.numel]
     empty += [item.name for item in signature.outputs if not item.type.numel]
     if empty:
-        return [Unsupported(empty[0], "it holds nothing, and has no address")]
+        return [Unsupported(empty[0], "the tensor is empty and has no address")]
     if program.signature.dims:
-        return [Unsupported("", "its outputs are allocated before the call, for one size")]
+        return [Unsupported("", "dynamic sizes are not supported, because outputs are allocated before the call")]
     return []
 
 

@@ -1,6 +1,6 @@
-"""Composites for which ONNX Runtime has operators of its own, outside the ONNX standard.
+"""Composites for which ONNX Runtime has its own operators, outside the ONNX standard.
 
-Left to the exporter they become five to ten standard nodes, which the runtime's optimizer does not put together again.
+The exporter turns them into five to ten standard nodes, which the runtime's optimizer does not fuse again.
 The operators are documented in ONNX Runtime's "Contrib Operators".
 """
 

@@ -1,4 +1,4 @@
-"""ONNX for ops that the exporter of torch does not know, or does not get right."""
+"""ONNX translations of ops that torch's exporter does not support or gets wrong."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, ou
     """
     if offs is None or bias is not None or out_dtype is not None or (len(rows.shape), len(matrices.shape)) != (2, 3):
         # The others are for gradients, or are no groups: `_explain` tells the op, its place and this.
-        raise BackendError("only the form of _grouped_mm with rows in groups is supported")
+        raise BackendError(
+            "_grouped_mm is only supported for 2-D rows in groups and 3-D matrices, without bias or out_dtype"
+        )
     count = matrices.shape[0]
     if str(rows.dtype) != "BFLOAT16":
         return _in_groups(rows, matrices, offs, count)

@@ -1,8 +1,8 @@
-"""What races found, kept from run to run: who won for a program on a machine, and how the others did.
+"""The cache of race results: which candidate won for a program on a machine, and how the others did.
 
-An entry is JSON and holds no code. Nothing in it is believed: the backend that it names is one of those that the caller
-lets race, and it is compiled, verified and timed against eager again before it is handed back. That eager won is taken
-over a few times at most, until the best of the others is timed again.
+An entry is JSON and contains no code. Nothing in it is trusted: its winner must be one of the caller's candidates, and
+is compiled, verified and timed against eager again before it is returned. A win of eager is reused only a few times
+before the best of the others is timed again.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float |
             return None
         entry = _entry(json.loads(raw), key, time.time() if now is None else now)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-        log.info("a damaged entry of the cache is removed: %s (%s)", key, error)
+        log.info("removing a damaged cache entry: %s (%s)", key, error)
         forget(key)
         return None
     if entry.winner not in (MODEL, *(candidate.key for candidate in candidates)) or entry.seconds < seconds:
@@ -117,7 +117,7 @@ def keep(key: str, entry: Entry) -> None:
         cache_files.write(key, raw)
         cache_files.drop_oldest(MOST)
     except (OSError, ValueError) as error:
-        log.info("nothing is kept: %s", error)
+        log.info("cannot write the cache entry: %s", error)
 
 
 def _json(entry: Entry, key: str) -> dict[str, Any]:
@@ -125,32 +125,32 @@ def _json(entry: Entry, key: str) -> dict[str, Any]:
 
 
 def _entry(data: Any, key: str, now: float) -> Entry:
-    """An entry from JSON. Raises what `find` catches for anything that `keep` has not written."""
+    """An entry from JSON. Raises an error that `find` catches for anything that `keep` has not written."""
     if data.pop("format") != FORMAT or data.pop("key") != key:
-        raise ValueError("the entry of something else")
+        raise ValueError("wrong format or key")
     rows = tuple(_row(row) for row in _items(data.pop("rows")))
     seconds, when, checked = (_number(data.pop(name)) for name in ("seconds", "when", "checked"))
     recalls = _count(data.pop("recalls"))
     entry = Entry(rows, seconds=seconds, when=when, recalls=recalls, checked=checked, **_texts(Entry, data))
     if max(entry.when, entry.checked) > now + AHEAD:
-        raise ValueError("an entry from the future")
+        raise ValueError("date in the future")
     _check_winner(entry)
     return entry
 
 
 def _check_winner(entry: Entry) -> None:
-    """Raises ValueError where the winner is not the one that the rows make win."""
+    """Raises ValueError if the rows do not support the winner."""
     keys = [row.key for row in entry.rows]
     if len(set(keys)) != len(keys) or entry.winner not in keys:
-        raise ValueError("not the rows of a race")
+        raise ValueError("rows do not form a race")
     first, *others = entry.rows
     if first.status != "ok" or first.timing is None or first.speedup is not None:
-        raise ValueError("not the row of a baseline")
+        raise ValueError("first row is not a baseline")
     if any(row.status == "ok" and (row.timing is None or row.speedup is None) for row in others):
-        raise ValueError("somebody was right and was not timed")
+        raise ValueError("a correct candidate was not timed")
     faster = [row.key for row in others if row.verdict == "faster"]
     if entry.winner not in (faster or keys[:1]):
-        raise ValueError("not who won")
+        raise ValueError("the winner does not match the rows")
 
 
 def _row(data: dict[str, Any]) -> Row:
@@ -169,7 +169,7 @@ def _row(data: dict[str, Any]) -> Row:
 def _timing(data: dict[str, Any]) -> Timing:
     found = Timing(tuple(map(_number, _items(data["samples"]))), _count(data["calls_per_sample"]))
     if not found.is_sound:
-        raise ValueError("not the times of calls")
+        raise ValueError("invalid call times")
     return found
 
 
@@ -181,7 +181,7 @@ def _speedup(data: dict[str, Any]) -> Speedup:
 def _verdict(data: dict[str, Any]) -> Verdict:
     ok, difference = data.pop("ok"), data.pop("max_difference")  # of one that is wrong: anything
     if type(ok) is not bool or type(difference) not in (int, float):
-        raise TypeError("not a verdict")
+        raise TypeError("invalid verdict")
     test = _one_of((*ORDER, "type"), data.pop("test"))
     return Verdict(ok=ok, test=test, max_difference=float(difference), **_texts(Verdict, data))
 
@@ -190,7 +190,7 @@ def _texts(cls: type[Row | Verdict | Entry], data: dict[str, Any]) -> dict[str, 
     """Fields of a class that are texts or tuples of texts. Raises ValueError for a name that it does not have."""
     types = {field.name: str(field.type) for field in fields(cls)}
     if not set(data) <= set(types):
-        raise ValueError(f"not of a {cls.__name__}: {sorted(data)}")
+        raise ValueError(f"unknown fields of a {cls.__name__}: {sorted(data)}")
     return {
         name: tuple(map(_text, _items(value))) if types[name].startswith("tuple") else _text(value)
         for name, value in data.items()
@@ -200,19 +200,19 @@ def _texts(cls: type[Row | Verdict | Entry], data: dict[str, Any]) -> dict[str, 
 def _number(value: Any) -> float:
     """A number of seconds, milliseconds or times."""
     if type(value) not in (int, float) or not 0 <= value <= GREATEST:
-        raise ValueError(f"not a number of a race: {str(value)[:40]}")
+        raise ValueError(f"number out of range: {str(value)[:40]}")
     return float(value)
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= GREATEST:
-        raise ValueError(f"not a count: {str(value)[:40]}")
+        raise ValueError(f"invalid count: {str(value)[:40]}")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError("not a text")
+        raise TypeError("not a string")
     return value
 
 
@@ -224,5 +224,5 @@ def _items(value: Any) -> list[Any]:
 
 def _one_of(known: Sequence[str], value: Any) -> str:
     if value not in known:
-        raise ValueError(f"none of {', '.join(known)}")
+        raise ValueError(f"not one of {', '.join(known)}")
     return str(value)

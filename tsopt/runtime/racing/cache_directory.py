@@ -1,4 +1,4 @@
-"""The user's cache directory, and whether it can be believed. Needs no torch."""
+"""The user's cache directory, and whether it can be trusted. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def directory() -> Path:
 
 
 def objection(place: Path | None = None) -> str:
-    """Why a directory is not used although it is there: anybody else could write into it. Empty when all is well.
+    """Why an existing directory is not used: other users could write to it. Empty if it can be used.
 
     Args:
         place: a directory within the cache; the cache's own when it is None.
@@ -34,5 +34,5 @@ def objection(place: Path | None = None) -> str:
     if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
         return f"{place} belongs to another user"
     if os.name == "posix" and found.st_mode & 0o022:
-        return f"others may write into {place}; chmod 700 fixes it"
+        return f"{place} is writable by other users; run chmod 700 on it"
     return ""

@@ -1,4 +1,4 @@
-"""The directory of the cache: small files in it, private to the user, each whole or not there. Imports no torch."""
+"""The files in the cache directory: small, private to the user, written atomically. Imports no torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _check(found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("it is not a regular file")
     if found.st_size > LARGEST:
-        raise ValueError(f"it has {found.st_size} bytes")
+        raise ValueError(f"it is too large: {found.st_size} bytes")
 
 
 def write(key: str, raw: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A race, or what an earlier one found, checked again: the second `optimize` of a model is the shorter one."""
+"""A race, or a cached one checked again: the second `optimize` of a model is shorter."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _eager_again(
     key: str, entry: cache.Entry, settings: RaceSettings, again: Callable[[Candidate], Race]
 ) -> Race | None:
     """Eager as the winner; now and then only after the best of the others has lost once more."""
-    now, said = time.time(), f"raced {entry.date}"
+    now, said = time.time(), f"raced on {entry.date}"
     found = Race(entry.rows, MODEL, entry.why, None, cached=said)
     if entry.recalls + 1 < REUSES and now - max(entry.checked, entry.when) < UNCHECKED:
         cache.keep(key, replace(entry, recalls=entry.recalls + 1))
@@ -118,7 +118,7 @@ def _eager_again(
     if row.verdict not in ("same", "slower"):
         return None
     cache.keep(key, replace(entry, recalls=0, checked=now))
-    return replace(found, cached=f"{said}; {best.name} timed against eager again now: {row.speedup}")
+    return replace(found, cached=f"{said}; {best.name} timed against eager again: {row.speedup}")
 
 
 def _winner_again(entry: cache.Entry, now: Race) -> Race | None:
@@ -131,5 +131,5 @@ def _winner_again(entry: cache.Entry, now: Race) -> Race | None:
         return None
     checked = now.row
     rows = tuple(replace(row, accuracy=checked.accuracy) if row.key == now.winner else row for row in entry.rows)
-    said = f"raced {entry.date}; {checked.name} verified and timed again now: {checked.speedup}"
+    said = f"raced on {entry.date}; {checked.name} verified and timed again: {checked.speedup}"
     return replace(now, rows=rows, why=entry.why, cached=said)

@@ -1,4 +1,4 @@
-"""The choice among contenders that were timed: the fastest one that is still right on fresh inputs."""
+"""Chooses among the timed contenders: the fastest one that is still correct on fresh inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EQUAL = 1.03  # times the fastest median: no more than that between candidates t
 
 @dataclass(frozen=True)
 class Race:
-    """The outcome: a row for everybody, and the winner's executable (None: eager).
+    """The outcome: a row for each candidate, and the winner's executable (None: eager).
 
     winner: the key of its row.
     candidate: the winner; None: eager.
@@ -73,7 +73,7 @@ def choose(
         if not failure:
             why = f"{row.speedup} as fast as eager"
             if order[0] is not faster[0] and row is order[0]:
-                why += f"; {faster[0].name} is the same within noise, and its file would be code"
+                why += f"; {faster[0].name} is equally fast within noise, but its file would contain code"
             return Race(tuple(rows), row.key, why, executable, candidate)
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
     return Race(tuple(rows), MODEL, _why_eager(rows), None)
@@ -93,15 +93,15 @@ def _verified(
 
 
 def _why_eager(rows: Sequence[Row]) -> str:
-    """Why nobody has won."""
-    late = " in the time that there was" if any(row.status == "timed out" for row in rows) else ""
+    """Why eager won."""
+    late = " within the time limit" if any(row.status == "timed out" for row in rows) else ""
     reason = endings.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
     if not any(row.key != MODEL and row.status == "ok" for row in rows):
         return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
-    return "no candidate is faster beyond noise" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
+    return "no candidate is significantly faster" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")
 
 
 def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Contenders: candidates that have been compiled, here or in processes of their own, and checked against eager."""
+"""Contenders: candidates that were compiled, here or in separate processes, and checked against eager."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _prepared(
     title = candidate.title
     row = Row(title, key=candidate.key)
     if not clock.left:
-        return replace(row, status="timed out", reason="nothing was left of the budget"), None
+        return replace(row, status="timed out", reason="the budget was used up"), None
     progress(f"compile {title} ({place})")
     start = time.perf_counter()
     try:
@@ -191,7 +191,7 @@ def _prepared(
         verdict = judge.judge(made, exact=exact, precision=candidate.precision)
         if not verdict.ok and exact:
             verdict = judge.judge(made)
-            made.notes += ("not bit-equal to eager, which has kernels of its own for this model",)
+            made.notes += ("not bit-equal to eager, which uses different kernels for this model",)
         made.notes += verdict.notes
     except NoGain as error:
         return replace(row, status="no gain", reason=error.what), None

@@ -1,4 +1,4 @@
-"""How candidates end: a status for the table, and whether the model or this machine is the reason. Imports no torch."""
+"""How candidates end: the status in the table, and whether the model or this machine is the cause. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 class NoCandidate(UserWarning):
-    """Eager runs because this machine stopped every candidate, not because eager is the fastest."""
+    """Eager runs because no candidate could be tried on this machine, not because eager is the fastest."""
 
 
 class Ended(Protocol):

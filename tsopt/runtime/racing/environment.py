@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement was made with. Imports torch only to ask it."""
+"""The machine and the package versions of a measurement. Imports torch only if it is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What decides how fast things are."""
+    """The hardware and the versions that determine speed."""
 
     cpu: str
     flags: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Candidates in processes of their own: whatever one of them does costs that candidate and is known by name.
+"""Runs each candidate in its own process, so that a crash costs only that candidate and is reported with a cause.
 
-`Sandbox` owns the helper process and its files, `Isolated` is one candidate in a child of it: callable as the model
-is, and timed where it runs. Nothing of either outlives the `with` block.
+`Sandbox` owns the helper process and its files. `Isolated` is one candidate in a child of it: it is called like the
+model and timed where it runs. Nothing of either outlives the `with` block.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_on_cpu(example: Example) -> bool:
 
 def can_isolate(program: Program) -> str:
     """Why candidates for a program cannot have processes of their own; an empty text when they can."""
-    return "the model is on a device" if {device for _, device in program.signature.devices} - {"cpu"} else ""
+    return "the model is not on the CPU" if {device for _, device in program.signature.devices} - {"cpu"} else ""
 
 
 class Sandbox:
@@ -85,7 +85,7 @@ class Sandbox:
         try:
             self._connection, theirs = socket.socketpair()
         except OSError as error:
-            self._refused = f"no process can be started: {error}"
+            self._refused = f"cannot start a process: {error}"
             return self
         with theirs:
             command = [sys.executable, "-m", "tsopt.runtime.racing.worker", str(theirs.fileno())]
@@ -101,7 +101,7 @@ class Sandbox:
                     env=environment_of_child(),
                 )
             except OSError as error:
-                self._refused = f"no process can be started: {error}"
+                self._refused = f"cannot start a process: {error}"
         return self
 
     def open(
@@ -135,7 +135,9 @@ class Sandbox:
         except TsoptError:
             raise
         except Exception as error:  # a dtype that the file format has not; no room
-            raise BackendError("the program cannot be stored", why=f"{type(error).__name__}: {error}"[:200]) from error
+            raise BackendError(
+                "the program cannot be written to a file", why=f"{type(error).__name__}: {error}"[:200]
+            ) from error
         self._examples.clear()  # their files are in the directory of the program before
         if not self._is_ready:
             self._ask(None, START_SECONDS)
@@ -146,7 +148,7 @@ class Sandbox:
 
     def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:
         """What the helper answers. None: waits for what it says by itself."""
-        what = "the process that candidates are tried in does not answer"
+        what = "the candidate process does not answer"
         if self._connection is None:
             raise CandidateDied("crashed", what)
         self._connection.settimeout(seconds)
@@ -159,7 +161,7 @@ class Sandbox:
         except Gone as error:
             raise CandidateDied("crashed", what, why=str(error)) from error
         if "error" in answer:
-            raise BackendError("the program cannot be tried in another process", why=answer["error"])
+            raise BackendError("the program cannot be run in another process", why=answer["error"])
         return answer
 
     def contender(self, candidate: Candidate, **options: Any) -> Isolated:
@@ -180,9 +182,7 @@ class Sandbox:
                     reader, writer = os.pipe()
                     unless_piped.pop_all()
             except OSError as error:
-                raise CandidateDied(
-                    SYSTEM_ERROR, "no process can be started for a candidate", why=str(error)
-                ) from error
+                raise CandidateDied(SYSTEM_ERROR, "cannot start a process for the candidate", why=str(error)) from error
             unless_made.callback(os.close, reader)
             try:
                 pid = self._ask(message, self.seconds, (theirs.fileno(), writer))["pid"]
@@ -283,9 +283,9 @@ class Isolated:
         values = self._read(answer["file"], answer["tensors"])
         outputs, after = values[: answer["outputs"]], values[answer["outputs"] :]
         if len(after) != len(given):
-            raise BackendError(f"{self.candidate.backend} broke the protocol")
+            raise BackendError(f"{self.candidate.backend} sent an invalid answer")
         if not answer["kept"]:
-            raise BackendError("an output of the first call was overwritten by a later one")
+            raise BackendError("an output of the first call was overwritten by a later call")
         with torch.no_grad():
             for mine, theirs in zip(given, after, strict=True):
                 if not bit_equal(mine, theirs):
@@ -317,7 +317,7 @@ class Isolated:
         try:
             return read_tensors(self.sandbox.directory / Path(file).name, tensors)
         except (Gone, OSError) as error:
-            raise BackendError(f"{self.candidate.backend} broke the protocol", why=str(error)) from error
+            raise BackendError(f"{self.candidate.backend} sent an invalid answer", why=str(error)) from error
 
     def _ask(self, message: Message) -> Message:
         if self.lost is not None:
@@ -327,7 +327,9 @@ class Isolated:
             send(self._connection, message)
             answer, _ = receive(self._connection)
         except TimeoutError:
-            raise self._lose("timed out", f"no answer to {message['do']!r} in {self.sandbox.seconds:.0f} s") from None
+            raise self._lose(
+                "timed out", f"no answer to {message['do']!r} within {self.sandbox.seconds:.0f} s"
+            ) from None
         except Gone:
             raise self._lose(*self._how_it_ended(message["do"])) from None
         if "error" in answer:
@@ -341,22 +343,22 @@ class Isolated:
     def _how_it_ended(self, doing: str) -> tuple[str, str]:
         status = self.sandbox.ended(self._pid, 5.0)
         if status is None:
-            return "crashed", f"its process stopped answering while it was asked to {doing}"
+            return "crashed", f"its process stopped answering during {doing!r}"
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
             if number == signal.SIGKILL:
                 return (
                     "out of memory",
-                    f"killed while it was asked to {doing}, most likely by the system for its memory",
+                    f"killed during {doing!r}, most likely because the system ran out of memory",
                 )
-            return "crashed", f"{name} while it was asked to {doing}"
-        return "exited", f"its process ended with status {os.WEXITSTATUS(status)} while it was asked to {doing}"
+            return "crashed", f"{name} during {doing!r}"
+        return "exited", f"its process exited with status {os.WEXITSTATUS(status)} during {doing!r}"
 
     def _lose(self, kind: str, what: str) -> CandidateDied:
         self.end()
         said = self.printed.splitlines()
-        self.lost = CandidateDied(kind, f"{what}; it printed: {said[-1][:200]}" if said else what)
+        self.lost = CandidateDied(kind, f"{what}; last output: {said[-1][:200]}" if said else what)
         return self.lost
 
     def end(self) -> None:

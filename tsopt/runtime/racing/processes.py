@@ -1,4 +1,4 @@
-"""The processes below a process, their limits and their end. Needs no torch."""
+"""Child processes: finding, limiting and ending them. Needs no torch."""
 
 from __future__ import annotations
 

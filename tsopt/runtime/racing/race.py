@@ -1,4 +1,4 @@
-"""The race: candidates compiled, checked, timed side by side with eager; the fastest that is right wins."""
+"""The race: candidates are compiled, verified and timed side by side with eager; the fastest correct one wins."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def race(
 ) -> Race:
     """Runs the race.
 
-    A candidate that cannot be compiled, fails or is wrong costs only itself and is a row with its reason.
-    The winner is made once more in this process, and verified on inputs that the race did not use.
+    A candidate that cannot be compiled, fails or is wrong is a row with a reason and does not stop the race.
+    The winner is compiled again in this process and verified on inputs that the race did not use.
 
     Args:
         programs: the optimized program, and its other variants by name; NoGain where one would not be faster.
@@ -83,7 +83,9 @@ def race(
         torch.set_num_threads(before)
     reason = endings.stopped(found.rows)
     if reason and settings.warn:
-        endings.warn(f"tsopt: {captured.name} runs eager, no candidate could be tried: {reason}", endings.NoCandidate)
+        endings.warn(
+            f"tsopt: {captured.name} runs in eager mode, no candidate could be tried: {reason}", endings.NoCandidate
+        )
     return replace(found, not_isolated_because=maker.not_isolated_because)
 
 
@@ -120,7 +122,7 @@ def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
     if timing is None:
         return row
     if timing.error:
-        return replace(row, status=timing.ending, reason=f"while it was timed: {timing.error}")
+        return replace(row, status=timing.ending, reason=f"during timing: {timing.error}")
     if row.key == MODEL:
         return replace(row, timing=timing)
     gain = speedup(timing, base)
@@ -136,10 +138,13 @@ def benchmark(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Benchmark:
-    """Times a model and candidates side by side: interleaved rounds, the same warm-up, medians, intervals.
+    """Times a model and candidates side by side: interleaved rounds, equal warm-up, medians with intervals.
 
     Args:
-        candidates: callables by name; each is called as the model is.
+        candidates: callables by name; each is called like the model.
+        seconds: approximate time to spend.
+        seed: seed of the generated inputs.
+        progress: called with the name of each step.
     """
     example = as_example(example_input)
     # NOTE: no program here to say which parameters the model writes, so all of them are kept safe.

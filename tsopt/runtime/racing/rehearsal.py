@@ -1,4 +1,4 @@
-"""The model as a race calls it: a shadow, so that nobody who calls the model meanwhile sees any of it."""
+"""The model as a race calls it: a shadow copy, so that other threads can call the model at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interleaved timing: every candidate in turn, the same warm-up, medians, and intervals by bootstrap."""
+"""Interleaved timing: every candidate in turn, equal warm-up, medians, and bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ class Speedup:
     def why_undecided(self) -> str:
         """Why the interval decides nothing; empty when it does."""
         if self.rounds < ENOUGH:
-            return f"{self.rounds} usable rounds are too few for an interval"
+            return f"{self.rounds} valid rounds are too few for an interval"
         if not 0 < self.low <= self.high < math.inf or not math.isfinite(self.ratio):
-            return "the times are not those of a clock that runs"
+            return "the measured times are invalid"
         if not self.low <= self.ratio * (1 + 1e-9) or not self.ratio <= self.high * (1 + 1e-9):
-            return "the ratio of the medians lies outside its own interval"
+            return "the ratio of the medians is outside its interval"
         if self.high > self.low * max(WIDE, self.low, 1 / self.high):
-            return f"the times scatter too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
+            return f"the times vary too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
         return ""
 
     def __str__(self) -> str:
@@ -257,7 +257,7 @@ def _positive(timed: Callable[[], float]) -> float:
         seconds = timed()
         if 0 < seconds < math.inf:
             return seconds
-    raise BackendError("no time can be measured", why=f"the clock says {seconds!r} seconds for calls that were made")
+    raise BackendError("timing failed", why=f"the clock measured {seconds!r} seconds for the calls")
 
 
 def _time(

@@ -1,4 +1,4 @@
-"""What two processes tell each other: messages over a socket, tensors through a file. No pickle."""
+"""Communication between two processes: messages over a socket, tensors through a file. No pickle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def send(connection: socket.socket, message: Mapping[str, Any], files: Sequence[
         else:
             connection.sendall(LENGTH.pack(len(text)) + text)
     except (BrokenPipeError, ConnectionError) as error:
-        raise Gone("nobody is there") from error
+        raise Gone("the connection is closed") from error
 
 
 def receive(connection: socket.socket, files: int = 0) -> tuple[Message, list[int]]:
@@ -52,17 +52,17 @@ def receive(connection: socket.socket, files: int = 0) -> tuple[Message, list[in
         head, found, _, _ = socket.recv_fds(connection, LENGTH.size, files)
         head += _exactly(connection, LENGTH.size - len(head)) if head else b""
         if not head:
-            raise Gone("the connection has ended")
+            raise Gone("the connection is closed")
         size = LENGTH.unpack(head)[0]
         if size > LONGEST:
-            raise Gone(f"a message of {size} bytes")
+            raise Gone(f"a message of {size} bytes is too large")
         message = json.loads(_exactly(connection, size))
     except ConnectionError as error:
-        raise Gone("the connection has ended") from error
+        raise Gone("the connection is closed") from error
     except ValueError as error:
-        raise Gone("not a message") from error
+        raise Gone("invalid message") from error
     if not isinstance(message, dict):
-        raise Gone("not a message")
+        raise Gone("invalid message")
     return message, list(found)
 
 
@@ -71,7 +71,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = connection.recv(min(size - len(data), 1 << 20))
         if not part:
-            raise Gone("the connection has ended")
+            raise Gone("the connection is closed")
         data += part
     return bytes(data)
 
@@ -107,7 +107,7 @@ def read_tensors(path: Path, described: Described) -> list[torch.Tensor]:
     try:
         return [_read(data, item) for item in described]
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise Gone(f"not tensors: {error}") from error
+        raise Gone(f"invalid tensors: {error}") from error
 
 
 def _read(data: bytes, item: dict[str, Any]) -> torch.Tensor:

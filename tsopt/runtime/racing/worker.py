@@ -1,4 +1,4 @@
-"""The isolated side of the race: a process that imports torch once and forks a child for each candidate.
+"""The helper process of a race: imports torch once and forks a child for each candidate.
 
 Started as `python -m tsopt.runtime.racing.worker FD`; knows neither the user's script nor the model's class, only the
 stored program. A candidate that crashes, hangs or exits takes its own child along and nothing else.
