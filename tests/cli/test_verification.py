@@ -51,7 +51,7 @@ def test_a_tampered_bundle_exits_with_2(tsopt, place):
     (place / "m.tsopt" / "weights.safetensors").write_bytes(raw)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
-    assert "'weights.safetensors' was changed" in ran.err
+    assert "'weights.safetensors' was modified" in ran.err
     assert ran.out == ""
 
 
@@ -125,7 +125,7 @@ def test_a_bundle_that_fails_is_no_traceback(tsopt, place, monkeypatch):
     monkeypatch.setattr("tsopt.runtime.calling.executable.Executable.run_flat", fail)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
-    assert "fails on the inputs that are stored in it" in ran.err
+    assert "fails on the inputs that it was written with" in ran.err
     assert "illegal instruction" in ran.err
 
 
