@@ -51,7 +51,7 @@ def test_a_tampered_bundle_exits_with_2(tsopt, place):
     (place / "m.tsopt" / "weights.safetensors").write_bytes(raw)
     ran = tsopt("verify", "m.tsopt")
     assert ran.code == 2
-    assert "'weights.safetensors' was changed" in ran.err
+    assert "'weights.safetensors' was modified" in ran.err
     assert ran.out == ""
 
 

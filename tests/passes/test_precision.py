@@ -195,7 +195,7 @@ def test_backends_compute_in_it(monkeypatch, backend):
 
 @pytest.mark.parametrize("name", ["eager", "onednn", "openvino", "inductor", "cudagraph"])
 def test_a_precision_that_a_backend_has_not(name):
-    with pytest.raises(tsopt.UsageError, match=f"{name} has no precision 'int3'") as caught:
+    with pytest.raises(tsopt.UsageError, match=f"{name} does not support precision 'int3'") as caught:
         get_backend(f"{name}?precision=int3")
     assert "bf16" in caught.value.fix
 
@@ -250,7 +250,7 @@ def test_large_inputs_have_a_wider_limit_but_may_not_overflow():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"precision": "int3"}, "precision='int3'"),
+        ({"precision": "int3"}, "unknown precision 'int3'"),
         ({"precision": "tf32"}, "no selected backend supports tf32"),
         ({"precision": "bf16", "backends": ("torchscript",)}, "no selected backend supports bf16"),
         ({"precision": "bf16", "backends": ("nonsense",)}, "unknown backend"),

@@ -201,7 +201,7 @@ def test_a_program_that_fails_in_the_call_is_refused_when_it_is_loaded(bundle):
         node["args"] = json.loads(text)
     (place / "program.json").write_text(json.dumps(data))
     sign(place)
-    with pytest.raises(tsopt.BundleError, match="fails on the inputs that are stored in it") as caught:
+    with pytest.raises(tsopt.BundleError, match="fails on its own reference inputs") as caught:
         tsopt.load(place)
     assert "IndexError" in caught.value.why
 
