@@ -58,6 +58,7 @@ def test_the_table_marks_the_winner_and_names_a_setting_once(found):
     assert sum(row[3].endswith(" *") for row in cells) == 4
     assert "samples/s" in found.text
     assert "torch" in str(found).splitlines()[-1]
+    assert " threads" not in found.machine[0], "each setting has its own"
     assert found.markdown.startswith("| device | threads | batch |")
 
 

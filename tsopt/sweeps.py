@@ -91,7 +91,8 @@ class Sweep:
     @property
     def machine(self) -> list[str]:
         """A line that names the machine."""
-        return next(([f"on {r.report.environment}"] for r in self.results if r.report is not None), [])
+        made = [result.report.environment for result in self.results if result.report is not None]
+        return [f"on {made[0].machine}"] if made else []
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -281,6 +281,14 @@ def verify(
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
 
 
+@app.command(help="List all passes and rules, in the order in which they run.")
+def rules(json: AsJson = False) -> None:
+    out = _output(json)
+    from tsopt.cli.inspection import show_rules
+
+    show_rules(out)
+
+
 @app.command(help="Show this machine, the backends it can use, and what is missing.")
 def doctor(json: AsJson = False) -> None:
     out = _output(json)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from tsopt.compiler.graph.ops import name_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.rewriting.pipeline import PassRecord
+from tsopt.compiler.rewriting.pipeline import Pass, PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.debug import Debugged, title
@@ -24,7 +24,7 @@ from tsopt.runtime.rendering import (
     rule_cells,
 )
 from tsopt.runtime.report import RuleRecord, pass_json, rule_records, rules_json
-from tsopt.transforms import LEVELS, rules_of
+from tsopt.transforms import LEVELS, passes_in, rules_of
 
 SHOWN = 3  # places or ops in one line; the JSON has all of them
 
@@ -46,6 +46,26 @@ def show_texts(
         else:
             out.say(record.text)
         before = record.text
+
+
+# ---- rules --------------------------------------------------------------------------------------------------
+
+
+def show_rules(out: Any) -> None:
+    """A row for each rule of the standard pipeline, and for each pass that has none."""
+    found = [
+        {"rule": rule.name, "pass": item.name, "numerics": rule.numerics.name, "equation": rule.doc}
+        for item in passes_in(STANDARD)
+        for rule in cast("Sequence[Rule]", item.rules) or [_as_rule(item)]
+    ]
+    out.json(found)
+    out.table(("rule", "pass", "numerics", "equation"), [tuple(row.values()) for row in found])
+    out.say("\n--without RULE leaves one out; tsopt inspect --why RULE shows where it applied")
+
+
+def _as_rule(item: Pass) -> Rule:
+    doc = (type(item).__doc__ or "").strip().splitlines() or [""]
+    return Rule(item.name, (), lambda *_: None, item.numerics, doc[0])
 
 
 # ---- --passes -----------------------------------------------------------------------------------------------

@@ -76,6 +76,10 @@ def test_nested_inputs_are_taken_as_the_model_took_them(tmp_path):
         loaded((one, [one]), 3.0, options={"bias": one})
 
 
+def test_a_loaded_bundle_says_its_model_inputs_and_engine(bundles):
+    assert repr(tsopt.load(bundles["onnxruntime"])) == "<tsopt.Executable Sequential(input: f32[2, 6]) on onnxruntime>"
+
+
 @pytest.mark.parametrize("name", ["eager", "torchscript", "onnxruntime"])
 def test_a_loaded_bundle_takes_a_parameter_for_a_tensor(bundles, mlp, mlp_input, name):
     loaded = tsopt.load(bundles[name], trust=True)

@@ -86,6 +86,17 @@ def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch
     assert made == captured
 
 
+def test_a_call_that_eager_refuses_as_well_leaves_no_trace_in_the_report(optimized_by):
+    def refuse(example):
+        raise tsopt.CaptureError("the model itself fails")
+
+    fast = optimized_by("eager", another=refuse)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            fast(torch.randn(5, 7))
+    assert fast.report.signatures == ()
+
+
 def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
     monkeypatch.setattr(optimized, "MAX_CAPTURES", 2)
     made = []

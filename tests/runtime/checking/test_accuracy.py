@@ -128,6 +128,18 @@ def test_an_output_far_below_one_is_not_hidden_by_the_absolute_tolerance():
         verify(lambda x: x * 1e-8, torch.zeros_like, ROW)
 
 
+def test_a_difference_of_outputs_near_zero_is_said_to_say_little():
+    def model(x):
+        return x.sigmoid() * 1e-12
+
+    example = tsopt.example(torch.linspace(-1, 1, 12))
+    verdict = Oracle(model, example, None).judge(lambda x: (x.double().sigmoid() * 1e-12).float())
+    assert verdict.ok
+    assert any("outputs are near zero (at most" in note for note in verdict.notes)
+    usual = Oracle(torch.sigmoid, example, None).judge(lambda x: x.double().sigmoid().float())
+    assert not any("near zero" in note for note in usual.notes)
+
+
 def test_the_reason_names_the_output_and_the_input_set():
     with pytest.raises(tsopt.AccuracyError) as caught:
         verify(lambda x: {"a": x * 2, "b": x}, lambda x: {"a": x * 2, "b": x + 1}, ROW)

@@ -152,6 +152,7 @@ def compile(
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
         found = made.compile(with_lasting(program.copy() if share_weights else owned(program.copy())))
+    found.model = program.name
     return named(found, made, candidate)
 
 

@@ -219,7 +219,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
     def opened() -> Executable:
         with _told(directory):
             executable = open_bundle(directory, info.name, options, signature, trust)
-            executable.precision = precision
+            executable.precision, executable.model = precision, str(manifest.get("model", ""))
             return executable
 
     return opened

@@ -16,6 +16,7 @@ from tsopt.compiler.precisions import FP32
 from tsopt.errors import BackendError, SignatureError
 from tsopt.runtime.calling.ambient import objection, untraced
 from tsopt.runtime.calling.guard import Leaves, leaves_of, other_mode, quick_call
+from tsopt.runtime.text import printable
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
@@ -41,6 +42,7 @@ class Executable:
         notes: how the backend differs from eager, for the caller.
         precision: the precision of matrix products, one of PRECISIONS.
         reference: the captured program, by which audits tell rounding from errors.
+        model: the name of the model.
         place: `package.module:Class` of the backend, for bundles of a custom backend.
     """
 
@@ -58,8 +60,9 @@ class Executable:
         precision: str = FP32,
         reference: Program | None = None,
         place: str = "",
+        model: str = "",
     ) -> None:
-        self.backend, self.place = backend, place
+        self.backend, self.place, self.model = backend, place, model
         self.precision = precision
         self.signature = signature
         self.save = save
@@ -109,7 +112,13 @@ class Executable:
             precision=self.precision,
             reference=self.reference,
             place=self.place,
+            model=self.model,
         )
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(f"{item.name}: {item.type}" for item in self.signature.user_inputs)
+        dims = f"; {', '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
+        return printable(f"<tsopt.Executable {self.model or 'model'}({inputs}{dims}) on {self.backend}>")
 
     def after(self, check: Callable[[], None] | None) -> Executable:
         """The same executable with a check before each run; None removes the check."""

@@ -273,8 +273,14 @@ class Optimized:
         try:
             executable = self._specialize(example)
         except TsoptError as error:
-            self._note(signature, f"runs in eager mode: {error.what}")
-            return self._eager
+            outcome = f"runs in eager mode: {error.what}"
+
+            def eager(*args: Any, **kwargs: Any) -> Any:
+                result = self._eager(*args, **kwargs)
+                self._note(signature, outcome)  # of a call that the model itself takes; others raise what eager raises
+                return result
+
+            return eager
         self._note(signature, f"captured for {executable.backend}")
         return self._refusing(executable)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 WIDER = {"large": 10.0}
 UNUSUAL = "differs from eager on NaN, infinities or denormals"
 TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order
+NEAR_ZERO = 1e-6  # the largest output of a model whose differences in absolute terms say nothing
 REPEATED_CALLS = 2  # calls after the first, on the example
 WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other differences may be ties
 FEW = 2  # input sets: the example, and values drawn from it
@@ -225,7 +227,17 @@ class Oracle:
             reason = "an output of the first call was overwritten by a later call"
             return Verdict(False, "type", worst, tuple(done), tuple(self.skipped), reason)
         said = tuple(dict.fromkeys(notes))[:1]  # one example says it
+        largest = self._largest_output(done)
+        if worst > 0 and largest < NEAR_ZERO:
+            said += (f"outputs are near zero (at most {largest:.0e}), so the difference says little",)
         return Verdict(True, test, worst, tuple(done), tuple(self.skipped), notes=said)
+
+    def _largest_output(self, kinds: Sequence[str]) -> float:
+        """The largest finite magnitude that eager returned on these input sets."""
+        ordinary = [kind for kind in kinds if kind != "large" and not kind.startswith(EXTREME)]
+        leaves = (leaf for item in self.expected if item.inputs.kind in ordinary for leaf in item.leaves)
+        finite = (leaf[leaf.isfinite()] for leaf in leaves if leaf.is_floating_point() and leaf.numel())
+        return max((float(values.abs().max()) for values in finite if values.numel()), default=math.inf)
 
     def _is_wrong(self, expected: Expected, found: Comparison, exact: bool) -> bool:
         """Whether a difference is wrong; otherwise it is a note."""

@@ -31,9 +31,18 @@ class Environment:
         return asdict(self)
 
     def __str__(self) -> str:
+        return self._said(f"{self.threads} {'thread' if self.threads == 1 else 'threads'}")
+
+    @property
+    def machine(self) -> str:
+        """The same without the number of threads, for what was measured with several numbers."""
+        return self._said("")
+
+    def _said(self, threads: str) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         gpu = f"{self.gpu}; " if self.gpu else ""
-        return f"{gpu}{self.cpu}, {self.cores} cores, {self.threads} threads, {' '.join(self.flags)}; {versions}"
+        cores = f"{self.cores} {'core' if self.cores == 1 else 'cores'}"
+        return f"{gpu}{', '.join(filter(None, (self.cpu, cores, threads, ' '.join(self.flags))))}; {versions}"
 
 
 def environment() -> Environment:
