@@ -22,7 +22,7 @@ from torch import nn
 import tsopt
 from tsopt import background
 from tsopt.hybrid import compiled_of
-from tsopt.runtime.calling.watch import Watch
+from tsopt.runtime.calling.model_changes import Watch
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",), "background": True}
 X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))

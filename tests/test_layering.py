@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
     "compiler/calls/structure.py",
     "compiler/calls/structure_json.py",
     "compiler/calls/types.py",
-    "compiler/calls/view.py",
+    "compiler/calls/result_views.py",
     "compiler/calls/example.py",
     "runtime/calling/ambient.py",
     "runtime/bundles/store.py",
@@ -60,33 +60,33 @@ WITHOUT_TORCH = (
     "runtime/backends/table.py",
     "runtime/backends/candidate.py",
     "runtime/bundles/opening.py",
-    "compiler/precisions.py",
+    "compiler/precision_names.py",
     "runtime/calling/executable.py",
-    "runtime/calling/guard.py",
+    "runtime/calling/signature_guard.py",
     "compiler/graph/strict_json.py",
     "runtime/racing/cache_directory.py",
-    "runtime/bundles/known.py",
+    "runtime/bundles/known_bundles.py",
     "runtime/bundles/members.py",
     "runtime/bundles/onnx_file.py",
     "runtime/bundles/probe.py",
     "runtime/racing/processes.py",
     "runtime/bundles/staging.py",
-    "runtime/calling/guarded.py",
+    "runtime/calling/value_checks.py",
     "runtime/racing/cache_files.py",
-    "runtime/racing/endings.py",
+    "runtime/racing/outcomes.py",
     "runtime/racing/environment.py",
-    "runtime/text.py",
+    "runtime/untrusted_text.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
     "cli/app.py",
     "cli/console.py",
-    "cli/diagnosis.py",
+    "cli/doctor.py",
     "cli/export.py",
     "cli/model_file.py",
     "cli/options.py",
     "cli/process.py",
-    "cli/sweeping.py",
-    "cli/verification.py",
+    "cli/bench.py",
+    "cli/verify.py",
 )
 
 
@@ -153,7 +153,7 @@ def test_the_library_prints_nothing_and_sets_up_no_logger(path):
     names = {ast.unparse(call.func) for call in calls}
     assert not names & {"print", "logging.basicConfig", "log.addHandler", "log.setLevel", "eval"}
     # What `guard.py` runs is made of numbers and of names that it has given itself.
-    assert path.name == "guard.py" or "exec" not in names
+    assert path.name == "signature_guard.py" or "exec" not in names
     # What `background.py` reads comes from its own process, through a directory that only its user can enter.
     assert path.name == "background.py" or not [name for name in names if name.startswith("pickle.")]
     assert not {"torch.load", "os.system"} & names

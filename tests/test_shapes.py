@@ -10,7 +10,7 @@ from bench.untouched import changed, state_of
 from tests.shapes import SHAPES
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.sizes.dims import resized
-from tsopt.runtime.checking.held_out import validate_ranges
+from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
 ONE_GRAPH = [name for name, item in SHAPES.items() if item.one_graph]
 pytestmark = pytest.mark.filterwarnings("ignore")

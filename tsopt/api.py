@@ -9,11 +9,11 @@ from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.rewriting.pipeline import Pass, Repeat
 from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
-from tsopt.passes.precision import in_precision
+from tsopt.passes.lower_precision import in_precision
 from tsopt.request import ReportedProgress, Request
 from tsopt.runtime.backends.backend import Backend, get_backend
 from tsopt.runtime.backends.backend import compile as compile_by

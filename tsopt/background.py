@@ -32,10 +32,10 @@ from tsopt.compiler.calls.structure import Structure, with_own_leaves
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, SignatureError, TsoptError, UsageError
 from tsopt.runtime.bundles.store import load, save
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.model_changes import Watch
+from tsopt.runtime.calling.model_reads import reads_of
 from tsopt.runtime.calling.optimized import MAX_CAPTURES, Optimized
-from tsopt.runtime.calling.reads import reads_of
 from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
-from tsopt.runtime.calling.watch import Watch
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.processes import descendants, environment_of_child, kill
 from tsopt.runtime.report import Report

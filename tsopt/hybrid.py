@@ -23,10 +23,10 @@ from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.calling.ambient import objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.fallback import InEager
-from tsopt.runtime.calling.guard import watcher
+from tsopt.runtime.calling.model_changes import Watch, tensors_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
-from tsopt.runtime.calling.watch import Watch, tensors_of
+from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
 
 log = logging.getLogger("tsopt")

@@ -17,31 +17,31 @@ from torch.export import ExportedProgram
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.capture import capture_apart, name_of
-from tsopt.compiler.capture.explain import failure_of_the_model
+from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pipeline import Pass, PassRecord, Repeat
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
-from tsopt.passes.precision import in_precision
+from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.calling.audit import Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager, reason_of
+from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
-from tsopt.runtime.calling.watch import Weights
-from tsopt.runtime.checking.held_out import ValidatedRanges, sizes_in, validate_ranges
+from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.contenders import RaceSettings
-from tsopt.runtime.racing.endings import warn
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.isolation import Sandbox, is_on_cpu
+from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report

@@ -21,7 +21,7 @@ from tsopt.compiler.sizes.dims import resized as with_sizes
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
 from tsopt.runtime.report import Report, Row, data_frame
-from tsopt.runtime.text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
 

@@ -13,8 +13,8 @@ from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import UsageError
 from tsopt.passes import STANDARD
-from tsopt.runtime.checking.debug import Debugged
-from tsopt.runtime.checking.debug import debug as run_debug
+from tsopt.runtime.checking.rewrite_checks import Debugged
+from tsopt.runtime.checking.rewrite_checks import debug as run_debug
 
 LEVELS = {0: None, 1: Numerics.EXACT, 2: Numerics.ROUNDING, 3: Numerics.LOSSY}
 

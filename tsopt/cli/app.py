@@ -35,7 +35,7 @@ from tsopt.cli.options import (
     race_options,
 )
 from tsopt.errors import TsoptError, UsageError
-from tsopt.runtime.racing.endings import NoCandidate
+from tsopt.runtime.racing.outcomes import NoCandidate
 
 app = typer.Typer(
     name="tsopt",
@@ -96,7 +96,7 @@ def export(
             "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with tsopt bench"
         )
     if dry_run:
-        from tsopt.cli.preview import run
+        from tsopt.cli.dry_run import run
 
         run(out, subject, timing)
         return
@@ -151,16 +151,16 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     out = _output(json, quiet)
-    from tsopt.cli import sweeping
+    from tsopt.cli import bench
     from tsopt.cli.export import directories
 
     new: list[Path] = []
     settings: dict[str, list[Any]] = {
-        "threads": sweeping.numbers(threads, "--threads"),
-        "batch_sizes": sweeping.numbers(batch_sizes, "--batch-sizes"),
-        "devices": sweeping.words(devices, "--devices"),
+        "threads": bench.numbers(threads, "--threads"),
+        "batch_sizes": bench.numbers(batch_sizes, "--batch-sizes"),
+        "devices": bench.words(devices, "--devices"),
     }
-    sweeping.check_output(output)
+    bench.check_output(output)
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
@@ -171,13 +171,13 @@ def bench(
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
         if output is not None:
             with directories([output]) as new:
-                sweeping.save(found, output)
+                bench.save(found, output)
             process.State.written += (str(output),)
     report = found.results[0].report
     if len(found.results) == 1 and report is not None:
         out.report(report)
     else:
-        sweeping.show(out, found)
+        bench.show(out, found)
     for directory in new:
         out.say(f"created the directory {directory}")
     if output is not None:
@@ -219,7 +219,7 @@ def inspect(
     out = _output(json)
     with out.progress(Path(subject.model).name) as tell:
         loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.cli import inspection
+        from tsopt.cli import inspect
         from tsopt.compiler.capture.capture import capture
         from tsopt.passes import STANDARD
         from tsopt.transforms import check_name, debug_passes, names_of, transform_with_records
@@ -235,18 +235,18 @@ def inspect(
             optimized, records = transform_with_records(program, **options)
         reasons = None
         if why is not None:
-            check_name(why, [*names_of(STANDARD), *inspection.names_in(records)])
-            reasons = inspection.explain(why, program.text, records, subject.level, subject.without or ())
+            check_name(why, [*names_of(STANDARD), *inspect.names_in(records)])
+            reasons = inspect.explain(why, program.text, records, subject.level, subject.without or ())
     if json:
-        out.json(inspection.to_json(program.text, optimized, records, reasons, debugged))
+        out.json(inspect.to_json(program.text, optimized, records, reasons, debugged))
     if reasons is not None:
-        inspection.show_why(out, str(why), reasons)
+        inspect.show_why(out, str(why), reasons)
     if passes:
-        inspection.show_passes(out, records)
+        inspect.show_passes(out, records)
     if debugged is not None:
-        inspection.show_debug(out, debugged)
+        inspect.show_debug(out, debugged)
     if reasons is None and debugged is None and not passes:
-        inspection.show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
+        inspect.show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
     if debugged is not None and debugged.findings:
         raise typer.Exit(1)
 
@@ -268,7 +268,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     out = _output(json, quiet)
-    from tsopt.cli.verification import against_model, against_record
+    from tsopt.cli.verify import against_model, against_record
 
     with out.progress(bundle.name) as tell:
         tell("run")
@@ -284,7 +284,7 @@ def verify(
 @app.command(help="List all passes and rules, in the order in which they run.")
 def rules(json: AsJson = False) -> None:
     out = _output(json)
-    from tsopt.cli.inspection import show_rules
+    from tsopt.cli.inspect import show_rules
 
     show_rules(out)
 
@@ -292,7 +292,7 @@ def rules(json: AsJson = False) -> None:
 @app.command(help="Show this machine, the backends it can use, and what is missing.")
 def doctor(json: AsJson = False) -> None:
     out = _output(json)
-    from tsopt.cli.diagnosis import diagnose
+    from tsopt.cli.doctor import diagnose
 
     diagnose(out)
 

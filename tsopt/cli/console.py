@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tsopt.cli.process import UNWRITTEN, silence_stdout
 from tsopt.errors import UsageError
-from tsopt.runtime.text import printable
+from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
     from tsopt.errors import TsoptError

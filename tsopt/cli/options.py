@@ -196,7 +196,7 @@ def capture_options(subject: Subject) -> dict[str, Any]:
 
 def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
     """The options of `optimize` that commands share."""
-    from tsopt.cli.sweeping import words
+    from tsopt.cli.bench import words
 
     asked = words(timing.backends, "--backends")
     chosen: dict[str, Any] = {"backends": "all" if asked == ["all"] else asked} if asked else {}

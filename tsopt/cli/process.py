@@ -10,7 +10,7 @@ import sys
 from types import FrameType
 
 from tsopt.errors import BackendError, TsoptError, UsageError
-from tsopt.runtime.racing.endings import LOST, ending_of
+from tsopt.runtime.racing.outcomes import LOST, ending_of
 from tsopt.runtime.racing.processes import NO_TELEMETRY
 
 INTERRUPTED = 128  # plus the number of the signal, as shells report it

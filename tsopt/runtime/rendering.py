@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tsopt.runtime.text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 if TYPE_CHECKING:
     from tsopt.compiler.rewriting.pipeline import PassRecord

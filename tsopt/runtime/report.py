@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.checking.accuracy import Verdict
-from tsopt.runtime.racing.endings import stopped
 from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.racing.outcomes import stopped
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.rendering import (
     COLUMNS,
@@ -26,7 +26,7 @@ from tsopt.runtime.rendering import (
     row_cells,
     text_table,
 )
-from tsopt.runtime.text import printable
+from tsopt.runtime.untrusted_text import printable
 
 Event = TypeVar("Event", Done, Declined)
 

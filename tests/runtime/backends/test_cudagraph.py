@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import tsopt
 from tests.runtime.helpers import Counter
 from tsopt.compiler.graph.program import Program
-from tsopt.passes.precision import in_precision
+from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends import cudagraph, inductor
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
 from tsopt.runtime.backends.inductor import InductorBackend

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tsopt
 from tests.runtime.helpers import save, sign
-from tsopt.runtime.bundles import known, probe, store
+from tsopt.runtime.bundles import known_bundles, probe, store
 from tsopt.runtime.racing import cache
 
 ROOT = Path(__file__).parents[3]
@@ -95,7 +95,7 @@ def test_code_without_trust_is_not_tried_out(bundle, monkeypatch):
 def test_a_sound_bundle_from_elsewhere_is_opened(bundle, mlp, mlp_input, name):
     place = bundle(name)
     torch.testing.assert_close(tsopt.load(place)(mlp_input), mlp(mlp_input).detach())
-    assert known.is_known(json.loads((place / "manifest.json").read_text())["sha256"])
+    assert known_bundles.is_known(json.loads((place / "manifest.json").read_text())["sha256"])
 
 
 def test_a_sound_bundle_is_opened_where_torch_is_not_installed(bundles, mlp_input, tmp_path):
@@ -266,59 +266,59 @@ DIGEST = "ab" * 32
 
 
 def test_a_bundle_is_known_once_it_is_remembered():
-    assert not known.is_known(DIGEST)
-    known.remember(DIGEST)
-    assert known.is_known(DIGEST)
-    assert not known.is_known("cd" * 32)
+    assert not known_bundles.is_known(DIGEST)
+    known_bundles.remember(DIGEST)
+    assert known_bundles.is_known(DIGEST)
+    assert not known_bundles.is_known("cd" * 32)
 
 
 def test_forgetting_the_cache_forgets_the_bundles():
-    known.remember(DIGEST)
+    known_bundles.remember(DIGEST)
     cache.clear()
-    assert not known.is_known(DIGEST)
+    assert not known_bundles.is_known(DIGEST)
 
 
 @pytest.mark.parametrize("name", ["", "..", "../" * 8 + "etc/passwd", "x" * 64, DIGEST.upper()])
 def test_a_digest_that_is_none_is_never_known(name):
-    known.remember(name)
-    assert not known.is_known(name)
+    known_bundles.remember(name)
+    assert not known_bundles.is_known(name)
     assert not cache.directory().exists()
 
 
 @pytest.mark.parametrize("which", ["cache", "folder"])
 def test_a_directory_that_others_may_write_to_is_not_believed(which):
-    known.remember(DIGEST)
-    (cache.directory() if which == "cache" else cache.directory() / known.FOLDER).chmod(0o777)
-    assert not known.is_known(DIGEST)
-    known.remember("cd" * 32)
-    assert len(list((cache.directory() / known.FOLDER).iterdir())) == 1
+    known_bundles.remember(DIGEST)
+    (cache.directory() if which == "cache" else cache.directory() / known_bundles.FOLDER).chmod(0o777)
+    assert not known_bundles.is_known(DIGEST)
+    known_bundles.remember("cd" * 32)
+    assert len(list((cache.directory() / known_bundles.FOLDER).iterdir())) == 1
 
 
 def test_a_link_is_not_believed(tmp_path):
-    known.remember(DIGEST)
-    (place,) = (cache.directory() / known.FOLDER).iterdir()
+    known_bundles.remember(DIGEST)
+    (place,) = (cache.directory() / known_bundles.FOLDER).iterdir()
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
-    assert not known.is_known(DIGEST)
+    assert not known_bundles.is_known(DIGEST)
 
 
 def test_another_version_tries_out_again(monkeypatch):
-    known.remember(DIGEST)
-    monkeypatch.setattr(known, "__version__", "99")
-    assert not known.is_known(DIGEST)
+    known_bundles.remember(DIGEST)
+    monkeypatch.setattr(known_bundles, "__version__", "99")
+    assert not known_bundles.is_known(DIGEST)
 
 
 def test_the_oldest_are_forgotten(monkeypatch):
-    monkeypatch.setattr(known, "MOST", 2)
+    monkeypatch.setattr(known_bundles, "MOST", 2)
     names = [f"{number:064x}" for number in range(4)]
     for age, name in enumerate(names):
-        known.remember(name)
-        os.utime(known._file(name), (age, age))
-    assert [known.is_known(name) for name in names] == [False, False, True, True]
+        known_bundles.remember(name)
+        os.utime(known_bundles._file(name), (age, age))
+    assert [known_bundles.is_known(name) for name in names] == [False, False, True, True]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TSOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    known.remember(DIGEST)
-    assert not known.is_known(DIGEST)
+    known_bundles.remember(DIGEST)
+    assert not known_bundles.is_known(DIGEST)

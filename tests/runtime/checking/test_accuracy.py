@@ -14,7 +14,7 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking import accuracy
 from tsopt.runtime.checking.accuracy import Oracle, verify
-from tsopt.runtime.checking.limits import at_most
+from tsopt.runtime.checking.time_limits import at_most
 
 NAN, INF = float("nan"), float("inf")
 

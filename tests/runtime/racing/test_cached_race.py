@@ -16,7 +16,7 @@ from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
-from tsopt.runtime.racing.endings import LOST
+from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.timing import Speedup, Timing
 from tsopt.runtime.report import EAGER, MODEL, Row
 

@@ -22,8 +22,8 @@ from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import isolation
 from tsopt.runtime.racing.contenders import RaceSettings
-from tsopt.runtime.racing.endings import NoCandidate
 from tsopt.runtime.racing.isolation import CandidateDied, Sandbox, can_isolate, is_on_cpu
+from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.processes import descendants
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.report import MODEL

@@ -18,8 +18,8 @@ from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing import contenders
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import RaceSettings
-from tsopt.runtime.racing.endings import NoCandidate
 from tsopt.runtime.racing.isolation import CandidateDied
+from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.race import benchmark, race
 from tsopt.runtime.racing.timing import Timing
 from tsopt.runtime.report import MODEL

@@ -13,10 +13,10 @@ from typing import Any
 
 from tsopt.compiler.calls.effects import Effect, check_given, finish
 from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.result_views import INPUT, View
 from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.calls.structure_json import from_json, to_json
 from tsopt.compiler.calls.types import SHORT, TensorType, unlike_a_tensor
-from tsopt.compiler.calls.view import INPUT, View
 from tsopt.compiler.capture.question import Question
 from tsopt.errors import BundleError, SignatureError
 

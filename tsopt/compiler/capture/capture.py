@@ -18,16 +18,14 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.calls.effects import Effect, outcome_of
 from tsopt.compiler.calls.example import Example, as_examples
+from tsopt.compiler.calls.result_views import INPUT
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
-from tsopt.compiler.calls.view import INPUT
-from tsopt.compiler.capture.alike import answers_alike
-from tsopt.compiler.capture.apart import TRACING, apart
-from tsopt.compiler.capture.asked import Asked, asked_by
-from tsopt.compiler.capture.explain import explain, failure_of_the_model
+from tsopt.compiler.capture.export_errors import explain, failure_of_the_model
 from tsopt.compiler.capture.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
 from tsopt.compiler.capture.lowering import functional, lower, unique
+from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.capture.refusals import (
     check_apart,
     check_inputs,
@@ -38,6 +36,8 @@ from tsopt.compiler.capture.refusals import (
 )
 from tsopt.compiler.capture.scripted import Scripted, is_scripted
 from tsopt.compiler.capture.shadow import shadow_of
+from tsopt.compiler.capture.shadow_check import answers_alike
+from tsopt.compiler.capture.thread_patches import TRACING, apart
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program

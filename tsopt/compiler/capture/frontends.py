@@ -22,7 +22,7 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
-from tsopt.compiler.capture.explain import first_lines
+from tsopt.compiler.capture.export_errors import first_lines
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program

@@ -16,7 +16,7 @@ from tsopt.compiler.calls.effects import Effect
 from tsopt.compiler.calls.signature import Input, Output, Signature
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.calls.types import TensorType
-from tsopt.compiler.capture.explain import size_of_values
+from tsopt.compiler.capture.export_errors import size_of_values
 from tsopt.compiler.graph import control, ops
 from tsopt.compiler.graph.edit import fresh_name
 from tsopt.compiler.graph.infer import fakes

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from tsopt.compiler.capture.apart import apart
+from tsopt.compiler.capture.thread_patches import apart
 from tsopt.compiler.graph import ops
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import info_of
@@ -129,8 +129,8 @@ def compile(
         BackendError: the backend does not support the program; the message names the op and its location.
         UsageError: the candidate is for another variant of the program.
     """
-    from tsopt.compiler.calls.lasting import with_lasting
-    from tsopt.compiler.capture.apart import apart
+    from tsopt.compiler.calls.constant_results import with_lasting
+    from tsopt.compiler.capture.thread_patches import apart
     from tsopt.compiler.graph.owned import owned
     from tsopt.compiler.graph.program import Numerics
     from tsopt.compiler.protect import protected

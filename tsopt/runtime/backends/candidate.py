@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.compiler.precision_names import FP32, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 

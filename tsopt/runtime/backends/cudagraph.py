@@ -20,7 +20,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError
 from tsopt.runtime.backends.backend import Unsupported, check_precision
 from tsopt.runtime.backends.eager import torch_runner

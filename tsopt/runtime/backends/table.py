@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from tsopt.compiler.precisions import HALVES
+from tsopt.compiler.precision_names import HALVES
 from tsopt.errors import BackendError, UsageError
 
 Options = tuple[tuple[str, Any], ...]

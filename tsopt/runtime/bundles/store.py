@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.precisions import FP32, PRECISIONS
+from tsopt.compiler.precision_names import FP32, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
-from tsopt.runtime.bundles import known
+from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.bundles.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
 from tsopt.runtime.bundles.onnx_file import check_onnx
 from tsopt.runtime.bundles.opening import CHECK, STATE, check_trust, open_bundle, require
@@ -61,7 +61,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
         _write_check(staging / CHECK, model, example, executable.state)
         (staging / REPORT).write_text(json.dumps(report.to_json()))
         digest = _write_manifest(staging, executable, report)
-    known.remember(digest)
+    known_bundles.remember(digest)
     return target
 
 
@@ -209,12 +209,12 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         if precision not in PRECISIONS:
             raise damaged(directory, f"unknown precision {str(precision)[:40]!r}")
         require(info.name)
-        new = not known.is_known(bundle.digest)
+        new = not known_bundles.is_known(bundle.digest)
         if new and info.through_onnx:
             check_onnx(directory, bundle.sizes)
         if probe or (new and probe is None):
             try_out(directory, info.name, options, signature, bundle.sizes, trust)
-            known.remember(bundle.digest)
+            known_bundles.remember(bundle.digest)
 
     def opened() -> Executable:
         with _told(directory):

@@ -22,14 +22,14 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.compare import compare
-from tsopt.runtime.checking.held_out import sizes_in
+from tsopt.runtime.checking.held_out_sizes import sizes_in
 
 log = logging.getLogger("tsopt")
 SHARE = 0.01  # of the time served

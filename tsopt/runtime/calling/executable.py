@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
+from tsopt.compiler.calls.result_views import INPUT, OUTPUT
 from tsopt.compiler.calls.signature import Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
-from tsopt.compiler.calls.view import INPUT, OUTPUT
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, SignatureError
 from tsopt.runtime.calling.ambient import objection, untraced
-from tsopt.runtime.calling.guard import Leaves, leaves_of, other_mode, quick_call
-from tsopt.runtime.text import printable
+from tsopt.runtime.calling.signature_guard import Leaves, leaves_of, other_mode, quick_call
+from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program

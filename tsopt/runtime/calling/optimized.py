@@ -22,9 +22,9 @@ from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.calling.guard import leaves_of
+from tsopt.runtime.calling.model_changes import Weights
+from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.calling.specializations import MAX_SPECIALIZATIONS, CallKey, Specializations, call_key
-from tsopt.runtime.calling.watch import Weights
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.report import Report
 

@@ -25,8 +25,8 @@ from tsopt.compiler.quiet import silent
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady, TsoptError
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
+from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
-from tsopt.runtime.calling.watch import Weights
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment

@@ -20,14 +20,14 @@ from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Values, laid_out
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, compare
 from tsopt.runtime.checking.inputs import EXTREME, SPECIAL, ZEROS, InputSet, input_sets
-from tsopt.runtime.checking.limits import at_most
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
+from tsopt.runtime.checking.time_limits import at_most
 
 ORDER = ("bits", "element", "float64", "decision", "limit")
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a

@@ -14,7 +14,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.ranges import PLACES, RULES, Range, base_name, of_dtype, recorded
 from tsopt.runtime.onnx.indices import USES, affine, uses_of
-from tsopt.runtime.onnx.narrow import PRODUCTS
+from tsopt.runtime.onnx.narrow_integers import PRODUCTS
 
 EXTREME = "extreme"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try

@@ -12,7 +12,7 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.ranges import Range, Values, base_name
-from tsopt.runtime.calling.guarded import INDEX, REFUSED
+from tsopt.runtime.calling.value_checks import INDEX, REFUSED
 
 # op -> (the argument that holds indices, what they are of, whether negative ones count from the end, what eager raises)
 _ALONG = ("index", "self", False, REFUSED)

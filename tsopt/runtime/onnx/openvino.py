@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, BundleError, UsageError
 from tsopt.runtime.backends.backend import Unsupported, check_precision, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
-from tsopt.runtime.calling.guarded import from_options, guarded, to_options
+from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.narrow import Examined
+    from tsopt.runtime.onnx.narrow_integers import Examined
 
 HINTS = ("latency", "throughput")
 PRECISION_HINTS = {FP32: "f32", "bf16": "bf16", "fp16": "f16"}
@@ -56,8 +56,8 @@ class OpenVinoBackend:
         return refusals(program, "OpenVINO") or list(self._examined(program).refused)
 
     def _examined(self, program: Program) -> Examined:
-        from tsopt.runtime.onnx.engines import OPENVINO
-        from tsopt.runtime.onnx.narrow import examine
+        from tsopt.runtime.onnx.engine_differences import OPENVINO
+        from tsopt.runtime.onnx.narrow_integers import examine
 
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 

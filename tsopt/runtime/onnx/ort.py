@@ -14,12 +14,12 @@ from tsopt.compiler.calls.signature import Signature
 from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
-from tsopt.runtime.calling.guarded import from_options, guarded, to_options
+from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.narrow import Examined
+    from tsopt.runtime.onnx.narrow_integers import Examined
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
@@ -66,8 +66,8 @@ class OnnxRuntimeBackend:
         return found
 
     def _examined(self, program: Program) -> Examined:
-        from tsopt.runtime.onnx.engines import ONNX_RUNTIME
-        from tsopt.runtime.onnx.narrow import NEVER, examine
+        from tsopt.runtime.onnx.engine_differences import ONNX_RUNTIME
+        from tsopt.runtime.onnx.narrow_integers import NEVER, examine
 
         # A GPU would have to be waited for: there indices are looked at only where that was asked for.
         threads = NEVER if _is_on_gpu(program.signature) else self.threads or 0

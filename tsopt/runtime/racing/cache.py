@@ -22,8 +22,8 @@ from tsopt.runtime.checking.accuracy import ORDER, Verdict
 from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
-from tsopt.runtime.racing.endings import MISSING, REFUSED
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.outcomes import MISSING, REFUSED
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.report import MODEL, Row
 

@@ -8,7 +8,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from tsopt.runtime.bundles import known
+from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.racing.cache_directory import directory, objection
 
 LARGEST = 1 << 20  # bytes of an entry
@@ -108,7 +108,7 @@ def clear() -> int:
         if path.is_dir() and not path.is_symlink():
             continue  # not ours: nothing here makes one
         path.unlink(missing_ok=True)
-    known.forget_all()
+    known_bundles.forget_all()
     return count
 
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import TsoptError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants, is_on_one_thread
-from tsopt.runtime.racing.endings import LOST
 from tsopt.runtime.racing.isolation import Sandbox
+from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.timing import UNDECIDED
 from tsopt.runtime.report import EAGER, MODEL

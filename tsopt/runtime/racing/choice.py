@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.held_out import Judge
-from tsopt.runtime.racing import endings
+from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
 from tsopt.runtime.racing.isolation import CandidateDied
 from tsopt.runtime.racing.timing import UNDECIDED, speedup
@@ -67,8 +67,8 @@ def choose(
             executable, failure = _verified(row, candidate, contenders[row.key], maker, judge)
             status, failure = "wrong", failure or streak(executable)
         except Exception as error:  # whatever it raises, it is out
-            ending = error.kind if isinstance(error, CandidateDied) else endings.ending_of(error)
-            status = ending if ending in endings.LOST else "wrong"
+            ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
+            status = ending if ending in outcomes.LOST else "wrong"
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
             why = f"{row.speedup} as fast as eager"
@@ -95,7 +95,7 @@ def _verified(
 def _why_eager(rows: Sequence[Row]) -> str:
     """Why eager won."""
     late = " within the time limit" if any(row.status == "timed out" for row in rows) else ""
-    reason = endings.stopped(tuple(rows))
+    reason = outcomes.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
     if not any(row.key != MODEL and row.status == "ok" for row in rows):

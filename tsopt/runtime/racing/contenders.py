@@ -15,15 +15,15 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.owned import owned
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.backends.backend import Reopens, compile, get_backend, named, race_options
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import is_exact
-from tsopt.runtime.checking.held_out import HeldOut, Judge
-from tsopt.runtime.racing import endings
+from tsopt.runtime.checking.held_out_sizes import HeldOut, Judge
+from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.isolation import CANDIDATE_SECONDS, CandidateDied, Isolated, Sandbox, can_isolate
 from tsopt.runtime.racing.timing import cold_start, seconds_of
 from tsopt.runtime.report import EAGER, Row
@@ -196,11 +196,11 @@ def _prepared(
     except NoGain as error:
         return replace(row, status="no gain", reason=error.what), None
     except TsoptError as error:
-        ending = error.kind if isinstance(error, CandidateDied) else endings.ending_of(error)
+        ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
         return replace(row, status=ending, reason=_reason(error)), None
     except Exception as error:  # a candidate may raise anything; it costs the candidate alone
         reason = f"{type(error).__name__}: {str(error)[:200]}"
-        return replace(row, status=endings.ending_of(error), reason=reason), None
+        return replace(row, status=outcomes.ending_of(error), reason=reason), None
     row = replace(row, accuracy=verdict, compile_seconds=took, cold=cold)
     if not verdict.ok:
         return replace(row, status="wrong", reason=verdict.reason), None

@@ -28,14 +28,14 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import bit_equal
-from tsopt.runtime.racing.endings import LOST, SYSTEM_ERROR
+from tsopt.runtime.racing.outcomes import LOST, SYSTEM_ERROR
 from tsopt.runtime.racing.processes import available_memory, descendants, environment_of_child, kill
 from tsopt.runtime.racing.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
-from tsopt.runtime.text import printable
+from tsopt.runtime.untrusted_text import printable
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
 CANDIDATE_SECONDS = 300.0  # for one answer: to compile, say

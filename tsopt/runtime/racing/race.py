@@ -13,9 +13,9 @@ from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.held_out import Judge
-from tsopt.runtime.checking.streak import unsteady
-from tsopt.runtime.racing import endings
+from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.checking.repeated_calls import unsteady
+from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
 from tsopt.runtime.racing.contenders import (
     Clock,
@@ -81,10 +81,10 @@ def race(
         )
     finally:
         torch.set_num_threads(before)
-    reason = endings.stopped(found.rows)
+    reason = outcomes.stopped(found.rows)
     if reason and settings.warn:
-        endings.warn(
-            f"tsopt: {captured.name} runs in eager mode, no candidate could be tried: {reason}", endings.NoCandidate
+        outcomes.warn(
+            f"tsopt: {captured.name} runs in eager mode, no candidate could be tried: {reason}", outcomes.NoCandidate
         )
     return replace(found, not_isolated_because=maker.not_isolated_because)
 

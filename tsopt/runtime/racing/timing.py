@@ -13,7 +13,7 @@ import numpy as np
 
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
-from tsopt.runtime.racing.endings import ending_of
+from tsopt.runtime.racing.outcomes import ending_of
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SAMPLE = 1e-3  # seconds: shorter calls are timed in groups, so that the clock does not show

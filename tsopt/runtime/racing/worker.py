@@ -30,14 +30,14 @@ from tsopt.errors import NoGain, TsoptError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
-from tsopt.runtime.racing import endings
+from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
 from tsopt.runtime.racing.timing import rest, seconds_of_calls
 from tsopt.runtime.racing.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported before the first fork, so that no child pays for it again.
 # NOTE: not OpenVINO, whose threads do not survive a fork.
-PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx", "tsopt.compiler.capture.apart")
+PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx", "tsopt.compiler.capture.thread_patches")
 
 
 def main(connection: socket.socket) -> None:
@@ -150,7 +150,7 @@ class _Candidate:
                 reason = error.what if isinstance(error, TsoptError) else f"{kind}: {str(error)[:200]}"
                 if isinstance(error, TsoptError) and error.why:
                     reason += f"; {error.why}"
-                ending = "no gain" if isinstance(error, NoGain) else endings.ending_of(error)
+                ending = "no gain" if isinstance(error, NoGain) else outcomes.ending_of(error)
                 answer = {"error": reason[:600], "kind": ending}
             send(self.connection, answer)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tsopt
+from tsopt.compiler.calls.result_views import INPUT, OUTPUT, View
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.view import INPUT, OUTPUT, View
 
 X = torch.arange(8.0).reshape(2, 4)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tsopt.runtime.text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 
 def test_what_would_drive_a_terminal_is_a_question_mark():

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.fx import _symbolic_trace
 
-from tsopt.compiler.capture.apart import TRACING, _Here, apart
+from tsopt.compiler.capture.thread_patches import TRACING, _Here, apart
 
 
 def elsewhere(function):

@@ -34,7 +34,7 @@ from tsopt.compiler.graph.ranges import (
 )
 from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
-from tsopt.runtime.calling.guarded import RANGE, Bound
+from tsopt.runtime.calling.value_checks import RANGE, Bound
 from tsopt.runtime.onnx.indices import Affine, Use, affine, is_index_only, uses_of
 
 # What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,

@@ -12,7 +12,7 @@ import torch
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.capture.explain import unflatten_clones
+from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.protect import is_untouched, protected
 
 log = logging.getLogger("tsopt")

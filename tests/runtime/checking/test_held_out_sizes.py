@@ -11,9 +11,9 @@ from tsopt.compiler.calls.example import example
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import CaptureError
-from tsopt.runtime.checking import held_out
+from tsopt.runtime.checking import held_out_sizes
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.held_out import Judge, validate_ranges
+from tsopt.runtime.checking.held_out_sizes import Judge, validate_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,7 +103,7 @@ def test_a_candidate_is_judged_at_all_sizes():
 
 
 def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
-    monkeypatch.setattr(held_out, "LARGEST", 1 << 16)
+    monkeypatch.setattr(held_out_sizes, "LARGEST", 1 << 16)
     found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
     assert found.notes[0] == "excluded n 1000000000000: not tried, because its inputs would be larger than 1 GB"
     assert found.program.signature.dims[0].high <= 4096

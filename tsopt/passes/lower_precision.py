@@ -21,7 +21,7 @@ from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, run
 from tsopt.errors import NoGain
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.compiler.helpers import Net
 from tsopt.compiler.capture.capture import capture
-from tsopt.compiler.capture.explain import DECISIONS, FAMILIES, SIZES
+from tsopt.compiler.capture.export_errors import DECISIONS, FAMILIES, SIZES
 from tsopt.errors import CaptureError, GraphBreakError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).abs()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.runtime.calling.watch import Watch, Weights
+from tsopt.runtime.calling.model_changes import Watch, Weights
 
 FACTOR = 1.0
 TABLE = {"gain": 1.0}

@@ -9,7 +9,7 @@ import types
 import torch
 from torch import nn
 
-from tsopt.runtime.calling.reads import reads_of
+from tsopt.runtime.calling.model_reads import reads_of
 
 SCALE, UNUSED = 2.0, 1.0
 

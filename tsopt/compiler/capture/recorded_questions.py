@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map_only
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.result_views import View, views_among
 from tsopt.compiler.calls.structure import flatten, unflatten
-from tsopt.compiler.calls.view import View, views_among
 from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, Question
 from tsopt.compiler.graph.ops import tensors_of
 from tsopt.compiler.protect import modules_of, protected

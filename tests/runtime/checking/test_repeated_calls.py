@@ -9,8 +9,8 @@ import torch
 
 import tsopt
 from tsopt.compiler.calls.example import Example
-from tsopt.runtime.checking import streak
-from tsopt.runtime.checking.streak import drawn, unsteady
+from tsopt.runtime.checking import repeated_calls
+from tsopt.runtime.checking.repeated_calls import drawn, unsteady
 from tsopt.runtime.racing import contenders, race
 from tsopt.runtime.racing.timing import Speedup
 
@@ -42,7 +42,7 @@ def faulty(executable, wrong):
 def test_a_right_candidate_is_called_so_often_and_passes(executable):
     calls = []
     assert unsteady(faulty(executable, lambda number, x: calls.append(number)), model, Example((X,)), seconds=60) == ""
-    assert len(calls) == streak.CALLS
+    assert len(calls) == repeated_calls.CALLS
 
 
 @pytest.mark.parametrize("every", [3, 100, 250])
@@ -60,7 +60,7 @@ def test_what_is_wrong_for_some_inputs_only_is_found(executable):
 
 def test_of_what_is_wrong_once_in_a_hundred_calls_at_random_one_in_twenty_is_left():
     draw = random.Random(0)
-    left = sum(all(draw.random() >= 0.01 for _ in range(streak.CALLS)) for _ in range(2000)) / 2000
+    left = sum(all(draw.random() >= 0.01 for _ in range(repeated_calls.CALLS)) for _ in range(2000)) / 2000
     assert 0.03 < left < 0.07
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.protect import modules_of
-from tsopt.runtime.calling.reads import HOOKS, TABLES, Reads, reads_of
+from tsopt.runtime.calling.model_reads import HOOKS, TABLES, Reads, reads_of
 
 PLAIN = (list, dict, set, deque, OrderedDict, defaultdict)
 CONTENTS = 64  # values in a container that is compared; longer ones are for audits

@@ -16,7 +16,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at

@@ -13,7 +13,7 @@ import torch
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
-from tsopt.compiler.precisions import FP32
+from tsopt.compiler.precision_names import FP32
 from tsopt.runtime.calling.audit import EAGER_RAISES, difference
 from tsopt.runtime.calling.executable import Executable
 

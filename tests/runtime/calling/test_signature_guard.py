@@ -12,7 +12,7 @@ from tests.passes.helpers import capture
 from tsopt.compiler.calls.example import Example, example
 from tsopt.errors import SignatureError
 from tsopt.runtime.backends.backend import compile
-from tsopt.runtime.calling.guard import leaves_of, quick_call
+from tsopt.runtime.calling.signature_guard import leaves_of, quick_call
 
 X = torch.arange(12.0).reshape(3, 4)
 Y = X + 1

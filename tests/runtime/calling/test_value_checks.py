@@ -8,7 +8,7 @@ import torch
 
 import tsopt
 from tsopt.errors import IndexOutOfRange, IndexRefused
-from tsopt.runtime.calling.guarded import INDEX, REFUSED, Bound, from_options, guarded, to_options
+from tsopt.runtime.calling.value_checks import INDEX, REFUSED, Bound, from_options, guarded, to_options
 
 
 @pytest.fixture(scope="module")

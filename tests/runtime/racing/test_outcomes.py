@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tsopt
-from tsopt.runtime.racing import endings
-from tsopt.runtime.racing.endings import ending_of, stopped
+from tsopt.runtime.racing import outcomes
+from tsopt.runtime.racing.outcomes import ending_of, stopped
 from tsopt.runtime.report import Row
 
 EAGER = Row("eager")
@@ -49,7 +49,7 @@ def test_the_system_and_the_model_are_told_apart(error, ending):
     assert ending_of(error) == ending
 
 
-@pytest.mark.parametrize("status", endings.LOST)
+@pytest.mark.parametrize("status", outcomes.LOST)
 def test_candidates_that_the_machine_has_stopped_are_named_with_their_reasons(status):
     assert stopped((EAGER, Row("x", status, "why"), Row("y", status))) == f"x {status} (why); y {status}"
 
@@ -77,13 +77,13 @@ def test_who_was_tried_or_refused_the_model_was_not_stopped(rows, is_stopped):
 
 
 def test_the_warning_is_at_the_line_of_the_caller():
-    with pytest.warns(endings.NoCandidate, match="all of them") as seen:
-        endings.warn("all of them", endings.NoCandidate)
+    with pytest.warns(outcomes.NoCandidate, match="all of them") as seen:
+        outcomes.warn("all of them", outcomes.NoCandidate)
     assert seen[0].filename == __file__
 
 
 def test_the_warning_can_be_silenced_by_its_class():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.simplefilter("ignore", endings.NoCandidate)
-        endings.warn("all of them", endings.NoCandidate)
+        warnings.simplefilter("ignore", outcomes.NoCandidate)
+        outcomes.warn("all of them", outcomes.NoCandidate)

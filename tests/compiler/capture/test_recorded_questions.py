@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.capture.asked import asked_by
 from tsopt.compiler.capture.question import Question
+from tsopt.compiler.capture.recorded_questions import asked_by
 
 X = torch.arange(12.0).reshape(3, 4)
 Y = X + 1

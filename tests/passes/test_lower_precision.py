@@ -15,7 +15,7 @@ from tests.compiler.helpers import Net
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pipeline import Limits, run
-from tsopt.passes.precision import LowerPrecision, in_precision
+from tsopt.passes.lower_precision import LowerPrecision, in_precision
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.checking.accuracy import Oracle
@@ -323,7 +323,7 @@ def test_a_candidate_in_a_lower_precision_does_not_take_the_program_as_it_is():
 
 @pytest.mark.usefixtures("low_wins")
 def test_a_bundle_is_verified_by_the_limit_of_its_precision(tmp_path):
-    from tsopt.cli.verification import against_model, against_record
+    from tsopt.cli.verify import against_model, against_record
 
     model = mlp()
     fast = tsopt.optimize(model, X, backends=("eager",), precision="bf16", isolate=False, cache=False)

@@ -8,7 +8,7 @@ import torch
 
 import tsopt as package
 from tests.runtime.helpers import sign
-from tsopt.cli import verification
+from tsopt.cli import verify
 from tsopt.runtime.bundles import store
 
 
@@ -41,7 +41,7 @@ def test_json_says_ok(tsopt, place):
 
 def test_the_time_to_load_is_part_of_the_answer(tsopt, place, monkeypatch):
     clock = iter((1.0, 3.5))
-    monkeypatch.setattr(verification, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(verify, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert "; loaded in 2.50 s" in tsopt("verify", "m.tsopt").out
 
 

@@ -10,7 +10,7 @@ from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import Unknown, laid_out, with_seeds, without_seeds
 from tsopt.compiler.protect import protected
-from tsopt.compiler.rewriting.debug import Case, Debugger, Finding, Trial
+from tsopt.compiler.rewriting.faulty_rewrite import Case, Debugger, Finding, Trial
 from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import TOLERANCES, compare

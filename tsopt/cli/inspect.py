@@ -12,7 +12,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.rewriting.pipeline import Pass, PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
-from tsopt.runtime.checking.debug import Debugged, title
+from tsopt.runtime.checking.rewrite_checks import Debugged, title
 from tsopt.runtime.rendering import (
     PASS_COLUMNS,
     RULE_COLUMNS,
