@@ -128,7 +128,7 @@ def test_a_wrong_rule_is_named_with_its_place(name):
     model, example, wrong, trial = WRONG[name]
     (found,) = findings(model, example, (DeadCode(), *rules(wrong)))
     assert (found.rule, found.in_pass, found.leave_out, found.trial) == (wrong.name, "mine", wrong.name, trial)
-    assert "test_debug.py:" in found.where
+    assert "test_faulty_rewrite.py:" in found.where
     assert found.numerics == wrong.numerics
     assert found.difference
     assert found.before != found.after
