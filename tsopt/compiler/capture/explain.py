@@ -182,7 +182,7 @@ FAMILIES: tuple[Family, ...] = (
         lambda t: any(
             said in t.text for said in ("modifying the input", "copy_.default' is not functional", "hop is expected")
         ),
-        "a data-dependent branch or loop writes in place to a tensor from outside",
+        "a data-dependent branch or loop writes in place to a tensor defined outside it",
         "control flow ops must be functional: they return tensors and modify none",
         "write y = y + 1 instead of y += 1 or y.add_(1), in both branches",
     ),

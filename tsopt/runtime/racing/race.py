@@ -84,7 +84,8 @@ def race(
     reason = endings.stopped(found.rows)
     if reason and settings.warn:
         endings.warn(
-            f"tsopt: {captured.name} runs in eager mode, no candidate could be tried: {reason}", endings.NoCandidate
+            f"tsopt: {captured.name} runs in eager mode because no candidate could be tried: {reason}",
+            endings.NoCandidate,
         )
     return replace(found, not_isolated_because=maker.not_isolated_because)
 
