@@ -246,7 +246,7 @@ def failure_of_the_model(model: Callable[..., Any], example: Example, error: Exc
         "the model fails on the example input in eager mode",
         where=user_frame(own) or user_frame(error),
         why=f"{type(own).__name__}: {first_lines(own)}",
-        fix="make model(*example) run in eager PyTorch first",
+        fix="make model(*example) run in eager mode first",
     )
 
 

@@ -249,7 +249,7 @@ class _Merged:
             return first
         if kind is int:
             return self._number(tuple(values), same)
-        raise self._differ(same, f"one argument is {', '.join(map(repr, values))}")
+        raise self._differ(same, f"an argument has the values {', '.join(map(repr, values))}")
 
     def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
         return NotGeneral(
