@@ -56,7 +56,7 @@ def _is_code(text: str) -> bool:
     try:
         ast.parse(text.strip())
     except SyntaxError:
-        return text.rstrip().endswith((":", "):\n")) or text.lstrip().startswith(("def ", "class ", "@"))
+        return text.lstrip().startswith(("def ", "class ", "@", "for ", "with ", "if ")) and text.rstrip().endswith(":")
     return True
 
 

@@ -56,7 +56,7 @@ def test_a_name_that_is_not_public_is_an_attribute_error(name):
         getattr(tsopt, name)
 
 
-GRAPH_BREAK = "without changes, tsopt.optimize(model, x) runs it partitioned or in eager mode"
+GRAPH_BREAK = "without changes to the model, tsopt.optimize(model, x) runs it partitioned or in eager mode"
 
 
 @pytest.mark.parametrize("name", [n for n in tsopt.__all__ if n.endswith("Error") or n == "InvalidProgram"])

@@ -63,7 +63,7 @@ class GraphBreakError(CaptureError):
     """The model runs, but cannot be captured as one graph. `fix` ends with what `optimize` can still do."""
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
-        still = "without changes, tsopt.optimize(model, x) runs it partitioned or in eager mode"
+        still = "without changes to the model, tsopt.optimize(model, x) runs it partitioned or in eager mode"
         super().__init__(what, where=where, why=why, fix=f"{fix}; {still}" if fix else still)
 
 

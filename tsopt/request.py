@@ -268,13 +268,17 @@ class Request:
                 optimized, records = change(validated.program, without=left_out)
                 for record in filter(lambda record: record.failed, records):
                     warn(
-                        f"tsopt: {validated.program.name}: skipped the pass {record.name}: {record.failed}",
+                        f"tsopt: {validated.program.name}: the pass {record.name} was left out: {record.failed}",
                         UserWarning,
                     )
                 return optimized, records, validated.checked_with(optimized)
             except NotGeneral as error:
                 reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))
-        return validated.program, [], replace(validated, notes=(*validated.notes, f"no passes: {reasons[-1]}"))
+        return (
+            validated.program,
+            [],
+            replace(validated, notes=(*validated.notes, f"the passes were not applied: {reasons[-1]}")),
+        )
 
     def specialized(self, candidate: Candidate, example: Example) -> Executable:
         """The winner's backend for another signature, verified and briefly raced against eager."""

@@ -204,17 +204,17 @@ def _check(
 ) -> None:
     for name, values in (("threads", threads), ("batch_sizes", batch_sizes), ("devices", devices)):
         if not values:
-            raise UsageError(f"{name} is empty", fix="give at least one value, or leave it out")
+            raise UsageError(f"{name} is empty", fix="pass at least one value, or leave it out")
     for name, numbers in (("threads", threads), ("batch size", batch_sizes)):
         for number in numbers:
             if number is not None and number < 1:
-                raise UsageError(f"{name} must be at least 1, got {number}", fix="give 1 or more")
+                raise UsageError(f"{name} must be at least 1, got {number}", fix="pass 1 or more")
     if any(batch is not None for batch in batch_sizes) and not batch_of(example):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in _leaves(example))
         raise UsageError(
             "the inputs have no common batch axis to resize",
             why=f"the sizes of their first axes differ or are 0: {shapes}",
-            fix="leave out the batch sizes, or give an example with the batch as the first axis of every input",
+            fix="leave out the batch sizes, or pass an example with the batch as the first axis of every input",
         )
     for device in devices:
         if device is not None:

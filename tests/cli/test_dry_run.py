@@ -96,7 +96,7 @@ example_input = torch.ones(2, 3)
     )
     ran = tsopt("export", "m.py", "--dry-run")
     assert ran.code == 2
-    assert "model is not one graph; dynamo splits it into 2 parts" in ran.out
+    assert "model is not one graph; TorchDynamo splits it into 2 parts" in ran.out
     rows = [line.split() for line in ran.out.splitlines() if line[:1].isdigit()]
     assert [row[:3] for row in rows] == [["1", "3", "m.py:6"], ["2", "2", "-"]]
     assert "item" in ran.out

@@ -84,7 +84,7 @@ class TestPasses:
         ran = tsopt("inspect", "m.py", "--passes")
         assert ran.code == 0
         table = rows(ran.out)
-        assert table[0] == ["pass", "nodes", "weights", "peak", "done", "nearly", "ms"]
+        assert table[0] == ["pass", "nodes", "weights", "peak", "rewrites", "near", "misses", "ms"]
         fuse = next(row for row in table if row[0] == "fuse")
         assert fuse[1:4] == ["4", "->", "3"]
         assert "program Net" not in ran.out
@@ -92,7 +92,7 @@ class TestPasses:
 
     def test_there_is_a_row_for_each_rule_that_did_or_nearly_did_something(self, tsopt):
         table = rows(tsopt("inspect", "m.py", "--passes").out)
-        start = table.index(["rule", "in", "done", "nearly", "because"])
+        start = table.index(["rule", "in", "rewrites", "near", "misses", "because"])
         rules = {row[0]: row[1:] for row in table[start + 1 :] if row}
         assert rules["conv_batch_norm"] == ["fuse", "1", "1", *USED_ELSEWHERE.split()]
         assert rules["times_one"] == ["algebra", "1", "-"]

@@ -317,7 +317,7 @@ def test_a_program_for_many_sizes_is_lowered_and_right_at_all_of_them(isolate):
 def test_a_candidate_in_a_lower_precision_does_not_take_the_program_as_it_is():
     from tsopt.runtime.backends.backend import compile
 
-    with pytest.raises(tsopt.UsageError, match="the program is not in bf16"):
+    with pytest.raises(tsopt.UsageError, match="the program has not been lowered to bf16"):
         compile(tsopt.capture(mlp(), X), "eager?precision=bf16")
 
 

@@ -83,7 +83,7 @@ def test_what_was_not_measured_is_not_there():
     for said in ("op nodes", "peak", "capture", "numerics"):
         assert said not in bare.text
     full = replace(FULL, nodes=(9, 7), peak_bytes=(2_000_000, 1_500_000), capture_seconds=1.5, pass_seconds=0.25)
-    wanted = "op nodes 9 -> 7; peak of activations 2.0 MB -> 1.5 MB; numerics EXACT; capture 1.50 s; passes 0.25 s"
+    wanted = "op nodes 9 -> 7; peak activation memory 2.0 MB -> 1.5 MB; numerics EXACT; capture 1.50 s; passes 0.25 s"
     assert wanted in full.text
 
 
@@ -106,7 +106,7 @@ def test_the_rest_is_said_at_the_end():
         "sizes: batch: 1..8",
         "captured by TorchScript",
         "candidates ran in this process: no space",
-        "call with another signature, f32[2]: captured",
+        "call with a new signature (f32[2]): captured",
         "since then: it differs",
         "tsopt: m.tsopt",
         ITSELF,
@@ -125,7 +125,7 @@ def test_passes_that_did_nothing_are_one_line():
     records = [record("dce"), record("fold", "a a b", "c:why"), record("cse"), record("dce")]
     lines = [line.text for line in pass_lines([replace(item, changed=bool(item.done)) for item in records])]
     assert [line.split()[0] for line in lines[:3]] == ["pass", "----", "fold"]
-    assert lines[3:] == ["    done: a x2, b", "    near misses: c", "2 passes found nothing to do: dce, cse"]
+    assert lines[3:] == ["    rewrites: a x2, b", "    near misses: c", "2 passes found nothing to do: dce, cse"]
 
 
 def test_a_pass_that_did_something_in_another_round_is_not_idle():

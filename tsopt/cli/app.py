@@ -93,7 +93,7 @@ def export(
     out = _output(json, quiet)
     if subject.frontend == "parts":
         raise UsageError(
-            "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with tsopt bench"
+            "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with `tsopt bench`"
         )
     if dry_run:
         from tsopt.cli.dry_run import run

@@ -108,11 +108,12 @@ def show_partitions(out: Output, found: Partitions) -> None:
     """A row for each part, with the place where it ends."""
     if out.as_json:
         return  # the error is the one value on stdout
-    out.say(f"{found.model} is not one graph; dynamo splits it into {len(found.parts)} parts:\n")
+    out.say(f"{found.model} is not one graph; TorchDynamo splits it into {len(found.parts)} parts:\n")
     rows = [(str(n), str(part.ops), part.ends_at or "-", part.why) for n, part in enumerate(found.parts, 1)]
     out.table(("part", "ops", "graph break at", "because"), rows)
     out.say(
-        "\ntsopt.optimize and tsopt bench run it partitioned, with Python between the parts; no file can hold that\n"
+        "\n`tsopt.optimize` and `tsopt bench` run it partitioned, with Python between the parts; "
+        "a partitioned model cannot be saved\n"
     )
 
 
@@ -156,5 +157,5 @@ def show(out: Output, found: Preview) -> None:
     out.table(("op", "calls", "first"), [(name, str(count), place) for name, count, place in found.ops])
     out.say()
     rows = [(item.backend, "yes" if item.takes else "no", item.why) for item in found.backends]
-    out.table(("backend", "takes it", "why not"), rows)
-    out.say("\nnothing was timed or written; without --dry-run they race, and the winner is saved")
+    out.table(("backend", "supported", "because"), rows)
+    out.say("\nnothing was timed or written; without --dry-run, the candidates race and the winner is saved")

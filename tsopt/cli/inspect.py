@@ -97,7 +97,7 @@ def show_passes(out: Any, records: Sequence[PassRecord]) -> None:
 
 def _counts(cells: tuple[str, ...], record: PassRecord) -> tuple[str, ...]:
     """The row of a pass with counts instead of names; rules have their own rows here."""
-    done, nearly = PASS_COLUMNS.index("done"), PASS_COLUMNS.index("nearly")
+    done, nearly = PASS_COLUMNS.index("rewrites"), PASS_COLUMNS.index("near misses")
     counts = {done: str(len(record.done) or "-"), nearly: str(len(record.declined) or "-")}
     return tuple(counts.get(position, cell) for position, cell in enumerate(cells))
 

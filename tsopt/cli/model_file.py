@@ -141,9 +141,7 @@ def _model(module: Any, path: Path, name: str) -> Callable[..., Any]:
         raise UsageError(
             f"{path.name} defines no {name or 'model'!r}",
             where=str(path),
-            fix=f"choose one of: {', '.join(f'{path.name}:{key}' for key in offers)}"
-            if offers
-            else "add `model = ...`",
+            fix=f"use one of: {', '.join(f'{path.name}:{key}' for key in offers)}" if offers else "add `model = ...`",
         )
     if (isinstance(found, type) and issubclass(found, nn.Module)) or (
         not isinstance(found, nn.Module) and callable(found) and _takes_nothing(found)

@@ -37,7 +37,7 @@ def _seed(value: int) -> int:
 def _seconds(value: float) -> float:
     if not 0 < value < math.inf:
         raise UsageError(
-            f"--seconds must be positive and finite, not {value:g}", fix="use a number of seconds greater than 0"
+            f"--seconds must be positive and finite, got {value:g}", fix="use a number of seconds greater than 0"
         )
     return value
 

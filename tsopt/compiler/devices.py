@@ -31,5 +31,5 @@ def put(tensor: torch.Tensor, device: str) -> torch.Tensor:
         raise UsageError(
             f"the device {device!r} cannot be used",
             why=str(error).splitlines()[0][:200],
-            fix="run tsopt doctor to check the GPU",
+            fix="run `tsopt doctor` to check the GPU",
         ) from error

@@ -21,8 +21,8 @@ EXPENDABLE = ("first ms", "compile s", "p90 ms", "max diff", TIME)
 BAR = 10  # characters of the longest bar
 MARK = "* "  # in front of the winner
 LONGEST_NAME = 34
-PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "done", "nearly", "ms")
-RULE_COLUMNS = ("rule", "in", "done", "nearly", "because")
+PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "rewrites", "near misses", "ms")
+RULE_COLUMNS = ("rule", "in", "rewrites", "near misses", "because")
 SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
 ITSELF = "calls run the model itself, with the weights it has at the time of the call"
 
@@ -138,7 +138,7 @@ def _said_of(report: Report, row: Row) -> Iterator[str]:
 def _tail(report: Report) -> Iterator[str]:
     measured = [
         f"op nodes {arrow(*report.nodes)}" if any(report.nodes) else "",
-        f"peak of activations {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",
+        f"peak activation memory {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",
         f"numerics {report.numerics}" if any(report.nodes) else "",
         f"capture {report.capture_seconds:.2f} s" if report.capture_seconds else "",
         f"passes {report.pass_seconds:.2f} s" if report.pass_seconds else "",
@@ -152,7 +152,7 @@ def _tail(report: Report) -> Iterator[str]:
     if report.not_isolated_because:
         yield f"candidates ran in this process: {report.not_isolated_because}"
     for signature, outcome in report.signatures:
-        yield f"call with another signature, {signature}: {outcome}"
+        yield f"call with a new signature ({signature}): {outcome}"
     if report.is_eager:
         yield ITSELF
     for text in report.audits:
@@ -176,7 +176,7 @@ def pass_lines(records: Sequence[PassRecord], width: int | None = None) -> Itera
         yield Line(text, "failed" if record.failed else "")
         if record.failed:
             yield Line(f"    the pass {record.name} was left out: {record.failed}")
-        for what, rules in (("done", record.done), ("near misses", record.declined)):
+        for what, rules in (("rewrites", record.done), ("near misses", record.declined)):
             if rules:
                 yield Line(f"    {what}: {_counted(item.rule for item in rules)}")
     yield from idle_line(records)

@@ -251,7 +251,7 @@ def test_a_model_that_nests_too_deep(monkeypatch):
 
 
 def test_every_message_says_what_can_still_be_done():
-    with pytest.raises(CaptureError, match=r"without changes, tsopt\.optimize.* runs it partitioned"):
+    with pytest.raises(CaptureError, match=r"without changes to the model, tsopt\.optimize.* runs it partitioned"):
         capture(Net(an_if), X)
 
 

@@ -327,7 +327,7 @@ def test_what_torchscript_cannot_compile_is_refused():
 def test_there_is_no_other():
     with pytest.raises(UsageError, match="unknown frontend 'parts'") as caught:
         capture(ByValues(), X, frontend="parts")
-    assert caught.value.fix == "choose one of: auto, export, strict, fx, torchscript"
+    assert caught.value.fix == "use one of: auto, export, strict, fx, torchscript"
 
 
 def test_an_exported_program_has_been_read():

@@ -57,7 +57,7 @@ def test_one_name_is_one_size():
 
 
 def test_two_names_for_one_size_are_refused():
-    with pytest.raises(CaptureError, match=r"(?s)a and b must be the same size.*name all of them a"):
+    with pytest.raises(CaptureError, match=r"(?s)a and b must be the same size.*give all of them the name a"):
         tsopt.capture(lambda x, y: x + y, (rows(2), rows(2)), dynamic={"x": {0: "a"}, "y": {0: "b"}})
 
 

@@ -37,13 +37,13 @@ def test_an_unknown_backend_is_named_with_the_known_ones():
 def test_an_unknown_option_is_named_with_the_known_ones(mlp_program):
     with pytest.raises(tsopt.UsageError, match="unknown option 'opset' of the backend eager") as caught:
         tsopt.compile(mlp_program, "eager", opset=17)
-    assert caught.value.fix == "its options: threads"
+    assert caught.value.fix == "use one of: threads"
 
 
 def test_a_backend_without_options_says_so():
     with pytest.raises(tsopt.UsageError) as caught:
         get_backend("null", threads=2)
-    assert caught.value.fix == "its options: none"
+    assert caught.value.fix == "pass no options"
 
 
 def test_a_missing_library_is_named(monkeypatch):

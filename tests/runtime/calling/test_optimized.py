@@ -32,7 +32,7 @@ def test_a_new_shape_is_captured_once_and_right(optimized_by, mlp, executables):
         torch.testing.assert_close(fast(x), mlp(x).detach())
     assert len(captured) == 2
     assert fast.report.signatures == (("f32[5, 6]", "captured for eager"), ("f32[7, 6]", "captured for eager"))
-    assert "call with another signature, f32[5, 6]: captured for eager" in fast.report.text
+    assert "call with a new signature (f32[5, 6]): captured for eager" in fast.report.text
 
 
 def test_a_form_that_cannot_be_captured_goes_eager_and_says_why(optimized_by, mlp):
@@ -112,7 +112,7 @@ def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
     assert len(made) == 2
     what, outcome = fast.report.signatures[-1]
     assert (what, outcome) == (
-        "any further signature",
+        "any further one",
         "runs in eager mode: 2 were captured; dynamic= captures one program for many sizes",
     )
 

@@ -138,7 +138,7 @@ def test_transform_raises_with_the_name_the_place_and_the_fix():
     assert error.what == "sin_is_cos in the pass mine changes values (and 1 more findings)"
     assert "test_rewrite_checks.py:" in error.where
     assert error.why.endswith("on the example input; declared numerics: ROUNDING")
-    assert error.fix == "skip it: --without sin_is_cos"
+    assert error.fix == "leave it out: --without sin_is_cos"
     assert error.exit_code == 1
 
 

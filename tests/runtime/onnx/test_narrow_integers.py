@@ -62,7 +62,7 @@ class Products(nn.Module):
 @pytest.mark.parametrize(
     ("model", "args", "why"),
     [
-        (lambda x: x.double().sum().float(), (FLOATS,), "has no float64: it computes in float32"),
+        (lambda x: x.double().sum().float(), (FLOATS,), "does not support float64: it computes in float32"),
         (lambda x: x + x, (INTS.byte(),), "uint8 only up to 2\\^8, and add"),
         (lambda x: -x, (INTS.to(torch.int8),), "int8 only up to 2\\^7, and neg"),
         (lambda x: x.long() + 0, (FLOATS,), "int64 only up to 2\\^31, and to"),
@@ -106,7 +106,7 @@ def test_a_weight_beyond_int32_is_refused():
 
 @openvino_only
 def test_the_refusal_is_what_compile_says():
-    with pytest.raises(tsopt.BackendError, match="has no float64: it computes in float32"):
+    with pytest.raises(tsopt.BackendError, match="does not support float64: it computes in float32"):
         tsopt.compile(tsopt.capture(lambda x: x * 2, FLOATS.double()), "openvino")
 
 
@@ -325,7 +325,7 @@ def test_what_openvino_would_cut_is_run_by_torch_and_refused_by_a_bundle(tmp_pat
     assert torch.equal(made(large), model(large))
     assert made(torch.tensor([5, 16_000_000])).tolist() == [0, 0]
     loaded = tsopt.load(save(made, tmp_path / "m.tsopt", model, small))
-    with pytest.raises(tsopt.BackendError, match="this engine differs from PyTorch"):
+    with pytest.raises(tsopt.BackendError, match="this backend differs from PyTorch"):
         loaded(large)
 
 

@@ -103,7 +103,7 @@ def capture_apart(
 ) -> tuple[Program, bool]:
     """`capture`, and whether a shadow copy was enough, so that the model itself was not touched."""
     if frontend not in ("auto", *READERS):
-        raise UsageError(f"unknown frontend {frontend!r}", fix=f"choose one of: auto, {', '.join(READERS)}")
+        raise UsageError(f"unknown frontend {frontend!r}", fix=f"use one of: auto, {', '.join(READERS)}")
     examples = as_examples(example_input)
     if isinstance(model, ExportedProgram):
         if frontend in BEFORE_EXPORT:

@@ -182,7 +182,7 @@ FAMILIES: tuple[Family, ...] = (
         lambda t: any(
             said in t.text for said in ("modifying the input", "copy_.default' is not functional", "hop is expected")
         ),
-        "a data-dependent branch or loop writes in place to a tensor from outside",
+        "a data-dependent branch or loop writes in place to a tensor defined outside it",
         "control flow ops must be functional: they return tensors and modify none",
         "write y = y + 1 instead of y += 1 or y.add_(1), in both branches",
     ),
@@ -246,7 +246,7 @@ def failure_of_the_model(model: Callable[..., Any], example: Example, error: Exc
         "the model fails on the example input in eager mode",
         where=user_frame(own) or user_frame(error),
         why=f"{type(own).__name__}: {first_lines(own)}",
-        fix="make model(*example) run in eager PyTorch first",
+        fix="make model(*example) run in eager mode first",
     )
 
 

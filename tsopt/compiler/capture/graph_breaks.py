@@ -44,7 +44,7 @@ def parts_of_model(model: Callable[..., Any], example: Example) -> tuple[Part, .
             found = torch._dynamo.explain(model)(*example.args, **example.kwargs)  # type: ignore[no-untyped-call]
     except Exception as error:  # dynamo's own, or the model's under it
         said = (str(error).splitlines() or [""])[0][:LONGEST]
-        raise CaptureError("dynamo cannot trace the model", why=f"{type(error).__name__}: {said}") from error
+        raise CaptureError("TorchDynamo cannot trace the model", why=f"{type(error).__name__}: {said}") from error
     breaks = [(_place(item.user_stack), item.reason.splitlines()[0][:LONGEST]) for item in found.break_reasons]
     counts = [sum(node.op.startswith("call_") for node in made.graph.nodes) for made in found.graphs]
     breaks += [("", "")] * (len(counts) - len(breaks))

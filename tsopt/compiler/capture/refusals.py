@@ -136,7 +136,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
             raise GraphBreakError(
                 "the model stores a Python number that depends on the input in one of its arguments",
                 where=f"input {effect}",
-                why="a program computes only tensors; the number would be baked in",
+                why="a program computes only with tensors; the number would be baked in",
                 fix="store a tensor: torch.tensor(0) instead of 0, tensor instead of tensor.item()",
             )
     for structure in (result, *(effect.parts for effect in effects)):

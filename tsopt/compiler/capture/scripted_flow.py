@@ -136,7 +136,7 @@ class _Used:
         before = _contents(given)
         found = run(block, self.values | dict(zip(self.names, given, strict=True)) | (own or {}))
         if _contents(given) != before:
-            raise _refused("it modifies a list or a dict from outside", self.where)
+            raise _refused("a branch or loop body modifies a list or a dict defined outside it", self.where)
         return found
 
 

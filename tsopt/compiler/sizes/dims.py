@@ -70,7 +70,7 @@ def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Examp
     known: dict[str, Dim] = {}
     for name, axes in wanted.items():
         if name not in names:
-            raise UsageError(f"dynamic: there is no input {name!r}", fix=f"choose one of: {', '.join(names)}")
+            raise UsageError(f"dynamic: there is no input {name!r}", fix=f"use one of: {', '.join(names)}")
         if not isinstance(axes, Mapping):
             raise UsageError(f"dynamic: {name!r} must map axes to names", fix=f'write {{"{name}": {{0: "batch"}}}}')
         position = names.index(name)
@@ -81,7 +81,7 @@ def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Examp
             made = dim(text)
             if known.setdefault(made.name, made) != made:
                 raise UsageError(
-                    f"dynamic: {made.name} has two different ranges", fix="give the same range at every axis"
+                    f"dynamic: {made.name} has two different ranges", fix="use the same range at every axis"
                 )
             found.setdefault(position, {})[axis % rank] = made
     if not found:

@@ -56,7 +56,7 @@ def _through(program: Program, change: Callable[[Program], Program], samples: Se
     try:
         instances = [instance(program, sizes) for sizes in samples]
     except Exception as error:  # whatever an op says about sizes that do not fit
-        raise NotGeneral("the program does not run at all sizes in its ranges", why=str(error)[:200]) from error
+        raise NotGeneral("the program fails at some of the sizes in its ranges", why=str(error)[:200]) from error
     return _Merged(program, instances, [_typed(change(item.program)) for item in instances]).program()
 
 
@@ -249,7 +249,7 @@ class _Merged:
             return first
         if kind is int:
             return self._number(tuple(values), same)
-        raise self._differ(same, f"one argument is {', '.join(map(repr, values))}")
+        raise self._differ(same, f"an argument has the values {', '.join(map(repr, values))}")
 
     def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
         return NotGeneral(

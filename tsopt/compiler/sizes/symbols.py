@@ -149,7 +149,7 @@ def _dim(
         raise CaptureError(
             f"{' and '.join(sorted({dim.name for dim in given}))} must be the same size in this model",
             why="the model combines tensors of these sizes",
-            fix=f"name all of them {given[0].name}",
+            fix=f"give all of them the name {given[0].name}",
         )
     (position, axis), constraint = places[0], exported.range_constraints.get(symbol)
     name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}".replace(".", "_")

@@ -95,7 +95,7 @@ def get_backend(backend: str | Candidate, **options: Any) -> Backend:
         if option not in known:
             raise UsageError(
                 f"unknown option {option!r} of the backend {info.name}",
-                fix=f"its options: {', '.join(known) or 'none'}",
+                fix=f"use one of: {', '.join(known)}" if known else "pass no options",
             )
     made = cast(Backend, info.load()(**options))
     hint = made.missing()
@@ -138,7 +138,8 @@ def compile(
     candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
     if isinstance(candidate, Candidate) and candidate.variant != FP32 and program.numerics < Numerics.LOSSY:
         raise UsageError(
-            f"the program is not in {candidate.variant}", fix="use tsopt.compile(program, ...), which lowers it"
+            f"the program has not been lowered to {candidate.variant}",
+            fix="use tsopt.compile(program, ...), which lowers it",
         )
     made = get_backend(candidate, **options) if isinstance(candidate, Candidate) else candidate
     refused = made.unsupported(program)

@@ -91,7 +91,7 @@ def _raising_as_torch(run: Runner, program: Program) -> Runner:
         try:
             return run(inputs)
         except RuntimeError as error:
-            log.info("TorchScript failed in a call, which falls back to PyTorch: %s", error)
+            log.info("a TorchScript call failed and is repeated with PyTorch: %s", error)
             return by_torch(program)(inputs)
 
     return run_or_raise

@@ -44,12 +44,12 @@ def remember(digest: str) -> None:
             place.parent.mkdir(mode=0o700, exist_ok=True)
         reason = _objection(place.parent)
         if reason:
-            log.info("cannot remember the bundle: %s", reason)
+            log.info("cannot record that the bundle was probed: %s", reason)
             return
         os.close(os.open(place, os.O_WRONLY | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
         _drop_oldest(place.parent)
     except OSError as error:
-        log.info("cannot remember the bundle: %s", error)
+        log.info("cannot record that the bundle was probed: %s", error)
 
 
 def forget_all() -> None:

@@ -116,7 +116,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
                 "the directory is not a bundle", where=str(directory), why=f"it does not contain {MANIFEST}"
             )
         what = "is not a directory" if directory.exists() else "does not exist"
-        raise BundleError(f"the bundle {what}", where=str(directory), fix="give the path of a .tsopt directory")
+        raise BundleError(f"the bundle {what}", where=str(directory), fix="pass the path of a .tsopt directory")
     with _opened(directory, MANIFEST) as (handle, facts):
         if facts.st_size > MAX_MANIFEST:
             raise damaged(directory, "the manifest is too large")
@@ -130,7 +130,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise damaged(directory, f"invalid format version {str(version)[:40]!r}")
     if version > FORMAT:
         raise BundleError(
-            f"the bundle has format version {version}, this version of tsopt supports up to {FORMAT}",
+            f"the bundle has format version {version}, but this version of tsopt supports only up to {FORMAT}",
             where=str(directory),
             fix="pip install -U torch-tsopt",
         )

@@ -151,14 +151,14 @@ def _raise_what_was_said(answer: bytes, directory: Path) -> None:
         kind, rows = str(said["kind"]), [said.get(key) for key in ("what", "where", "why", "fix")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BundleError(
-            "the bundle is not safe to open", where=str(directory), why="its process gave no answer", fix=FIX
+            "the bundle is not safe to open", where=str(directory), why="its process gave no valid answer", fix=FIX
         ) from error
     if kind == "well":
         return
     what, where, why, fix = (text if text is None else _plain(str(text)) for text in rows)
     named: Any = getattr(errors, kind, None)
     cls: type[TsoptError] = named if isinstance(named, type) and issubclass(named, TsoptError) else BundleError
-    raise cls(what or "the bundle failed", where=where, why=why, fix=fix)
+    raise cls(what or "the bundle cannot be used", where=where, why=why, fix=fix)
 
 
 def _plain(text: str) -> str:

@@ -51,7 +51,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     """
     target = Path(path)
     if executable.save is None:
-        raise BundleError(f"{executable.backend} does not support bundles", fix="choose another backend")
+        raise BundleError(f"{executable.backend} does not support bundles", fix="use another backend")
     _name_to_store(executable)  # before anything is written
     check_target(target)
     with staged(target) as staging:
@@ -120,7 +120,7 @@ def _check_program(staging: Path, executable: Executable) -> None:
         raise BundleError(
             f"the program of {executable.backend} cannot be stored in a bundle",
             why="; ".join(filter(None, (error.what, error.why))),
-            fix="choose another backend, for example tsopt.optimize(model, x, backends=('onnxruntime',))",
+            fix="use another backend, for example tsopt.optimize(model, x, backends=('onnxruntime',))",
         ) from error
 
 

@@ -147,7 +147,7 @@ def check_share(share: float) -> float:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
         raise UsageError(
             f"audit must be a number from 0 to 1, got {share!r}",
-            fix="pass the share of serving time for audits, for example 0.01; 0 turns them off",
+            fix="pass the share of call time that audits may take, for example 0.01; 0 turns them off",
         )
     return float(share)
 

@@ -37,7 +37,7 @@ class InEager:
             winner_key=MODEL,
             why=f"the model could not be optimized: {reasons[0]}",
             environment=environment(),
-            frontend=f"not at all, it runs in eager mode: {'; then: '.join(reasons)}",
+            frontend=f"by no front end, so it runs in eager mode: {'; then: '.join(reasons)}",
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

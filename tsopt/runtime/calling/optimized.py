@@ -172,7 +172,7 @@ class Optimized:
         if weights.changed():
             raise WeightsChangedError(
                 CHANGED.format(self.report.model),
-                why="compiled signatures keep the old weights, which are gone for a new signature",
+                why="compiled signatures keep the old weights, but a new signature or export would use the new ones",
                 fix="optimize the model again",
             )
 
@@ -233,7 +233,7 @@ class Optimized:
         try:
             leaves = found.bind(args, kwargs)
         except SignatureError as error:  # the model asks what no capture answers as this call does
-            self._note("a call", f"runs in eager mode: {error.what}")
+            self._note("a guard fails", f"runs in eager mode: {error.what}")
             return self._eager(*args, **kwargs)
         return found.run_leaves(leaves, args, kwargs)
 
@@ -259,7 +259,7 @@ class Optimized:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         if self._captures >= MAX_CAPTURES:
             self._note(
-                "any further signature",
+                "any further one",
                 f"runs in eager mode: {MAX_CAPTURES} were captured; dynamic= captures one program for many sizes",
             )
             return self._eager
@@ -285,7 +285,7 @@ class Optimized:
         return self._refusing(executable)
 
     def _note(self, signature: str, outcome: str) -> None:
-        log.info("call with a new signature, %s: %s", signature, outcome)
+        log.info("call with a new signature (%s): %s", signature, outcome)
         if (signature, outcome) not in self.report.signatures:
             self.report = self.report.with_signature(signature, outcome)
 

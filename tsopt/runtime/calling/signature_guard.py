@@ -63,7 +63,7 @@ def quick_call(
 def watcher() -> Callable[[], bool]:
     """A function that tells whether any condition of `ambient.FAST` holds. Needs torch."""
     scope: dict[str, Any] = dict(ambient.fast_names())
-    exec(compile(f"def is_on(): return {ambient.FAST}", "<what is around a call>", "exec"), scope)
+    exec(compile(f"def is_on(): return {ambient.FAST}", "<tsopt: modes around a call>", "exec"), scope)
     found: Callable[[], bool] = scope["is_on"]
     return found
 
@@ -91,7 +91,7 @@ class _Writer:
         text = [f"def {name}({parameters}):", "    try:", *body, "    except (RuntimeError, KeyError, TypeError):"]
         text += ["        return None", *(f"    {line}" for line in then)]
         scope = self.names | names
-        exec(compile("\n".join(text), "<the guard of a call>", "exec"), scope)
+        exec(compile("\n".join(text), "<tsopt: guard of a call>", "exec"), scope)
         return scope[name]
 
     def bound(self, value: Any) -> str:

@@ -57,12 +57,12 @@ class Bound:
         name = names[self.input]
         if self.kind == RANGE:
             return BackendError(
-                f"the input {name!r} contains values for which this engine differs from PyTorch",
+                f"input {name!r} contains values for which this backend differs from PyTorch",
                 why=f"results are known to match for values from {self.low} to {self.high}",
                 fix="call the model itself with these inputs, or optimize it on a machine with PyTorch installed",
             )
         cls = IndexOutOfRange if self.kind == INDEX else IndexRefused
-        return cls(f"the input {name!r} contains an out-of-range index", why="PyTorch raises for this call as well")
+        return cls(f"input {name!r} contains an out-of-range index", why="PyTorch raises for this call as well")
 
 
 def guarded(

@@ -397,7 +397,7 @@ def _forgetful(
 def _structure_fault(structure: Structure, effects: Sequence[Effect], leaves: Sequence[Any], expected: Expected) -> str:
     if effects != expected.effects:
         changed, by_eager = (", ".join(map(str, found)) or "nothing" for found in (effects, expected.effects))
-        return f"an input differs from eager after the call: changed {changed}, eager changes {by_eager}"[:300]
+        return f"an input differs from eager after the call: it changes {changed}, eager changes {by_eager}"[:300]
     if len(leaves) != len(expected.leaves):
         return f"{len(leaves)} output tensors, eager returns {len(expected.leaves)}"
     theirs = expected.structure

@@ -132,14 +132,14 @@ def validate_ranges(model: Callable[..., Any], program: Program, *examples: Exam
             raise CaptureError(
                 f"the captured program is wrong at {_said(sizes)}",
                 why=failure,
-                fix="leave the dimensions out of dynamic: new sizes are then captured when they are called",
+                fix="leave dynamic out: each size is captured when it is first called",
             )
         held_out.append(HeldOut(sizes, oracle))
     if dims and not held_out:
         raise CaptureError(
             "no size other than that of the example could be tried",
             why="the model fails at other sizes, or its inputs would be larger than 1 GB",
-            fix="leave out dynamic: each size is then captured when it is called",
+            fix="leave dynamic out: each size is captured when it is first called",
         )
     return ValidatedRanges(program, tuple(held_out), tuple(search.notes))
 

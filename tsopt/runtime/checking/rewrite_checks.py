@@ -44,7 +44,7 @@ class Debugged:
             f"{title(first)} changes values" + (f" (and {more} more findings)" if more else ""),
             where=first.where or None,
             why=f"{first.difference}, on the {first.trial} input; declared numerics: {first.numerics.name}",
-            fix=f"skip it: --without {first.leave_out}",
+            fix=f"leave it out: --without {first.leave_out}",
         )
 
 

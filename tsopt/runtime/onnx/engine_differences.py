@@ -61,7 +61,7 @@ OPENVINO = Engine(
     },
     absent={
         torch.float64: "it computes in float32",
-        **dict.fromkeys((torch.complex64, torch.complex128), "complex numbers are not supported"),
+        **dict.fromkeys((torch.complex64, torch.complex128), "it has no complex dtypes"),
     },
     rounds=QUOTIENTS,
 )

@@ -126,7 +126,7 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
     bounds, unchecked = _bounds(program, places, demands, checked, check_indices, threads)
     sizes = dict.fromkeys(_size(limit) for limit in checked.values())
     notes = [
-        f"{engine.name} serves calls whose integers are at most {size} in magnitude, PyTorch serves all others"
+        f"{engine.name} serves calls whose integers are at most {size} in magnitude; PyTorch serves all others"
         for size in sizes
     ]
     if unchecked:
@@ -235,7 +235,7 @@ def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
     if not isinstance(value, torch.Tensor):
         return _fault_of_operands(node, name, place, ranges, engine) if ops.is_call(node) else ""
     if value.dtype in engine.absent:
-        return f"has no {_of(value.dtype)}: {engine.absent[value.dtype]}"
+        return f"does not support {_of(value.dtype)}: {engine.absent[value.dtype]}"
     if name in engine.rounds and value.dtype.is_floating_point and _cuts(node):
         return f"rounds the quotient before {name} truncates it"
     if name in engine.doubles and any(_is_double(place.values.get(source)) for source in node.all_input_nodes):

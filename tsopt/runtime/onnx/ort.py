@@ -207,7 +207,7 @@ def open_session(
     if first not in session.get_providers():  # it goes on with the next one, and says so in a log alone
         raise BackendError(
             f"ONNX Runtime failed to start {first}",
-            why="a library that the provider needs is missing",
+            why="a library that the execution provider needs is missing",
             fix="install the CUDA and cuDNN versions that this onnxruntime-gpu requires",
         )
     return _Session(session, arrays)

@@ -42,7 +42,7 @@ def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, ou
     if offs is None or bias is not None or out_dtype is not None or (len(rows.shape), len(matrices.shape)) != (2, 3):
         # The others are for gradients, or are no groups: `_explain` tells the op, its place and this.
         raise BackendError(
-            "_grouped_mm is only supported for 2-D rows in groups and 3-D matrices, without bias or out_dtype"
+            "_grouped_mm is supported only for grouped 2-D inputs and 3-D weights, without bias or out_dtype"
         )
     count = matrices.shape[0]
     if str(rows.dtype) != "BFLOAT16":

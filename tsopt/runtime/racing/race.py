@@ -84,7 +84,8 @@ def race(
     reason = outcomes.stopped(found.rows)
     if reason and settings.warn:
         outcomes.warn(
-            f"tsopt: {captured.name} runs in eager mode, no candidate could be tried: {reason}", outcomes.NoCandidate
+            f"tsopt: {captured.name} runs in eager mode because no candidate could be tried: {reason}",
+            outcomes.NoCandidate,
         )
     return replace(found, not_isolated_because=maker.not_isolated_because)
 

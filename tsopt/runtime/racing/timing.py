@@ -105,11 +105,11 @@ class Speedup:
     def why_undecided(self) -> str:
         """Why the interval decides nothing; empty when it does."""
         if self.rounds < ENOUGH:
-            return f"{self.rounds} valid rounds are too few for an interval"
+            return f"{self.rounds} valid rounds are too few for a confidence interval"
         if not 0 < self.low <= self.high < math.inf or not math.isfinite(self.ratio):
             return "the measured times are invalid"
         if not self.low <= self.ratio * (1 + 1e-9) or not self.ratio <= self.high * (1 + 1e-9):
-            return "the ratio of the medians is outside its interval"
+            return "the ratio of the medians is outside its confidence interval"
         if self.high > self.low * max(WIDE, self.low, 1 / self.high):
             return f"the times vary too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
         return ""
