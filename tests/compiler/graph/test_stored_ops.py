@@ -247,7 +247,7 @@ def test_a_division_that_can_end_the_process_is_refused(tmp_path, model, fine):
         return
     with pytest.raises(BundleError) as caught:
         read_program(tmp_path)
-    assert "can kill the process" in caught.value.why
+    assert "can crash the process" in caught.value.why
 
 
 def test_own_programs_may_call_everything(tmp_path):
