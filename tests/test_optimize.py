@@ -147,6 +147,20 @@ class Restless(nn.Module):
         return self.norm(x) + torch.rand_like(x) * 0
 
 
+def surroundings(model):
+    """Modes of torch, and what the model counts."""
+    return (
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        random.getstate(),
+        model.training,
+        model.norm.training,
+        model.calls,
+        list(model.history),
+    )
+
+
 @pytest.mark.parametrize("options", [{}, {"eval_mode": True}])
 def test_the_model_and_the_world_are_as_they_were(options):
     model = Restless()
@@ -155,29 +169,10 @@ def test_the_model_and_the_world_are_as_they_were(options):
     x = torch.randn(8, 4)
     kept = x.clone()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    before = (
-        torch.get_num_threads(),
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        random.getstate(),
-        model.training,
-        model.norm.training,
-        model.calls,
-        list(model.history),
-    )
+    before = surroundings(model)
     rng, np_rng = torch.get_rng_state(), np.random.get_state()[1].copy()
     tsopt.optimize(model, x, backends=("eager", "torchscript"), seconds=0.01, threads=1, **options)
-    after = (
-        torch.get_num_threads(),
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        random.getstate(),
-        model.training,
-        model.norm.training,
-        model.calls,
-        list(model.history),
-    )
-    assert after == before
+    assert surroundings(model) == before
     assert torch.equal(x, kept)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in weights.items())
     assert all(p.grad is None and p.requires_grad for p in model.parameters())

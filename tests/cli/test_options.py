@@ -94,19 +94,3 @@ def test_an_option_that_does_not_fit_the_model_is_blamed_itself(tsopt, write, ar
     assert ran.code == 2
     assert text in ran.err
     assert "fix: " in ran.err
-
-
-@pytest.mark.parametrize("number", ["99999999999999999999", "4097", "-1", "0"])
-def test_a_number_of_threads_that_nobody_has_is_a_usage_error(tsopt, write, number):
-    write()
-    ran = tsopt("export", "m.py", "--threads", number)
-    assert ran.code == 2
-    assert "--threads" in ran.err
-
-
-@pytest.mark.parametrize("numbers", ["1,\u0663", "9999999999", "1.5", "-1"])
-def test_a_list_of_numbers_holds_numbers(tsopt, write, numbers):
-    write()
-    ran = tsopt("bench", "m.py", "--batch-sizes", numbers)
-    assert ran.code == 2
-    assert "--batch-sizes" in ran.err

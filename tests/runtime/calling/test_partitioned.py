@@ -117,6 +117,20 @@ def test_parts_that_answer_something_else_lose(monkeypatch):
     assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
 
 
+class Decides(nn.Module):
+    """Not one graph for torch.export, and one script."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if float(y.sum()) > 0:
+            y = y * 2
+        return y
+
+
 def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
     monkeypatch.setattr(
         partitioned,
@@ -124,18 +138,7 @@ def test_torchscript_that_is_no_graph_is_optimized_by_torchscript(monkeypatch):
         lambda calls, inputs, **_: {n: Timing((9.0, 9.01) * 4 if n == "eager" else (1.0, 1.01) * 4, 5) for n in calls},
     )
 
-    class Scripted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            y = self.layer(x)
-            if float(y.sum()) > 0:
-                y = y * 2
-            return y
-
-    model = torch.jit.script(Scripted().eval())
+    model = torch.jit.script(Decides().eval())
     fast = optimized(model)
     assert (fast.backend, fast.report.winner) == ("torchscript", partitioned.SCRIPT)
     assert (
@@ -276,17 +279,6 @@ def test_what_parts_do_not_notice_an_audit_finds(monkeypatch):
 def test_a_script_keeps_the_weights_of_then(monkeypatch):
     def measure(calls, inputs, **_):
         return {name: Timing((9.0, 9.01) * 4 if name == "eager" else (1.0, 1.01) * 4, 5) for name in calls}
-
-    class Decides(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            y = self.layer(x)
-            if float(y.sum()) > 0:
-                y = y * 2
-            return y
 
     monkeypatch.setattr(partitioned, "measure", measure)
     script = torch.jit.script(Decides().eval())
