@@ -16,7 +16,7 @@ from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.bundles import store
 from tsopt.runtime.bundles.members import digest_of
-from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.cache import Entry
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.runtime.helpers import report
 from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord, Size
-from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
 from tsopt.runtime.report import Row
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord
 from tsopt.errors import UsageError
-from tsopt.runtime.checking.accuracy import Verdict
+from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
 from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing

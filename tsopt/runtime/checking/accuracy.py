@@ -7,16 +7,16 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from tsopt.compiler.calls.effects import Effect, outcome_of
+from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example, as_example
-from tsopt.compiler.calls.structure import Structure, flatten
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Values, laid_out
@@ -25,11 +25,12 @@ from tsopt.compiler.protect import protected
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, compare
+from tsopt.runtime.checking.expected import Expected, answers, difference_in_structure, difference_when_repeated
 from tsopt.runtime.checking.inputs import EXTREME, SPECIAL, ZEROS, InputSet, input_sets
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 from tsopt.runtime.checking.time_limits import at_most
+from tsopt.runtime.checking.verdict import ORDER, Verdict
 
-ORDER = ("bits", "element", "float64", "decision", "limit")
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
 # hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
@@ -42,72 +43,6 @@ WRONG_ON_ZEROS = ("type", "places")  # of the tests that fail there; other diffe
 FEW = 2  # input sets: the example, and values drawn from it
 # Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.
 PATIENCE, SLOWER = 20.0, 50.0
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The verdict on all outputs for all input sets.
-
-    max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
-    test: the weakest test that was needed: bits < element < float64 < decision < limit.
-    inputs: the input sets compared; `skipped`: those on which eager raises or returns no finite value.
-    notes: differences on NaN and infinities that do not decide.
-    """
-
-    ok: bool
-    test: str
-    max_difference: float
-    inputs: tuple[str, ...]
-    skipped: tuple[str, ...] = ()
-    reason: str = ""
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if not self.ok:
-            return f"wrong: {self.reason}"
-        how = {
-            "bits": "bit-equal",
-            "element": "equal within rounding",
-            "float64": "as close to float64 as eager",
-            "decision": "equal except for ties within rounding",
-            "limit": "as close to eager as its precision allows",
-        }[self.test]
-        return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
-
-
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """Eager's answer on one input set, and its inputs and the model's state after the call.
-
-    leaves: what it returned, then what it has put into objects of the call.
-    again: its answers to the same call made again, and again, each on what the one before has left in the model.
-    """
-
-    inputs: InputSet
-    leaves: tuple[torch.Tensor, ...]
-    structure: Structure
-    effects: tuple[Effect, ...]
-    written: tuple[torch.Tensor, ...]
-    again: tuple[tuple[torch.Tensor, ...], ...] = ()
-
-    @property
-    def unusual(self) -> bool:
-        """Whether NaN and infinities are what it is about: given, or what eager makes of extremes."""
-        kind = self.inputs.kind
-        floats = [leaf for leaf in self.leaves if leaf.is_floating_point()]
-        made_up = kind == ZEROS or kind.startswith(EXTREME)
-        return kind == SPECIAL or (made_up and not all(bool(leaf.isfinite().all()) for leaf in floats))
-
-    def call(self) -> Example:
-        """The call, for repeated use."""
-        leaves, _ = flatten((self.inputs.example.args, self.inputs.example.kwargs))
-        written = not all(map(bit_equal, leaves, self.written))
-        return replace(self.inputs.clone(), written=written)
-
-    def name(self, position: int) -> str:
-        """The name of an output."""
-        labels = {index: f"{path}.new" for effect in self.effects for index, path in effect.labels()}
-        return (labels | dict(self.structure.paths())).get(position) or "output"
 
 
 class Oracle:
@@ -166,7 +101,7 @@ class Oracle:
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in (*given, *self._state))
                 again = tuple(
-                    _answers(model, inputs) for _ in range(REPEATED_CALLS if is_example and not self.only else 0)
+                    answers(model, inputs) for _ in range(REPEATED_CALLS if is_example and not self.only else 0)
                 )
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
@@ -261,9 +196,9 @@ class Oracle:
             leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
             spoilt = self._spoilt(expected, [*given, *self._state], exact, limit)
             kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            again = [_answers(candidate, expected.inputs) for _ in expected.again]
+            again = [answers(candidate, expected.inputs) for _ in expected.again]
         first += [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)] if not first else []
-        failure = _structure_fault(structure, effects, leaves, expected) or spoilt
+        failure = difference_in_structure(expected, structure, effects, leaves) or spoilt
         if failure:
             return Comparison(False, "type", 0.0, f"{failure} ({kind} input)")
         test, worst = "bits", 0.0
@@ -282,7 +217,7 @@ class Oracle:
             test = max(test, found.test, key=ORDER.index)
         if noted is not None:
             return noted
-        failure = _forgetful(expected, kept, again, exact, limit)
+        failure = difference_when_repeated(expected, kept, again, exact, limit)
         return Comparison(not failure, "type" if failure else test, worst, failure)
 
     def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
@@ -365,43 +300,6 @@ class _Seeded(AbstractContextManager[Any]):
 
     def __exit__(self, *details: Any) -> bool | None:
         return self.inner.__exit__(*details)
-
-
-def _answers(called: Callable[..., Any], inputs: InputSet) -> tuple[torch.Tensor, ...]:
-    call = inputs.clone()
-    leaves, *_ = outcome_of(called, call.args, call.kwargs)
-    return tuple(leaf.detach().clone() for leaf in leaves)
-
-
-def _forgetful(
-    expected: Expected,
-    first: Sequence[torch.Tensor],
-    again: Sequence[Sequence[torch.Tensor]],
-    exact: bool,
-    limit: float | None,
-) -> str:
-    """How repeated calls of a candidate differ from eager: state kept in Python is not part of a graph."""
-    for number, (mine, theirs) in enumerate(zip(again, expected.again, strict=True), 2):
-        if len(mine) != len(theirs):
-            return f"repeated call {number} returns {len(mine)} tensors, eager returns {len(theirs)}"
-        for position, (value, reference) in enumerate(zip(mine, theirs, strict=True)):
-            # Where eager answers the same again, so must the candidate, whatever its own first answer was judged by.
-            same = bit_equal(reference, expected.leaves[position])
-            found = compare(value, first[position] if same else reference, exact=exact, limit=limit)
-            if not found.ok:
-                name = expected.name(position)
-                return f"{name} in repeated call {number}: {found.reason}"
-    return ""
-
-
-def _structure_fault(structure: Structure, effects: Sequence[Effect], leaves: Sequence[Any], expected: Expected) -> str:
-    if effects != expected.effects:
-        changed, by_eager = (", ".join(map(str, found)) or "nothing" for found in (effects, expected.effects))
-        return f"an input differs from eager after the call: it changes {changed}, eager changes {by_eager}"[:300]
-    if len(leaves) != len(expected.leaves):
-        return f"{len(leaves)} output tensors, eager returns {len(expected.leaves)}"
-    theirs = expected.structure
-    return "" if structure == theirs else f"output structure {structure}, eager returns {theirs}"[:300]
 
 
 def verify(

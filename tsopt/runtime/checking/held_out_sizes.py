@@ -23,7 +23,8 @@ from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import Oracle, Verdict
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.verdict import Verdict
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end

@@ -18,7 +18,7 @@ from typing import Any
 from tsopt._version import __version__
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.checking.accuracy import ORDER, Verdict
+from tsopt.runtime.checking.verdict import ORDER, Verdict
 from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget

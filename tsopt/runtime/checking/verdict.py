@@ -1,0 +1,38 @@
+"""The verdict on a candidate: whether it computes what the model does, and by which test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ORDER = ("bits", "element", "float64", "decision", "limit")  # from the strictest test to the weakest
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The verdict on all outputs for all input sets.
+
+    max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
+    test: the weakest test that was needed: bits < element < float64 < decision < limit.
+    inputs: the input sets compared; `skipped`: those on which eager raises or returns no finite value.
+    notes: differences on NaN and infinities that do not decide.
+    """
+
+    ok: bool
+    test: str
+    max_difference: float
+    inputs: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return f"wrong: {self.reason}"
+        how = {
+            "bits": "bit-equal",
+            "element": "equal within rounding",
+            "float64": "as close to float64 as eager",
+            "decision": "equal except for ties within rounding",
+            "limit": "as close to eager as its precision allows",
+        }[self.test]
+        return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
