@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-QUICK := tests/test_layering.py tests/test_errors.py tests/test_optimize.py tests/compiler \
-	tests/passes/test_algebra.py tests/passes/test_cse.py tests/runtime/backends/test_candidate.py
+QUICK := tests/test_layering.py tests/test_errors.py tests/test_messages.py tests/test_optimize.py \
+	tests/compiler/calls tests/compiler/graph tests/compiler/rewriting tests/compiler/capture/test_capture.py \
+	tests/passes/test_algebra.py tests/passes/test_cse.py tests/runtime/test_rendering.py tests/runtime/backends/test_candidate.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow quick lint types fuzz bench clean

@@ -260,7 +260,7 @@ class _Driver:
         return NEW_ALIAS if shares_new_memory(self.program, node, result, self.memory(made)) else None
 
     def memory(self, made: Iterable[fx.Node]) -> dict[fx.Node, ops.Roots]:
-        """Where every value may live. Snapshot: to work it out again for each rewrite takes the square of the time."""
+        """Where every value may live. Kept: working it out again for each rewrite takes the square of the time."""
         if self.roots is None:
             self.roots = ops.storage_roots(self.program.graph.nodes)
         for node in made:
