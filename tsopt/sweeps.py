@@ -19,7 +19,7 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
 from tsopt.compiler.sizes.dims import resized as with_sizes
 from tsopt.errors import TsoptError, UsageError
-from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
+from tsopt.runtime.rendering import markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
@@ -50,7 +50,7 @@ class Result:
     def records(self) -> Iterator[dict[str, Any]]:
         """One flat record per candidate."""
         report, setting = self.report, asdict(self.setting)
-        rows = (Row("eager", "failed", self.reason),) if report is None else report.rows
+        rows = (Row("eager", "failed", self.reason),) if report is None else ranked(report)
         for row in rows:
             record = row.record()
             rate = record["p50_ms"] and 1e3 / record["p50_ms"] * (self.setting.batch or 1)
