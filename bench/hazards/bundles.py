@@ -7,11 +7,12 @@ time, or the answer of the sound bundle. Wrong: the end of the process, a raw er
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -92,39 +93,50 @@ def sign(bundle: Path, change: Callable[[dict[str, Any]], object] | None = None)
 # ---- what becomes of a hostile one --------------------------------------------------------------------------
 
 
-def apart(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What a fork of this process finds; `killed` or `hangs` where it does not say.
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["bench.hazards.bundles", "onnxruntime"])
 
-    A fork has all libraries imported, and has run none of them: engines' threads do not survive one.
+
+def apart(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """What a fork finds; `killed` or `hangs` where it does not say.
+
+    A fork of a process of its own, which has all libraries imported and has run none of them: the threads of engines do
+    not survive a fork, and one that is collected there would wait for them.
+
+    Args:
+        work: a function that can be pickled.
     """
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.setsid()
-        os.close(reader)
-        said = {"kind": "raw", "why": "no answer"}
-        try:
-            said = work()
-        except BaseException as error:
-            said = {"kind": "raw", "why": f"{type(error).__name__}: {str(error)[:120]}"}
-        finally:
-            said["why"] = str(said.get("why", ""))[:400]
-            os.write(writer, json.dumps(said).encode())  # less than a pipe takes at once
-            os._exit(0)
-    os.close(writer)
+    reader, writer = CLEAN.Pipe(duplex=False)
+    child = CLEAN.Process(target=_say, args=(work, writer))
+    child.start()
+    writer.close()
+    said, ready = None, False
     try:
-        ready, _, _ = select.select([reader], [], [], seconds)
-        raw = os.read(reader, 4096) if ready else b""
+        ready = reader.poll(seconds)
+        with contextlib.suppress(EOFError):
+            said = reader.recv() if ready else None
     finally:
-        os.close(reader)
+        reader.close()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-    if raw:
-        return json.loads(raw)
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+    if said is not None:
+        return dict(said)
     if ready:
-        return {"kind": "killed", "why": signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""}
+        return {"kind": "killed", "why": signal.Signals(-child.exitcode).name if (child.exitcode or 0) < 0 else ""}
     return {"kind": "hangs", "why": f"no end in {seconds:.0f} s"}
+
+
+def _say(work: Callable[[], dict[str, Any]], writer: Any) -> None:
+    os.setsid()
+    try:
+        said = work()
+    except BaseException as error:
+        said = {"kind": "raw", "why": f"{type(error).__name__}: {str(error)[:120]}"}
+    said["why"] = str(said.get("why", ""))[:400]
+    writer.send(said)
+    writer.close()
+    os._exit(0)
 
 
 def in_process(name: str, backend: str, folder: str) -> dict[str, Any]:
@@ -146,12 +158,11 @@ def in_process(name: str, backend: str, folder: str) -> dict[str, Any]:
     return {"kind": "killed", "why": signal.Signals(status).name if status > 0 else f"status {-status}"}
 
 
-def make(change: Change, backend: str, place: Path) -> dict[str, Any]:
-    """Saves a bundle and changes it."""
+def make(backend: str, place: Path) -> dict[str, Any]:
+    """Saves a sound bundle, `m.tsopt`, and a call with its answer."""
     os.environ["TSOPT_CACHE_DIR"] = str(place / "of the author")
-    bundle, x, y = saved(backend, place)
+    _, x, y = saved(backend, place)
     torch.save((x, y), place / "call.pt")
-    change(bundle)
     return {"kind": "made"}
 
 
@@ -209,10 +220,11 @@ def case(name: str, change: Change, *backends: str) -> Case:
             if backend == "openvino":  # its library does not survive a fork
                 return judged(in_process(name, backend, folder))
             torch.set_num_threads(1)
-            made = apart(lambda: make(change, backend, Path(folder)), SECONDS)
+            made = apart(functools.partial(make, backend, Path(folder)), SECONDS)
             if made["kind"] != "made":
                 return Outcome("wrong", f"the case cannot be made: {made}")
-            return judged(apart(lambda: loaded(Path(folder)), SECONDS))
+            change(Path(folder) / "m.tsopt")
+            return judged(apart(functools.partial(loaded, Path(folder)), SECONDS))
 
     return Case(name, check, backends)
 
@@ -615,6 +627,7 @@ if __name__ == "__main__":
     NAME, BACKEND, FOLDER = sys.argv[1:]
     changes = CALLED | SAID | BESIDE | STATE | WEIGHTS | MODELS | SOUND
     if NAME:  # without one, there is a bundle
-        make(changes[NAME], BACKEND, Path(FOLDER))
+        make(BACKEND, Path(FOLDER))
+        changes[NAME](Path(FOLDER) / "m.tsopt")
     print(json.dumps(loaded(Path(FOLDER))), flush=True)
     os._exit(0)

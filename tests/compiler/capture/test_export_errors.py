@@ -63,7 +63,7 @@ def test_a_decision_is_named_with_what_to_write_instead(name):
         GraphBreakError, match=rf"(?s)the model has data-dependent control flow.*{construct}.*{fix}"
     ) as caught:
         capture(Net(function), X)
-    assert "tests/compiler/capture/test_explain.py:" in caught.value.where
+    assert "tests/compiler/capture/test_export_errors.py:" in caught.value.where
 
 
 def test_every_kind_of_decision_has_a_case():

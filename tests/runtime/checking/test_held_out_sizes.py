@@ -74,7 +74,7 @@ def test_tokens_and_a_mask_that_is_read_by_positions_are_one_size():
 
 def test_a_program_that_is_wrong_between_the_ends_is_refused():
     wrong = tsopt.capture(lambda x: x * 2, torch.randn(3, 4), dynamic={"x": {0: "n[1..32]"}})
-    with pytest.raises(CaptureError, match=r"(?s)wrong at n 7.*leave the dimensions out"):
+    with pytest.raises(CaptureError, match=r"(?s)wrong at n 7.*leave dynamic out"):
         validate_ranges(lambda x: x * (3 if x.shape[0] == 7 else 2), wrong, example(torch.randn(3, 4)), seed=0)
 
 
