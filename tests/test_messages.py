@@ -1,4 +1,4 @@
-"""Every sentence that a user can meet, in one golden file: to be read in one sitting when the wording changes."""
+"""Every sentence that a user can meet, in one golden file: to be read as a whole when the wording changes."""
 
 from __future__ import annotations
 
