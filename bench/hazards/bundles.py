@@ -10,9 +10,9 @@ import contextlib
 import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -93,50 +93,73 @@ def sign(bundle: Path, change: Callable[[dict[str, Any]], object] | None = None)
 # ---- what becomes of a hostile one --------------------------------------------------------------------------
 
 
-CLEAN = multiprocessing.get_context("forkserver")
-CLEAN.set_forkserver_preload(["bench.hazards.bundles", "onnxruntime"])
-
-
 def apart(work: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """What a fork finds; `killed` or `hangs` where it does not say.
+    """What a fork of this process finds; `killed` or `hangs` where it does not say.
 
-    A fork of a process of its own, which has all libraries imported and has run none of them: the threads of engines do
-    not survive a fork, and one that is collected there would wait for them.
-
-    Args:
-        work: a function that can be pickled.
+    For a process that has imported all libraries and run none of them: the threads of engines do not survive a fork.
+    Others ask a Clean one.
     """
-    reader, writer = CLEAN.Pipe(duplex=False)
-    child = CLEAN.Process(target=_say, args=(work, writer))
-    child.start()
-    writer.close()
-    said, ready = None, False
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.setsid()
+        os.close(reader)
+        said = {"kind": "raw", "why": "no answer"}
+        try:
+            said = work()
+        except BaseException as error:
+            said = {"kind": "raw", "why": f"{type(error).__name__}: {str(error)[:120]}"}
+        finally:
+            said["why"] = str(said.get("why", ""))[:400]
+            os.write(writer, json.dumps(said).encode())  # less than a pipe takes at once
+            os._exit(0)
+    os.close(writer)
     try:
-        ready = reader.poll(seconds)
-        with contextlib.suppress(EOFError):
-            said = reader.recv() if ready else None
+        ready, _, _ = select.select([reader], [], [], seconds)
+        raw = os.read(reader, 4096) if ready else b""
     finally:
-        reader.close()
+        os.close(reader)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-    if said is not None:
-        return dict(said)
+            os.killpg(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    if raw:
+        return json.loads(raw)
     if ready:
-        return {"kind": "killed", "why": signal.Signals(-child.exitcode).name if (child.exitcode or 0) < 0 else ""}
+        return {"kind": "killed", "why": signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else ""}
     return {"kind": "hangs", "why": f"no end in {seconds:.0f} s"}
 
 
-def _say(work: Callable[[], dict[str, Any]], writer: Any) -> None:
-    os.setsid()
-    try:
-        said = work()
-    except BaseException as error:
-        said = {"kind": "raw", "why": f"{type(error).__name__}: {str(error)[:120]}"}
-    said["why"] = str(said.get("why", ""))[:400]
-    writer.send(said)
-    writer.close()
-    os._exit(0)
+class Clean:
+    """A process that has run no engine, and forks for each question; a context."""
+
+    def __enter__(self) -> Clean:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "bench.hazards.bundles", "serve"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.process.communicate()  # it ends with its input
+
+    def ask(self, work: str, *arguments: str) -> dict[str, Any]:
+        """What a fork finds; see `apart`. `work`: `make`, with a backend and a folder, or `loaded`, with a folder."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([work, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+def serve() -> None:
+    """The other side of Clean."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print is no answer
+    works = {"make": lambda backend, folder: make(backend, Path(folder)), "loaded": lambda folder: loaded(Path(folder))}
+    for line in sys.stdin:
+        work, *arguments = json.loads(line)
+        print(json.dumps(apart(functools.partial(works[work], *arguments), SECONDS)), file=answers, flush=True)
 
 
 def in_process(name: str, backend: str, folder: str) -> dict[str, Any]:
@@ -624,6 +647,9 @@ CASES: tuple[Case, ...] = (
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+        sys.exit()
     NAME, BACKEND, FOLDER = sys.argv[1:]
     changes = CALLED | SAID | BESIDE | STATE | WEIGHTS | MODELS | SOUND
     if NAME:  # without one, there is a bundle

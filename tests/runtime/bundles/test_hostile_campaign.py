@@ -29,13 +29,20 @@ Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
+def clean():
+    """Not this process: engines have run here, and what is collected in a fork of it would wait for their threads."""
+    with hazards.Clean() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory, clean):
     """A sound bundle of each kind; that of OpenVINO is ONNX Runtime's with another name on it."""
     found = {}
     for kind in KINDS:
         place = tmp_path_factory.mktemp(kind)
         engine = "onnxruntime" if kind == "openvino" else kind
-        made = hazards.apart(functools.partial(hazards.make, engine, place), hazards.SECONDS)
+        made = clean.ask("make", engine, str(place))
         assert made["kind"] == "made", made
         if kind == "openvino":
             options = {"threads": 1, "hint": "latency", "precision": "fp32"}
@@ -100,13 +107,12 @@ def all_changes(sound: dict[str, Path]) -> list[tuple[str, str, Change]]:
     return [(kind, *change) for kind in KINDS for change in changes(kind, sound[kind] / "m.tsopt")]
 
 
-def outcome(kind: str, change: Change, source: Path, place: Path) -> str:
+def outcome(clean: hazards.Clean, kind: str, change: Change, source: Path, place: Path) -> str:
     """What is wrong with what becomes of a bundle; empty when all is well. Other weights give other answers."""
     shutil.copytree(source, place, dirs_exist_ok=True)
     try:
         change(place / "m.tsopt")
-        load = functools.partial(hazards.loaded, place)
-        said = hazards.in_process("", kind, str(place)) if kind == "openvino" else hazards.apart(load, hazards.SECONDS)
+        said = hazards.in_process("", kind, str(place)) if kind == "openvino" else clean.ask("loaded", str(place))
     finally:
         shutil.rmtree(place)
     found = hazards.judged(said)
@@ -117,12 +123,12 @@ def test_there_are_enough_of_them(sound):
     assert len(all_changes(sound)) + len(hazards.CASES) >= WANTED
 
 
-def test_every_one_is_refused_or_opened(sound, tmp_path, fuzz_factor):
+def test_every_one_is_refused_or_opened(clean, sound, tmp_path, fuzz_factor):
     found = all_changes(sound)
     chosen = found if fuzz_factor > 1 else [item for item in found if item[0] == "onnxruntime"][::11]
     wrong = []
     for number, (kind, name, change) in enumerate(chosen):
-        said = outcome(kind, change, sound[kind], tmp_path / str(number))
+        said = outcome(clean, kind, change, sound[kind], tmp_path / str(number))
         if said:
             wrong.append(f"{kind}: {name}: {said}")
     assert not wrong, "\n".join(wrong)
