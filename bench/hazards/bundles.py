@@ -155,7 +155,7 @@ class Clean:
 def serve() -> None:
     """The other side of Clean."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print is no answer
+    os.dup2(2, 1)  # output printed by an engine must not be read as an answer
     works = {"make": lambda backend, folder: make(backend, Path(folder)), "loaded": lambda folder: loaded(Path(folder))}
     for line in sys.stdin:
         work, *arguments = json.loads(line)

@@ -12,7 +12,7 @@ from tsopt.cli.process import lacking
 from tsopt.compiler.calls.signature import Signature, mismatch
 from tsopt.errors import AccuracyError, BackendError, BundleError, TsoptError
 from tsopt.runtime.bundles.members import Bundle, reading
-from tsopt.runtime.bundles.opening import CHECK
+from tsopt.runtime.bundles.opening import CHECK, run_on_reference
 from tsopt.runtime.bundles.store import vetted
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing.environment import is_installed
@@ -41,7 +41,8 @@ def against_record(bundle: Path, trust: bool) -> Checked:
     signature = executable.signature
     returned = signature.outputs[len(signature.writes) :]
     worst = 0.0
-    for item, value, reference in zip(returned, _answer(executable, inputs, bundle), expected, strict=True):
+    answers = run_on_reference(executable, inputs, bundle, failure=BackendError, fix=EXPORT_AGAIN)
+    for item, value, reference in zip(returned, answers, expected, strict=True):
         found = compare(value, reference, executable.precision)
         worst = max(worst, found.max_difference)
         if not found.ok:
@@ -156,17 +157,3 @@ def _unfit(bundle: Path, why: str) -> BundleError:
         why=why,
         fix=EXPORT_AGAIN,
     )
-
-
-def _answer(executable: Executable, inputs: list[Any], bundle: Path) -> list[Any]:
-    try:
-        return list(executable.run_flat(inputs))
-    except TsoptError:
-        raise
-    except Exception as error:  # the bundle's own failure, in the engine's words
-        raise BackendError(
-            "the bundle fails on its own reference inputs",
-            where=str(bundle),
-            why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=EXPORT_AGAIN,
-        ) from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tsopt.compiler.calls.signature import Input, Output, Signature, mismatch
-from tsopt.errors import BackendError, BundleError
+from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.backend import Loads, compile, race_options
 from tsopt.runtime.backends.table import PLAIN, BackendInfo, info_of
 from tsopt.runtime.calling.executable import Executable
@@ -96,6 +96,27 @@ def _read_state(directory: Path, signature: Signature) -> list[Any]:
     """State in signature order: torch tensors, or numpy arrays where torch is not installed."""
     wanted = {item.name: item for item in signature.state_inputs}
     return fitting(stored_tensors(directory / STATE), wanted, directory / STATE, on=False) if wanted else []
+
+
+def run_on_reference(
+    executable: Executable, inputs: Sequence[Any], place: Path, *, failure: type[TsoptError], fix: str
+) -> list[Any]:
+    """The outputs for the reference inputs that are stored in a bundle.
+
+    Raises:
+        TsoptError: a `failure` with the engine's words, or what the executable itself raises.
+    """
+    try:
+        return list(executable.run_flat(inputs))
+    except TsoptError:
+        raise
+    except Exception as error:  # the engine may raise anything
+        raise failure(
+            "the bundle fails on its own reference inputs",
+            where=str(place),
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix=fix,
+        ) from error
 
 
 def stored_tensors(path: Path) -> dict[str, Any]:

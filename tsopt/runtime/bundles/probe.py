@@ -204,24 +204,14 @@ def _limit(request: Mapping[str, Any]) -> None:
 
 def _call(request: Mapping[str, Any]) -> None:
     from tsopt.compiler.calls.signature import Signature
-    from tsopt.runtime.bundles.opening import CHECK, fitting, open_bundle, stored_tensors
+    from tsopt.runtime.bundles.opening import CHECK, fitting, open_bundle, run_on_reference, stored_tensors
 
     directory, signature = Path(request["directory"]), Signature.from_json(request["signature"])
     executable = open_bundle(directory, request["backend"], request["options"], signature, request["trust"])
     tensors = stored_tensors(directory / CHECK)
     names = [f"input.{position}" for position in range(len(signature.user_inputs))]
     inputs = fitting(tensors, dict(zip(names, signature.user_inputs, strict=True)), directory / CHECK)
-    try:
-        executable.run_flat(inputs)
-    except TsoptError:
-        raise
-    except Exception as error:  # the bundle's own failure, in the words of whoever runs it
-        raise BundleError(
-            "the bundle fails on its own reference inputs",
-            where=str(directory),
-            why=f"{type(error).__name__}: {str(error)[:200]}",
-            fix=FIX,
-        ) from error
+    run_on_reference(executable, inputs, directory, failure=BundleError, fix=FIX)
 
 
 if __name__ == "__main__":
