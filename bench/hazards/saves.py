@@ -16,7 +16,7 @@ import torch
 
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
-from bench.hazards.bundles import saved
+from bench.hazards.sound_bundles import saved
 
 BETWEEN, AT_RANDOM = 20, 40  # kills
 

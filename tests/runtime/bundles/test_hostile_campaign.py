@@ -12,26 +12,28 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.hazards import bundles as hazards
+from bench.hazards import load_trial
+from bench.hazards.bundle_changes import Change
+from bench.hazards.sound_bundles import sign
 
 KINDS = ("eager", "onednn", "torchscript", "onnxruntime", "openvino")
 JUNK = (None, -1, 2**70, True, "", "x" * 10_000, [], {}, [[]], {"node": 0}, 1.5)
 PIECES, FLIPS = 16, 12
 WANTED = 400
 SIGNED = {"manifest.json"}
-Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
 def clean():
     """Not this process: engines have run here, and what is collected in a fork of it would wait for their threads."""
-    with hazards.Clean() as process:
+    with load_trial.Clean() as process:
         yield process
 
 
@@ -46,7 +48,7 @@ def sound(tmp_path_factory, clean):
         assert made["kind"] == "made", made
         if kind == "openvino":
             options = {"threads": 1, "hint": "latency", "precision": "fp32"}
-            hazards.sign(place / "m.tsopt", lambda manifest, o=options: manifest.update(backend="openvino", options=o))
+            sign(place / "m.tsopt", lambda manifest, o=options: manifest.update(backend="openvino", options=o))
         found[kind] = place
     return found
 
@@ -54,7 +56,7 @@ def sound(tmp_path_factory, clean):
 def cut(name: str, sixteenths: int, bundle: Path) -> None:
     raw = (bundle / name).read_bytes()
     (bundle / name).write_bytes(raw[: len(raw) * sixteenths // PIECES])
-    hazards.sign(bundle)
+    sign(bundle)
 
 
 def flipped(name: str, seed: int, bundle: Path) -> None:
@@ -62,7 +64,7 @@ def flipped(name: str, seed: int, bundle: Path) -> None:
     for _ in range(1 + seed % 4):
         raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
     (bundle / name).write_bytes(raw)
-    hazards.sign(bundle)
+    sign(bundle)
 
 
 def replaced(name: str, path: tuple[Any, ...], value: Any, bundle: Path) -> None:
@@ -72,10 +74,10 @@ def replaced(name: str, path: tuple[Any, ...], value: Any, bundle: Path) -> None
     inner = functools.reduce(lambda item, key: item[key], way, data)
     inner[last] = copy.deepcopy(value)
     if name == "manifest.json":
-        hazards.sign(bundle, lambda manifest: (manifest.clear(), manifest.update(data)))
+        sign(bundle, lambda manifest: (manifest.clear(), manifest.update(data)))
         return
     (bundle / name).write_text(json.dumps(data))
-    hazards.sign(bundle)
+    sign(bundle)
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -107,15 +109,15 @@ def all_changes(sound: dict[str, Path]) -> list[tuple[str, str, Change]]:
     return [(kind, *change) for kind in KINDS for change in changes(kind, sound[kind] / "m.tsopt")]
 
 
-def outcome(clean: hazards.Clean, kind: str, change: Change, source: Path, place: Path) -> str:
+def outcome(clean: load_trial.Clean, kind: str, change: Change, source: Path, place: Path) -> str:
     """What is wrong with what becomes of a bundle; empty when all is well. Other weights give other answers."""
     shutil.copytree(source, place, dirs_exist_ok=True)
     try:
         change(place / "m.tsopt")
-        said = hazards.in_process("", kind, str(place)) if kind == "openvino" else clean.ask("loaded", str(place))
+        said = load_trial.in_process("loaded", str(place)) if kind == "openvino" else clean.ask("loaded", str(place))
     finally:
         shutil.rmtree(place)
-    found = hazards.judged(said)
+    found = load_trial.judged(said)
     return "" if found.kind in ("right", "refused") or said["kind"] == "other" else found.why
 
 
@@ -137,7 +139,7 @@ def test_every_one_is_refused_or_opened(clean, sound, tmp_path, fuzz_factor):
 def traced(kind: str, place: Path) -> tuple[set[str], int]:
     """The files that loading a bundle opens, also in engines and the probing process, and how many it executes."""
     trace = place / "trace"
-    load = [sys.executable, "-m", "bench.hazards.bundles", "", kind, str(place)]
+    load = [sys.executable, "-m", "bench.hazards.load_trial", "loaded", str(place)]
     path = os.pathsep.join(filter(None, sys.path))
     command = ["strace", "-f", "-qq", "-e", "trace=open,openat,openat2,execve", "-s", "4096", "-o", str(trace), *load]
     environment = os.environ | {"PYTHONPATH": path, "ORT_DISABLE_TELEMETRY": "1"}
