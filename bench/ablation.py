@@ -24,7 +24,7 @@ from tsopt.compiler.rewriting.pipeline import Pass, Repeat
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import Environment
-from tsopt.runtime.racing.timing import measure
+from tsopt.runtime.racing.tournament import measure
 
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 25.0  # for what torch runs, and for ONNX Runtime

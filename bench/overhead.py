@@ -20,7 +20,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.runtime.onnx.export import to_onnx
 from tsopt.runtime.onnx.ort import open_session
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.timing import measure
+from tsopt.runtime.racing.tournament import measure
 
 SECONDS = 10
 

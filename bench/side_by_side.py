@@ -26,7 +26,8 @@ from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.protect import protected
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import Environment
-from tsopt.runtime.racing.timing import Timing, measure, speedup
+from tsopt.runtime.racing.speedup import Timing, speedup
+from tsopt.runtime.racing.tournament import measure
 from tsopt.transforms import transform
 
 RESULTS = Path(__file__).parent / "results"

@@ -57,7 +57,7 @@ class Decides(Net):
 # Python imports this at startup, in the background process too: every candidate that is verified beats eager there.
 FASTER = """
 from tsopt.runtime.racing import race
-from tsopt.runtime.racing.timing import Speedup
+from tsopt.runtime.racing.speedup import Speedup
 
 race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)
 """

@@ -14,7 +14,7 @@ import tsopt
 from tsopt import hybrid
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.racing import race
-from tsopt.runtime.racing.timing import Speedup
+from tsopt.runtime.racing.speedup import Speedup
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -93,7 +93,7 @@ def optimize(
         passes: the pass pipeline. To add passes, extend the tuple `tsopt.STANDARD`.
         without: names of rules and passes to skip.
         threads: intra-op threads for the candidates; None uses torch's setting.
-        seconds: approximate time to spend on timing.
+        seconds: limit for the time to spend on timing, which ends as soon as the race is decided.
         seed: seed of the inputs that candidates are checked on.
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: accept weights that contain NaN.

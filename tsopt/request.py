@@ -16,7 +16,6 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
-from tsopt.compiler.capture.capture import capture_apart, name_of
 from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
@@ -233,6 +232,8 @@ class Request:
             Exception: the last of `errors`, if it is not a limitation of tsopt: an invalid option, a model that is not
                 ready or fails by itself, the caller's `progress`; or if a frontend was requested by name.
         """
+        from tsopt.compiler.capture.capture import name_of
+
         error = errors[-1]
         if isinstance(error, (UsageError, NotReady)) or error is self.progress.error or self.frontend != "auto":
             raise error
@@ -250,6 +251,9 @@ class Request:
 
     def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
         """The program, and what to call instead of the model when a candidate is compared with it."""
+        # Imports most of torch, for which the sandbox need not wait.
+        from tsopt.compiler.capture.capture import capture_apart
+
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)

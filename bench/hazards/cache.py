@@ -26,7 +26,7 @@ from bench.hazards import ANY, RIGHT, Case, Outcome
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.timing import Timing
+from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

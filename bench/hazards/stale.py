@@ -16,7 +16,7 @@ from torch import nn
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
 from tsopt.runtime.racing import race
-from tsopt.runtime.racing.timing import Speedup
+from tsopt.runtime.racing.speedup import Speedup
 
 OPTIONS: dict[str, Any] = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

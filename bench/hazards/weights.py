@@ -15,7 +15,7 @@ import tsopt
 from bench.hazards import RIGHT, Case, Outcome
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.racing import race
-from tsopt.runtime.racing.timing import Speedup
+from tsopt.runtime.racing.speedup import Speedup
 
 OPTIONS: dict[str, Any] = {"seconds": 0.05, "isolate": False, "cache": False}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -266,7 +266,7 @@ def test_a_precision_that_nobody_has_is_refused(options, text):
 def low_wins(monkeypatch):
     """A race that only one precision can win, whatever the clock says."""
     from tsopt.runtime.racing import race
-    from tsopt.runtime.racing.timing import Timing
+    from tsopt.runtime.racing.speedup import Timing
 
     def measure(calls, inputs, **_):
         return {name: Timing((1.0, 1.01) * 4 if "bf16" in name else (9.0, 9.01) * 4, 5) for name in calls}

@@ -93,6 +93,18 @@ def _change_everything() -> None:
     os.chdir("/")
 
 
+def _meet() -> None:
+    """Waits until another compiles as well."""
+    place = f"{os.environ['TMPDIR']}/met"
+    with open(place, "a") as file:
+        file.write("x")
+    end = time.monotonic() + 30
+    while os.path.getsize(place) < 2:
+        if time.monotonic() > end:
+            raise BackendError("nobody else compiles")
+        time.sleep(0.01)
+
+
 def _spin() -> None:
     while True:
         pass
@@ -156,6 +168,7 @@ Hungry = _faulty(_allocate)
 Noisy = _faulty(_print)
 Leaks = _faulty(_leak)
 Changes = _faulty(_change_everything)
+Meets, MeetsToo = _faulty(_meet), _faulty(_meet)
 NoFile = _faulty(lambda: os.stat("/no/such/compiler"))
 WrongValue = _faulty(spoil=lambda outputs, *_: [value + 1 for value in outputs])
 WrongType = _faulty(spoil=lambda outputs, *_: [value.double() for value in outputs])

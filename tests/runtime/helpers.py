@@ -19,7 +19,8 @@ from tsopt.runtime.bundles.members import digest_of
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.cache import Entry
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
+from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import Report, Row
 
 # What a cache keeps of one race.

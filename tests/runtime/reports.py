@@ -7,7 +7,8 @@ from dataclasses import replace
 from tests.runtime.helpers import report
 from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord, Size
 from tsopt.runtime.checking.verdict import Verdict
-from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
+from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import Row
 
 BASE = Row("eager", timing=Timing((2.0, 2.0, 4.0)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.runtime.reports import BASE, BEFORE, FULL, GOOD, WRONG, record
-from tsopt.runtime.racing.timing import Timing
+from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.rendering import (
     COLUMNS,
     ITSELF,

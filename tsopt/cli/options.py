@@ -98,9 +98,7 @@ Without = Annotated[
     list[str] | None,
     typer.Option("--without", metavar="RULE", help="Leave out a rule or pass. Repeat for more than one."),
 ]
-Seconds = Annotated[
-    float, typer.Option("--seconds", callback=_seconds, help="Approximate time to spend on timing, in seconds.")
-]
+Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="Time limit for timing, in seconds.")]
 Budget = Annotated[
     float | None,
     typer.Option("--budget", metavar="SECONDS", help="Time limit for all candidates together; none by default."),

@@ -14,7 +14,8 @@ from tsopt.errors import UsageError
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
-from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
+from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.rendering import (
     COLUMNS,
     PASS_COLUMNS,

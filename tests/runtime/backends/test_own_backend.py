@@ -17,7 +17,7 @@ from tests.runtime.toy import FILE, Toy
 from tsopt.cli.app import app
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.timing import Timing
+from tsopt.runtime.racing.speedup import Timing
 
 PLACE = "tests.runtime.toy:Toy"
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

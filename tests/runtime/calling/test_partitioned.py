@@ -10,7 +10,7 @@ import tsopt
 from tsopt.runtime.calling import partitioned
 from tsopt.runtime.calling.partitioned import PARTS, Partitioned
 from tsopt.runtime.racing import race
-from tsopt.runtime.racing.timing import Speedup, Timing
+from tsopt.runtime.racing.speedup import Speedup, Timing
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager", "onednn")}
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

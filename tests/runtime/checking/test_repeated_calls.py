@@ -12,7 +12,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking import repeated_calls
 from tsopt.runtime.checking.repeated_calls import drawn, unsteady
 from tsopt.runtime.racing import contenders, race
-from tsopt.runtime.racing.timing import Speedup
+from tsopt.runtime.racing.speedup import Speedup
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 

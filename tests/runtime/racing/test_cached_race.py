@@ -17,7 +17,7 @@ from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.outcomes import LOST
-from tsopt.runtime.racing.timing import Speedup, Timing
+from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.report import EAGER, MODEL, Row
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -306,6 +306,13 @@ def test_a_race_that_has_decided_nothing_about_somebody_is_not_kept(monkeypatch)
     monkeypatch.setattr(cached_race, "race", lambda *_, **__: Race(rows, "x", "", None))
     optimize()
     assert cache.entries() == []
+
+
+def test_a_race_that_has_decided_nothing_about_one_that_is_certainly_slower_is_kept(monkeypatch):
+    good, slow = Row("x", key="x", speedup=Speedup(2.0, 1.9, 2.1)), Row("y", key="y", speedup=Speedup(0.7, 0.4, 1.4))
+    assert slow.verdict == "undecided"
+    rows = (Row(EAGER, timing=Timing((1.0,))), good, slow)
+    assert cached_race._is_repeatable(Race(rows, "x", "", None))
 
 
 def test_a_race_with_a_backend_of_ones_own_is_not_kept():

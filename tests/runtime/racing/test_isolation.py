@@ -21,11 +21,13 @@ from tests.runtime.helpers import candidates
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import isolation
-from tsopt.runtime.racing.contenders import RaceSettings
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.contenders import Maker, RaceSettings
 from tsopt.runtime.racing.isolation import CandidateDied, Sandbox, can_isolate, is_on_cpu
 from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.processes import descendants
-from tsopt.runtime.racing.race import race
+from tsopt.runtime.racing.race import race, retire
+from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
 
 FAULTY = "tests.runtime.faulty:"
@@ -109,12 +111,49 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
     assert found.winner in (MODEL, "eager")
 
 
+def test_candidates_are_compiled_side_by_side(try_all, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    rows, _ = try_all(FAULTY + "Meets", FAULTY + "MeetsToo")
+    assert [row.status for row in rows.values()] == ["ok"] * 3, rows
+
+
+def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(mlp, mlp_input, mlp_program):
+    """Also from no files: they would have to be written by the process that has ended."""
+    settings = RaceSettings(candidates=candidates("onnxruntime"))
+    with Sandbox() as shop:
+        maker = Maker({"fp32": mlp_program}, settings, shop)
+        (candidate,) = settings.candidates
+        contender, _ = maker.finish(candidate, maker.begin(candidate))
+        before = running(descendants(os.getpid()))
+        retire(contender)
+        assert len(running(descendants(os.getpid()))) == len(before) - 1
+        assert torch.allclose(maker.here(contender, candidate)(mlp_input), mlp(mlp_input), atol=1e-5)
+
+
+def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again(
+    mlp, mlp_input, mlp_program, monkeypatch
+):
+    settings = RaceSettings(candidates=candidates("onnxruntime", "onnxruntime?threads=1"), threads=1)
+    monkeypatch.setattr("tsopt.runtime.onnx.export.to_onnx", None)  # here; the other process exports once
+    with Sandbox() as shop:
+        maker = Maker({"fp32": mlp_program}, settings, shop)
+        plain, single = settings.candidates
+        first, _ = maker.finish(plain, maker.begin(plain))
+        second, _ = maker.finish(single, maker.begin(single, first))
+        assert [path.name for path in shop.directory.glob("saved-*")] == [first.saved().name]
+        for contender, candidate in ((first, plain), (second, single)):
+            here = maker.here(contender, candidate)
+            assert torch.allclose(here(mlp_input), mlp(mlp_input), atol=1e-5)
+            assert here.options["threads"] == 1
+
+
 def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
     other = tsopt.capture(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3))
     for program in (other, mlp_program):
         Sandbox.open(shop, {"fp32": program}, threads=1, memory=4 << 30)
         candidate = shop.contender(Candidate("eager"))
-        candidate.compile()
+        candidate.begin()
+        candidate.finish()
         (item,) = program.signature.user_inputs
         x = torch.ones(item.type.shape)
         example = Example((x,))
@@ -162,7 +201,9 @@ def test_a_candidate_that_hangs_costs_its_time_alone(name, try_all):
 
 
 @pytest.mark.parametrize("name", ["Noisy", "Leaks", "Changes", "Right"])
-def test_what_a_candidate_does_beside_its_work_stays_with_it(name, try_all, capfd):
+def test_what_a_candidate_does_beside_its_work_stays_with_it(name, try_all, capfd, monkeypatch):
+    # A winner would be compiled here.
+    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing((1.0,) * 7) for name in calls})
     before = (torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd(), torch.get_rng_state())
     rows, _ = try_all(FAULTY + name)
     after = (torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd(), torch.get_rng_state())
@@ -205,11 +246,12 @@ def test_a_full_disk_leaves_the_race_to_this_process(mlp, mlp_input, monkeypatch
 
 def test_what_a_lost_candidate_printed_last_is_told(shop):
     lost = shop.contender(Candidate(FAULTY + "Segfaults"))
+    lost.begin()
     with pytest.raises(CandidateDied) as caught:
-        lost.compile()
+        lost.finish()
     assert caught.value.kind == "crashed"
     with pytest.raises(CandidateDied):
-        lost.compile()
+        lost.begin()
 
 
 def test_a_backend_that_cannot_be_imported_is_a_message():
@@ -239,7 +281,8 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
     with Sandbox() as shop:
         shop.open({"fp32": program}, threads=1)
         candidate = shop.contender(Candidate(backend), threads=1)
-        candidate.compile()
+        candidate.begin()
+        candidate.finish()
         with torch.no_grad():
             found, wanted = candidate(x, more=more), tsopt.compile(program, backend)(x, more=more)
         seconds = candidate.seconds([example], 3)

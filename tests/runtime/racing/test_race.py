@@ -21,7 +21,7 @@ from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.isolation import CandidateDied
 from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.race import benchmark, race
-from tsopt.runtime.racing.timing import Timing
+from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
 
 
@@ -66,6 +66,7 @@ def _faulty(monkeypatch):
     for name in ("compile", "run"):
         monkeypatch.setattr(Behaviour, name, None)
     monkeypatch.setattr(Behaviour, "refuses", False)
+    monkeypatch.setattr(contenders, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
 @pytest.mark.parametrize("fault", ["wrong", "raises"])
 def test_a_candidate_that_breaks_after_it_was_timed_does_not_win(run_race, monkeypatch, fault):
     def behave(number, inputs, right):
-        if number <= 52:  # twelve first calls, ten of a verdict, thirty timed calls
+        if number <= 48:  # eight first calls, ten of a verdict, thirty timed calls
             return right
         if fault == "raises":
             raise RuntimeError("worn out")
@@ -320,7 +321,7 @@ def test_a_race_that_is_not_the_last_word_does_not_warn(run_race, monkeypatch):
 
 @pytest.mark.parametrize("late", ["while it is timed", "after it was timed"])
 def test_who_runs_out_of_memory_late_has_run_out_of_memory(run_race, monkeypatch, late):
-    limit = 20 if late == "while it is timed" else 52
+    limit = 20 if late == "while it is timed" else 48
 
     def behave(number, inputs, right):
         if number > limit:
@@ -441,10 +442,42 @@ def test_the_cold_start_of_every_candidate_is_told(run_race):
     assert all(rows[name].cold.first > 0 for name in ("eager + passes", "ONNX Runtime"))
 
 
+def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
+    monkeypatch.setattr(contenders, "HOPELESS", 4.0)
+    monkeypatch.setattr(contenders, "seconds_of", lambda call, inputs: 1.0 if call.backend == "faulty" else 1e-9)
+    monkeypatch.setattr(contenders, "first_calls", lambda call, *_: [1.0])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 2e-9)
+    timed = []
+    measured = race_module.measure
+    monkeypatch.setattr(race_module, "measure", lambda calls, *a, **k: timed.extend(calls) or measured(calls, *a, **k))
+    found = run_race()
+    assert row(found).status == "not checked"
+    assert row(found).reason == "about 1000000000.0 times slower than the best"
+    assert timed == ["eager", "eager + passes"]
+
+
+def test_when_all_are_far_behind_none_is_faster(run_race, monkeypatch):
+    monkeypatch.setattr(contenders, "HOPELESS", 0.0)
+    found = run_race()
+    assert {row.status for row in found.rows[1:]} == {"not checked"}
+    assert (found.winner, found.why) == (MODEL, "no candidate is significantly faster")
+
+
+def test_one_that_measures_while_it_compiles_does_so_when_the_others_are_done(run_race, monkeypatch):
+    told: list[str] = []
+    run_race(progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["faulty", "eager"]
+    entry = BackendInfo("faulty", f"{__name__}:FaultyBackend", "faulty", measures=True)
+    monkeypatch.setitem(BACKENDS, "faulty", entry)
+    told.clear()
+    run_race(progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["eager", "faulty"]
+
+
 def test_progress_names_the_steps(run_race):
     told: list[str] = []
     run_race(backends=("eager",), progress=told.append)
-    assert told[:3] == ["eager", "compile eager + passes (1 of 1)", "check eager + passes (1 of 1)"]
+    assert told[:3] == ["eager", "compile eager + passes (1 of 1)", "check eager + passes"]
 
 
 # ---- benchmark ----------------------------------------------------------------------------------------------

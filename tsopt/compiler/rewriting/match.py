@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx
 
-from tsopt.compiler.capture.thread_patches import apart
 from tsopt.compiler.graph import ops
 
 
@@ -36,6 +35,8 @@ class Match:
 
 def pattern(function: Callable[..., Any]) -> Pattern:
     """Traces a pattern function."""
+    from tsopt.compiler.capture.thread_patches import apart  # imports torch.export
+
     with apart():
         graph = fx.Tracer().trace(function)
     root = next(iter(reversed(graph.nodes))).args[0]

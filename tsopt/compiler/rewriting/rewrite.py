@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,15 +49,20 @@ class Skip:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rule:
     """A rewrite rule: patterns, the function that replaces a match, and its numerics class. `doc` is the equation."""
 
     name: str
-    patterns: tuple[Pattern, ...]
+    functions: tuple[Callable[..., Any], ...]
     body: Callable[..., fx.Node | Skip | None]
     numerics: Numerics
     doc: str
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """The functions, traced at first use: that imports most of torch. Raises TypeError for one without a call."""
+        return tuple(pattern(function) for function in self.functions)
 
 
 def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> Callable[[Callable[..., Any]], Rule]:
@@ -70,7 +76,7 @@ def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> 
         doc = (body.__doc__ or "").strip().splitlines() or ([NO_DOC] if sys.flags.optimize > 1 else [])
         if not doc:
             raise TypeError(f"the rule {body.__name__} needs a docstring with its equation")
-        return Rule(body.__name__, tuple(pattern(p) for p in patterns), body, numerics, doc[0])
+        return Rule(body.__name__, patterns, body, numerics, doc[0])
 
     return make
 

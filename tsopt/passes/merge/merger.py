@@ -21,7 +21,6 @@ from tsopt.compiler.graph.edit import Impossible, reaches_output
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Numerics, Program, tensor_type
-from tsopt.compiler.rewriting.match import pattern
 from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Rule
 from tsopt.passes.merge import stacked
@@ -50,7 +49,7 @@ COPIES = "stacking the inputs would cost more than the calls it saves"
 NO_MEMORY = "the merged weights would take too much memory"
 
 ISOMORPHIC, PARALLEL = (
-    Rule(name, (pattern(lambda x, w, b: aten.linear.default(x, w, b)),), lambda at, *_: None, Numerics.ROUNDING, doc)
+    Rule(name, (lambda x, w, b: aten.linear.default(x, w, b),), lambda at, *_: None, Numerics.ROUNDING, doc)
     for name, doc in (
         ("isomorphic_branches", "f(x, v), f(x, w), ... -> f(x, stack([v, w, ...])), for whole branches"),
         ("parallel_linear", "linear(x, v), linear(x, w), ... -> split(linear(x, cat([v, w, ...])))"),

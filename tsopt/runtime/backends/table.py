@@ -32,6 +32,7 @@ class BackendInfo:
         precisions: that it computes in by itself, as its option `precision`.
         through_onnx: it takes the exported ONNX model; its files are one, and are read without torch.
         exports: the format of `tsopt export` that its file is.
+        measures: it times kernels while it compiles, so nothing else may run then.
         code: what its files hold, where reading them executes it; empty where they are data.
         needs: libraries that reading its files takes, each with a name that it has where it is whole; none where
             nothing of it is stored.
@@ -48,6 +49,7 @@ class BackendInfo:
     precisions: tuple[str, ...] = ()
     through_onnx: bool = False
     exports: str = ""
+    measures: bool = False
     code: str = ""
     needs: Mapping[str, str] = field(default_factory=lambda: TORCH)
 
@@ -83,7 +85,12 @@ BACKENDS: dict[str, BackendInfo] = {
     for info in (
         PLAIN,
         BackendInfo(
-            "onednn", "tsopt.runtime.backends.onednn:OneDnnBackend", "torch + oneDNN", "always", lowered=HALVES
+            "onednn",
+            "tsopt.runtime.backends.onednn:OneDnnBackend",
+            "torch + oneDNN",
+            "always",
+            lowered=HALVES,
+            measures=True,
         ),
         BackendInfo(
             "torchscript",

@@ -31,7 +31,8 @@ from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
-from tsopt.runtime.racing.timing import cold_start, measure
+from tsopt.runtime.racing.timing import ColdStart, first_calls
+from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Report, Row
 
 log = logging.getLogger("tsopt")
@@ -167,7 +168,7 @@ def optimize_partitioned(
         inputs = [expected.call() for expected in oracle.expected[:3]]
         try:
             with torch.no_grad(), protected(model):
-                cold = cold_start(run, inputs, device_wait(example_input))
+                cold = ColdStart.of(first_calls(run, inputs, device_wait(example_input)))
             verdict = oracle.judge(run)
         except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]

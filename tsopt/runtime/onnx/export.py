@@ -33,9 +33,16 @@ SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """An exported model, its weights still shared with the program."""
+    """An exported model, its weights still shared with the program, or read from a file."""
 
     model: Any
+
+    @classmethod
+    def read(cls, path: Path) -> OnnxModel:
+        """What `save` has written; the file may go."""
+        import onnx_ir
+
+        return cls(onnx_ir.external_data.load_to_model(onnx_ir.load(path)))
 
     def save(self, path: Path) -> None:
         """Writes the model; weights beside it in `<name>.data` when one file could not hold them."""

@@ -22,6 +22,7 @@ from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
+    from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
 
 HINTS = ("latency", "throughput")
@@ -62,12 +63,20 @@ class OpenVinoBackend:
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 
     def compile(self, program: Program) -> Executable:
+        from tsopt.runtime.onnx.export import to_onnx
+
+        return self._executable(program, to_onnx(program))
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        from tsopt.runtime.onnx.export import OnnxModel
+
+        return self._executable(program, OnnxModel.read(directory / FILE))
+
+    def _executable(self, program: Program, model: OnnxModel) -> Executable:
         import torch
 
         from tsopt.runtime.backends.eager import by_torch
-        from tsopt.runtime.onnx.export import to_onnx
 
-        model = to_onnx(program)
         threads = self.threads or torch.get_num_threads()
         options = {"threads": threads, "hint": self.hint, "precision": self.precision}
 

@@ -19,6 +19,7 @@ from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
+    from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
 
 FILE = "model.onnx"
@@ -74,10 +75,7 @@ class OnnxRuntimeBackend:
         return examine(program, ONNX_RUNTIME, self.check_indices, threads)
 
     def compile(self, program: Program) -> Executable:
-        import torch
-
         from tsopt.compiler.sizes.generalize import through
-        from tsopt.runtime.backends.eager import by_torch
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.ort_bfloat16 import widened
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
@@ -86,7 +84,18 @@ class OnnxRuntimeBackend:
             program = program if _is_on_gpu(program.signature) else widened(program)
             return with_own_operators(four_axes(program)) if self.fused else program
 
-        model = to_onnx(through(program, lowered), self.opset)
+        return self._executable(program, to_onnx(through(program, lowered), self.opset))
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        from tsopt.runtime.onnx.export import OnnxModel
+
+        return self._executable(program, OnnxModel.read(directory / FILE))
+
+    def _executable(self, program: Program, model: OnnxModel) -> Executable:
+        import torch
+
+        from tsopt.runtime.backends.eager import by_torch
+
         proto, weights = model.detached()
         options = {
             "threads": self.threads or torch.get_num_threads(),

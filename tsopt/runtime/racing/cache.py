@@ -23,8 +23,9 @@ from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.outcomes import MISSING, REFUSED
-from tsopt.runtime.racing.timing import ColdStart, Speedup, Timing
+from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, REFUSED
+from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import MODEL, Row
 
 __all__ = ["Entry", "clear", "directory", "entries", "find", "forget", "keep", "key_of", "objection"]
@@ -34,7 +35,7 @@ FORMAT = 2
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
-KEPT = ("ok", "wrong", "failed", MISSING, *REFUSED)  # statuses of rows: another day is as this one was
+KEPT = ("ok", "wrong", "failed", NOT_CHECKED, MISSING, *REFUSED)  # statuses of rows: another day is as this one was
 
 
 @dataclass(frozen=True, slots=True)

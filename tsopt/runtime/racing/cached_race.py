@@ -18,7 +18,7 @@ from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants, is
 from tsopt.runtime.racing.isolation import Sandbox
 from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.race import race
-from tsopt.runtime.racing.timing import UNDECIDED
+from tsopt.runtime.racing.speedup import UNDECIDED
 from tsopt.runtime.report import EAGER, MODEL
 
 RECHECK_SECONDS = 1.0  # seconds: the winner against eager, before it is believed
@@ -67,8 +67,10 @@ def _is_repeatable(found: Race) -> bool:
     """Whether the race would most likely end like this again: no candidate was lost, the machine was not busy."""
     gains = [row.speedup for row in found.rows if row.speedup is not None]
     best = max(gains, key=lambda gain: gain.ratio, default=None)
-    lucky = all(row.status not in LOST and row.verdict != UNDECIDED for row in found.rows)
-    return lucky and best is not None and best.high <= WIDEST_INTERVAL * best.low
+    if best is None or best.high > WIDEST_INTERVAL * best.low or any(row.status in LOST for row in found.rows):
+        return False
+    # What is not known of one that is certainly slower than the best does not matter.
+    return all(gain.high < best.low for gain in gains if gain.verdict == UNDECIDED)
 
 
 def _reused(

@@ -9,9 +9,9 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.racing import outcomes
-from tsopt.runtime.racing.contenders import Contender, Maker, Progress
+from tsopt.runtime.racing.contenders import Contender, Maker, Progress, was_retired
 from tsopt.runtime.racing.isolation import CandidateDied
-from tsopt.runtime.racing.timing import UNDECIDED, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, speedup
 from tsopt.runtime.report import MODEL, Row
 
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
@@ -71,22 +71,32 @@ def choose(
             status = ending if ending in outcomes.LOST else "wrong"
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
-            why = f"{row.speedup} as fast as eager"
-            if order[0] is not faster[0] and row is order[0]:
-                why += f"; {faster[0].name} is equally fast within noise, but its file would contain code"
+            why = f"{row.speedup} as fast as eager{_level_with(row, faster, candidates)}"
             return Race(tuple(rows), row.key, why, executable, candidate)
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
     return Race(tuple(rows), MODEL, _why_eager(rows), None)
+
+
+def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Candidate]) -> str:
+    """Who was as fast as the winner, as far as noise lets that be known."""
+    level = [row for row in faster if row is not chosen and not _is_slower(row, chosen)]
+    if not level:
+        return ""
+    names = " and ".join((", ".join(row.name for row in level[:-1]), level[-1].name)[len(level) == 1 :])
+    are = "are" if len(level) > 1 else "is"
+    code = all(candidates[row.key].info.code for row in level) and not candidates[chosen.key].info.code
+    files = "their files" if len(level) > 1 else "its file"
+    return f"; {names} {are} equally fast within noise" + (f", but {files} would contain code" if code else "")
 
 
 def _verified(
     row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge
 ) -> tuple[Executable, str]:
     """The contender in this process, and why it is wrong; empty when it is right."""
-    # The one that was timed first: state that the timing has corrupted shows there.
-    verdict = judge.judge(contender, precision=candidate.precision)
+    # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
+    verdict = None if was_retired(contender) else judge.judge(contender, precision=candidate.precision)
     executable = maker.here(contender, candidate)
-    if executable is not contender and verdict.ok:
+    if verdict is None or (executable is not contender and verdict.ok):
         verdict = judge.judge(executable, precision=candidate.precision)
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
     return executable, "" if verdict.ok else verdict.reason
@@ -98,7 +108,7 @@ def _why_eager(rows: Sequence[Row]) -> str:
     reason = outcomes.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
-    if not any(row.key != MODEL and row.status == "ok" for row in rows):
+    if not any(row.key != MODEL and row.status in ("ok", outcomes.NOT_CHECKED) for row in rows):
         return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
     return "no candidate is significantly faster" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")

@@ -7,6 +7,7 @@ model and timed where it runs. Nothing of either outlives the `with` block.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -172,7 +174,7 @@ class Sandbox:
         """
         memory = self.memory or available_memory()
         message = {"do": "fork", "threads": self.threads, "directory": str(self.directory), "memory": memory}
-        message["variant"] = candidate.variant
+        message |= {"variant": candidate.variant, "through_onnx": candidate.info.through_onnx}
         with contextlib.ExitStack() as unless_made:
             try:
                 mine, theirs = socket.socketpair()
@@ -256,7 +258,10 @@ class Isolated:
         self._reader = threading.Thread(target=self._drain, args=(out,), daemon=True)
         self._reader.start()
         self._sent: list[Example] = []
+        self._deadline = math.inf
         self.lost: CandidateDied | None = None
+        self.retired = False
+        self._saved: Path | None = None
 
     def _drain(self, out: int) -> None:
         """Keeps the end of what the candidate prints; without a reader it would wait for one."""
@@ -269,9 +274,23 @@ class Isolated:
         """The end of what the candidate wrote to stdout and stderr, without control characters."""
         return printable(b"".join(self._printed)[-TAIL:].decode(errors="replace")).strip()
 
-    def compile(self) -> None:
-        answer = self._ask({"do": "compile", "candidate": self.candidate.key, "options": self.options})
+    def begin(self, files_of: Isolated | None = None) -> None:
+        """Has the candidate compiled, while the caller does other things; `finish` waits for it.
+
+        Args:
+            files_of: opens the files of this one instead, which differs in options that the files do not hold.
+        """
+        message: Message = {"do": "compile", "candidate": self.candidate.key, "options": self.options}
+        if files_of is not None:
+            message["saved"] = files_of.saved().name
+        self._deadline = time.monotonic() + self.sandbox.seconds
+        self._send(message)
+
+    def finish(self) -> float:
+        """Waits until it is compiled. Returns the seconds that this took."""
+        answer = self._answer("compile", max(0.01, self._deadline - time.monotonic()))
         self.notes = tuple(answer["notes"])
+        return float(answer["seconds"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program = self.sandbox.program
@@ -294,9 +313,11 @@ class Isolated:
 
     def saved(self) -> Path:
         """A directory with the files that the candidate can be made from again; it goes with the sandbox."""
-        name = f"saved-{self._pid}"
-        self._ask({"do": "save", "name": name})
-        return self.sandbox.directory / name
+        if self._saved is None:
+            name = f"saved-{self._pid}"
+            self._ask({"do": "save", "name": name})
+            self._saved = self.sandbox.directory / name
+        return self._saved
 
     def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
         """How long so many calls in a row take, right after `untimed` others, measured where they are made.
@@ -320,18 +341,31 @@ class Isolated:
             raise BackendError(f"{self.candidate.backend} sent an invalid answer", why=str(error)) from error
 
     def _ask(self, message: Message) -> Message:
+        self._send(message)
+        return self._answer(message["do"], self.sandbox.seconds)
+
+    def _send(self, message: Message) -> None:
         if self.lost is not None:
             raise self.lost
         self._connection.settimeout(self.sandbox.seconds)
         try:
             send(self._connection, message)
-            answer, _ = receive(self._connection)
         except TimeoutError:
-            raise self._lose(
-                "timed out", f"no answer to {message['do']!r} within {self.sandbox.seconds:.0f} s"
-            ) from None
+            raise self._silent(message["do"]) from None
         except Gone:
             raise self._lose(*self._how_it_ended(message["do"])) from None
+
+    def _answer(self, doing: str, seconds: float) -> Message:
+        """The answer to what was sent last."""
+        if self.lost is not None:
+            raise self.lost
+        self._connection.settimeout(seconds)
+        try:
+            answer, _ = receive(self._connection)
+        except TimeoutError:
+            raise self._silent(doing) from None
+        except Gone:
+            raise self._lose(*self._how_it_ended(doing)) from None
         if "error" in answer:
             if answer["kind"] == "no gain":
                 raise NoGain(answer["error"])
@@ -339,6 +373,9 @@ class Isolated:
                 raise self._lose(answer["kind"], answer["error"])
             raise BackendError(answer["error"])
         return answer
+
+    def _silent(self, doing: str) -> CandidateDied:
+        return self._lose("timed out", f"no answer to {doing!r} within {self.sandbox.seconds:.0f} s")
 
     def _how_it_ended(self, doing: str) -> tuple[str, str]:
         status = self.sandbox.ended(self._pid, 5.0)
@@ -360,6 +397,11 @@ class Isolated:
         said = self.printed.splitlines()
         self.lost = CandidateDied(kind, f"{what}; last output: {said[-1][:200]}" if said else what)
         return self.lost
+
+    def retire(self) -> None:
+        """Ends the process of a candidate that is not needed any more, to give its memory back."""
+        self.retired = True
+        self.end()
 
     def end(self) -> None:
         """Ends the process, and all that it started in its group."""

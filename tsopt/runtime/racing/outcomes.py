@@ -13,7 +13,8 @@ MISSING = "missing"
 OUT_OF_MEMORY, SYSTEM_ERROR = "out of memory", "system error"
 LOST = ("crashed", "exited", "timed out", OUT_OF_MEMORY, SYSTEM_ERROR)  # none of them for what the model computes
 REFUSED = ("unsupported", "no gain")  # for what the model computes, before anything ran
-STATUSES = ("ok", "wrong", "failed", MISSING, *REFUSED, *LOST)
+NOT_CHECKED = "not checked"  # too far behind the best to be of interest
+STATUSES = ("ok", "wrong", "failed", NOT_CHECKED, MISSING, *REFUSED, *LOST)
 
 # NOTE: engines and torch's allocator on the CPU raise a RuntimeError with these words, and no class of their own.
 _NO_MEMORY = re.compile(

@@ -29,7 +29,9 @@ from tsopt.runtime.racing.contenders import (
     prepare,
 )
 from tsopt.runtime.racing.isolation import Isolated, Sandbox
-from tsopt.runtime.racing.timing import Timing, measure, speedup
+from tsopt.runtime.racing.speedup import Timing, speedup
+from tsopt.runtime.racing.timing import seconds_of
+from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
 
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
@@ -67,7 +69,9 @@ def race(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         maker = Maker(programs, settings, sandbox)
-        rows, contenders = prepare(maker, judge, clock, progress)
+        with protected(model, written=captured.state.values()), mode_of(captured):
+            eager_seconds = seconds_of(model, judge.inputs)
+        rows, contenders = prepare(maker, judge, clock, progress, eager_seconds)
         limits = (min(settings.seconds, clock.left), clock.left)
         rows = _timed(model, captured, judge, rows, contenders, limits, progress)
         found = choose(
@@ -111,11 +115,19 @@ def _timed(
             extra=min(seconds, longest - seconds),
             wait=device_wait(inputs[0]),
             progress=lambda text: progress(f"time: {text}"),
+            until_decided=True,
+            out=lambda name: retire(calls[name]),
         )
     base = timings[EAGER]
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]
     lost = {key: contender.lost for key, contender in contenders.items() if isinstance(contender, Isolated)}
     return [row if (end := lost.get(row.key)) is None else replace(row, status=end.kind) for row in timed]
+
+
+def retire(contender: Callable[..., Any]) -> None:
+    """Gives back what a candidate holds that cannot win, where that is a process."""
+    if isinstance(contender, Isolated):
+        contender.retire()
 
 
 def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:

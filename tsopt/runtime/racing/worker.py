@@ -11,6 +11,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import select
 import shutil
 import signal
 import socket
@@ -27,7 +28,8 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
-from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.backends.backend import Reopens, compile, get_backend, named
+from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
 from tsopt.runtime.racing import outcomes
@@ -35,25 +37,22 @@ from tsopt.runtime.racing.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, desc
 from tsopt.runtime.racing.timing import rest, seconds_of_calls
 from tsopt.runtime.racing.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
-# Imported before the first fork, so that no child pays for it again.
+# Imported while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
 # NOTE: not OpenVINO, whose threads do not survive a fork.
-PRELOADED = ("onnxruntime", "onnx", "onnxscript", "torch.onnx", "tsopt.compiler.capture.thread_patches")
+PRELOADED = ("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript")
 
 
 def main(connection: socket.socket) -> None:
     """Serves the process that races: forks children for it, reads programs, says how children ended."""
     torch.set_num_threads(1)  # NOTE: a pool of threads does not survive a fork; children make their own
     prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
-    for name in PRELOADED:
-        if importlib.util.find_spec(name.partition(".")[0]) is not None:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is here is shared with the children: their collector must not touch it
     send(connection, {"ready": True})
+    to_import = list(PRELOADED)
     programs: dict[str, Program] = {}
     directory: Path | None = None
     while True:
+        while to_import and not select.select([connection], [], [], 0)[0]:
+            _import(to_import.pop(0))
         try:
             message, files = receive(connection, files=2)
         except Gone:  # the caller has ended, maybe without a chance to clean up
@@ -72,6 +71,10 @@ def main(connection: socket.socket) -> None:
                 answer = {"error": str(error)[:300]}
             send(connection, answer)
         elif message["do"] == "fork":
+            while to_import and message["through_onnx"]:
+                _import(to_import.pop(0))
+            gc.collect()
+            gc.freeze()  # what is here is shared with the children: their collector must not touch it
             child = os.fork()
             if not child:
                 connection.close()
@@ -81,6 +84,12 @@ def main(connection: socket.socket) -> None:
             send(connection, {"pid": child})
         elif message["do"] == "reap":
             send(connection, {"status": _reap(message["pid"], message["seconds"])})
+
+
+def _import(name: str) -> None:
+    if importlib.util.find_spec(name.partition(".")[0]) is not None:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def _reap(pid: int, seconds: float) -> int | None:
@@ -155,8 +164,15 @@ class _Candidate:
             send(self.connection, answer)
 
     def compile(self, message: Message) -> Message:
-        self.executable = compile(self.program, message["candidate"], share_weights=True, **message["options"])
-        return {"notes": list(self.executable.notes)}
+        start = time.perf_counter()
+        candidate, options = Candidate.parse(message["candidate"]), message["options"]
+        backend = get_backend(candidate, **options)
+        if "saved" in message and isinstance(backend, Reopens):
+            found = backend.reopen(self.program, self.directory / message["saved"])
+            self.executable = named(found, backend, candidate)
+        else:
+            self.executable = compile(self.program, candidate, share_weights=True, **options)
+        return {"notes": list(self.executable.notes), "seconds": time.perf_counter() - start}
 
     def save(self, message: Message) -> Message:
         assert self.executable is not None

@@ -1,0 +1,111 @@
+"""What was measured of a candidate, and how many times faster than another it is, with an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+BOOTSTRAP = 2000
+# An interval decides nothing when its ends are further apart than this many times, unless the speed-up at its lower
+# end is larger still. A ratio known to within a factor of 3 says less than most speed-ups amount to, and samples that
+# scatter so much were not taken on one machine in one state, which is what the bootstrap assumes.
+WIDE = 3.0
+SAME = 1.25  # times: an interval that holds 1 and is wider does not say that two are equally fast
+ENOUGH = 6  # rounds: the median lies between the extremes of n samples with probability 1 - 2 / 2**n, 95 % from n = 6
+UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds per call of one candidate, a value for each round.
+
+    error: why it has no more of them; `ending` is its status then.
+    """
+
+    samples: tuple[float, ...]
+    calls_per_sample: int = 1
+    error: str = ""
+    ending: str = "failed"
+
+    def percentile(self, q: float) -> float:
+        return float(np.percentile(self.samples, q))
+
+    @property
+    def p50(self) -> float:
+        return self.percentile(50)
+
+    @property
+    def p90(self) -> float:
+        return self.percentile(90)
+
+    @property
+    def std_percent(self) -> float:
+        return 100 * float(np.std(self.samples)) / float(np.mean(self.samples))
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there are samples, each of them a time: positive and finite."""
+        return bool(self.samples) and all(0 < value < math.inf for value in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Speedup:
+    """How many times faster than the baseline: ratio of medians, and its 95 % interval.
+
+    Attributes:
+        rounds: that it was worked out from.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    rounds: int = ENOUGH
+
+    @property
+    def verdict(self) -> str:
+        """`faster`, `slower`, `same`, or `undecided` where the interval is no ground for any of them."""
+        if self.why_undecided:
+            return UNDECIDED
+        if self.low > 1.0:
+            return "faster"
+        return "slower" if self.high < 1.0 else "same"
+
+    @property
+    def why_undecided(self) -> str:
+        """Why the interval decides nothing; empty when it does."""
+        if self.rounds < ENOUGH:
+            return f"{self.rounds} valid rounds are too few for a confidence interval"
+        if not 0 < self.low <= self.high < math.inf or not math.isfinite(self.ratio):
+            return "the measured times are invalid"
+        if not self.low <= self.ratio * (1 + 1e-9) or not self.ratio <= self.high * (1 + 1e-9):
+            return "the ratio of the medians is outside its confidence interval"
+        is_open = self.low <= 1.0 <= self.high
+        if self.high > self.low * (SAME if is_open else max(WIDE, self.low, 1 / self.high)):
+            return f"the times vary too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0, confidence: float = 95.0) -> Speedup:
+    """Ratio of medians with a bootstrap interval over rounds (Efron and Tibshirani 1993, chapter 13).
+
+    Args:
+        confidence: of the interval, in percent.
+
+    A round in which either of the two has no positive, finite time does not count; without any the ratio is NaN.
+    """
+    pairs = np.array(list(zip(candidate.samples, baseline.samples, strict=False)), dtype=float).reshape(-1, 2)
+    mine, base = pairs[(np.isfinite(pairs) & (pairs > 0)).all(axis=1)].T
+    rounds = len(mine)
+    if not rounds:
+        return Speedup(math.nan, math.nan, math.nan, 0)
+    # Rounds are drawn as pairs: what slows the machine slows both.
+    picks = np.random.default_rng(seed).integers(rounds, size=(BOOTSTRAP, rounds))
+    ratios = np.median(base[picks], axis=1) / np.median(mine[picks], axis=1)
+    tail = (100 - confidence) / 2
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return Speedup(float(np.median(base) / np.median(mine)), float(low), float(high), rounds)

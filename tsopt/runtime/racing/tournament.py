@@ -1,0 +1,188 @@
+"""The rounds of a race: every candidate in turn, in samples that can be compared, until it is decided.
+
+A candidate leaves as soon as it cannot win: its interval against the one ahead says so at a confidence that allows for
+being asked again and again. The rounds end when the best is known to be as good as any within LEVEL, and its speed-up
+over the baseline is known well enough to be reported; what noise leaves open is timed until the time is over.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.racing.outcomes import ending_of
+from tsopt.runtime.racing.speedup import UNDECIDED, Timing, speedup
+from tsopt.runtime.racing.timing import SAMPLE, Remote, positive, rest, time_calls
+
+WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
+SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
+DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
+MIN_ROUNDS, MAX_ROUNDS = 7, 60
+SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
+MAX_BUSY_ROUNDS = 400
+CERTAIN = 99.8  # percent: of intervals that are looked at again and again, one of 95 would err sooner or later
+LOOK = 1.15  # times as many rounds as at the last look: the next one
+LEVEL = 1.03  # times: candidates that are no further apart are equally good
+PRECISE = 1.1  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
+
+
+@dataclass
+class _Lane:
+    call: Callable[..., Any]
+    group: int = 1
+    untimed: int = 1
+    error: str = ""
+    ending: str = "failed"
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(tuple(t * 1e3 for t in self.samples), self.group, self.error, self.ending)
+
+
+def measure(
+    calls: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[Example],
+    *,
+    seconds: float = 10.0,
+    extra: float | None = None,
+    wait: Callable[[], None] = lambda: None,
+    progress: Callable[[str], None] | None = None,
+    until_decided: bool = False,
+    out: Callable[[str], None] = lambda name: None,
+) -> dict[str, Timing]:
+    """Times callables side by side.
+
+    In every round each of them is called untimed for a moment, then timed, then left until its threads are at rest; on
+    the inputs in turn (a candidate that remembers its last answer gains nothing), in an order that rotates and turns
+    round.
+
+    Args:
+        inputs: calls to make, of one signature.
+        seconds: about how long to go on; at least MIN_ROUNDS rounds, and no more than MAX_ROUNDS unless the samples
+            scatter: what a busy second did to one candidate must not decide.
+            The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
+        extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided; as long
+            again when it is None.
+        wait: returns when the device has done all that was asked of it; part of every sample.
+        until_decided: stop when it is known which one is the fastest; those that cannot be leave before.
+        out: called with the name of each one that gets no more samples although it raised nothing.
+
+    Raises:
+        BackendError: the clock gives no times for the baseline.
+    """
+    lanes = {name: _Lane(call) for name, call in calls.items()}
+    baseline = next(iter(lanes))
+    for name, lane in lanes.items():
+        if progress:
+            progress(f"warm-up {name}")
+        _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
+    rest()
+    end = time.perf_counter() + seconds
+    last = end + (seconds if extra is None else extra)
+    names = list(lanes)
+    look = MIN_ROUNDS
+    for number in range(MAX_BUSY_ROUNDS):
+        if progress:
+            left = max(0.0, end - time.perf_counter())
+            progress(f"round {number + 1}, {left:.0f} s left" if left else f"round {number + 1}, until it is decided")
+        names = [name for name in names if not lanes[name].error]
+        turn = number % len(names)
+        first = number % len(inputs)
+        turned = [*inputs[first:], *inputs[:first]]
+        order = names[turn:] + names[:turn]
+        # Backwards every other round: who comes after whom must not be the same all the time.
+        for name in order[:: -1 if number % 2 else 1]:
+            _attempt(_sample, lanes[name], turned, wait, is_baseline=name == baseline)
+        rounds = number + 1
+        if rounds < MIN_ROUNDS:
+            continue
+        left_in = _hopeful(lanes, [name for name in names if not lanes[name].error])
+        now = time.perf_counter()
+        if until_decided and rounds >= look:
+            look = max(rounds + 1, round(rounds * LOOK))
+            left_in = still_in({name: lanes[name].timing for name in left_in})
+            if is_decided({name: lanes[name].timing for name in left_in}):
+                break
+        for name in names:
+            if name not in left_in and not lanes[name].error:
+                out(name)
+        names = left_in
+        settled = rounds >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
+        open_ones = [lanes[name] for name in names[1:]]
+        if until_decided:  # nobody waits for what is known of the others
+            open_ones = sorted(open_ones, key=lambda lane: lane.timing.p50)[:1]
+        if settled or now > last or (now > end and not _any_undecided(open_ones, lanes[baseline])):
+            break
+    return {name: lane.timing for name, lane in lanes.items()}
+
+
+def still_in(timings: Mapping[str, Timing]) -> list[str]:
+    """The baseline, which is the first of them, and those that are not certainly slower than the fastest."""
+    best = min(timings.values(), key=lambda item: item.p50)
+    return [
+        name
+        for number, (name, item) in enumerate(timings.items())
+        if number == 0 or item is best or not speedup(best, item, confidence=CERTAIN).low > 1.0
+    ]
+
+
+def is_decided(timings: Mapping[str, Timing]) -> bool:
+    """Whether more samples would not change who is chosen, by more than LEVEL; the baseline is the first of them."""
+    baseline, *others = timings.values()
+    if not others:
+        return True
+    best = min(others, key=lambda item: item.p50)
+    gain, certain = speedup(best, baseline), speedup(best, baseline, confidence=CERTAIN)
+    if gain.verdict == UNDECIDED or gain.high > gain.low * max(PRECISE, math.sqrt(max(gain.low, 1 / gain.high))):
+        return False
+    if certain.low <= 1.0 <= certain.high and not 1 / LEVEL <= certain.low <= certain.high <= LEVEL:
+        return False
+    # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
+    return all(item is best or speedup(best, item).low >= 1 / LEVEL for item in others)
+
+
+def _attempt(
+    step: Callable[..., None], lane: _Lane, inputs: Any, wait: Callable[[], None], *, is_baseline: bool
+) -> None:
+    try:
+        step(lane, inputs, wait)
+    except Exception as error:  # a candidate may raise anything; it costs the candidate alone
+        if is_baseline:
+            raise
+        lane.error, lane.ending = f"{type(error).__name__}: {str(error)[:200]}", ending_of(error)
+
+
+def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+    time_calls(lane.call, inputs[-1:], 1, wait)
+    spent = [time_calls(lane.call, [inputs[i % len(inputs)]], 1, wait) for i in range(WARM_UP)]
+    call = max(min(spent), 1e-7)
+    lane.group = max(1, min(1000, int(SAMPLE / call)))
+    lane.untimed = max(1, min(2000, int(SETTLE / call)))
+
+
+def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+    lane.samples.append(positive(lambda: time_calls(lane.call, inputs, lane.group, wait, lane.untimed)) / lane.group)
+    if not isinstance(lane.call, Remote):
+        rest()
+
+
+def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
+    # The first one is the baseline: everybody's ratio needs its samples.
+    best = min(float(np.median(lanes[name].samples)) for name in names)
+    return [n for i, n in enumerate(names) if i == 0 or float(np.median(lanes[n].samples)) < DROP_RATIO * best]
+
+
+def _scatters(samples: Sequence[float]) -> bool:
+    low, middle, high = np.percentile(samples, [25, 50, 75])
+    return bool(high - low > SCATTER * middle)
+
+
+def _any_undecided(lanes: Sequence[_Lane], baseline: _Lane) -> bool:
+    return any(speedup(lane.timing, baseline.timing).verdict == UNDECIDED for lane in lanes)
