@@ -23,13 +23,13 @@ demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime 
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
 test: lint types ## lint, type check, and all tests except the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --durations=25 --durations-min=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=25 --durations-min=2
 
 slow: $(READY) ## the slow tests, which `make test` skips
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 quick: lint ## lint and one minute of tests, for the inner loop
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(QUICK)
 
 lint: $(READY) ## ruff check and ruff format
 	$(BIN)/ruff check .

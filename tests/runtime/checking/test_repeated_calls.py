@@ -108,4 +108,4 @@ def test_in_a_race_such_a_candidate_does_not_win(monkeypatch, executable):
     assert "on fresh inputs" in fast.report.row("eager + passes").reason
 
 
-TIMING = tsopt.runtime.racing.timing.Timing((1.0, 1.1))
+TIMING = tsopt.runtime.racing.speedup.Timing((1.0, 1.1))

@@ -66,7 +66,6 @@ def _faulty(monkeypatch):
     for name in ("compile", "run"):
         monkeypatch.setattr(Behaviour, name, None)
     monkeypatch.setattr(Behaviour, "refuses", False)
-    monkeypatch.setattr(contenders, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
 
 
 @pytest.fixture
