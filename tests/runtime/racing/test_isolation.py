@@ -79,6 +79,12 @@ def try_all(shop, mlp, mlp_input, mlp_program):
     return run
 
 
+@pytest.fixture
+def nobody_wins(monkeypatch):
+    """A winner would be compiled in this process."""
+    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing((1.0,) * 7) for name in calls})
+
+
 KINDS = {
     "Raises": ("failed", "this op is too new; it says so"),
     "Segfaults": ("crashed", "SIGSEGV during 'compile'"),
@@ -111,7 +117,7 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
     assert found.winner in (MODEL, "eager")
 
 
-def test_candidates_are_compiled_side_by_side(try_all, monkeypatch):
+def test_candidates_are_compiled_side_by_side(try_all, nobody_wins, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
     rows, _ = try_all(FAULTY + "Meets", FAULTY + "MeetsToo")
     assert [row.status for row in rows.values()] == ["ok"] * 3, rows
@@ -201,9 +207,7 @@ def test_a_candidate_that_hangs_costs_its_time_alone(name, try_all):
 
 
 @pytest.mark.parametrize("name", ["Noisy", "Leaks", "Changes", "Right"])
-def test_what_a_candidate_does_beside_its_work_stays_with_it(name, try_all, capfd, monkeypatch):
-    # A winner would be compiled here.
-    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing((1.0,) * 7) for name in calls})
+def test_what_a_candidate_does_beside_its_work_stays_with_it(name, try_all, capfd, nobody_wins):
     before = (torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd(), torch.get_rng_state())
     rows, _ = try_all(FAULTY + name)
     after = (torch.get_num_threads(), torch.get_default_dtype(), dict(os.environ), os.getcwd(), torch.get_rng_state())
