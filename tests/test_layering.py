@@ -76,6 +76,7 @@ WITHOUT_TORCH = (
     "runtime/racing/outcomes.py",
     "runtime/racing/environment.py",
     "runtime/untrusted_text.py",
+    "runtime/stages.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
     "cli/app.py",

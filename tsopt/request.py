@@ -44,6 +44,7 @@ from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
+from tsopt.runtime.stages import Stages
 from tsopt.transforms import passes_in, transform_with_records
 
 log = logging.getLogger("tsopt")
@@ -56,13 +57,16 @@ class ReportedProgress:
 
     Attributes:
         error: the last exception that it raised.
+        stages: how long each stage took.
     """
 
     def __init__(self, progress: Callable[[str], None]) -> None:
         self.progress = progress
         self.error: Exception | None = None
+        self.stages = Stages()
 
     def __call__(self, text: str) -> None:
+        self.stages.step(text)
         try:
             self.progress(text)
         except Exception as error:
@@ -148,6 +152,7 @@ class Request:
             numerics=Numerics.LOSSY.name if is_lossy else made.optimized.numerics.name,
             peak_bytes=(peak_bytes(made.captured), peak_bytes(made.optimized)),
             pass_seconds=made.pass_seconds,
+            stages=self.progress.stages.spent(),
             frontend=captured.frontend,
             not_isolated_because=outcome.not_isolated_because,
             cached=outcome.cached,

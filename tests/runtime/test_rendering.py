@@ -79,12 +79,17 @@ def test_lines_know_their_verdict():
 
 
 def test_what_was_not_measured_is_not_there():
-    bare = replace(FULL, nodes=(0, 0), peak_bytes=(0, 0), capture_seconds=0.0, pass_seconds=0.0)
-    for said in ("op nodes", "peak", "capture", "numerics"):
+    bare = replace(FULL, nodes=(0, 0), peak_bytes=(0, 0), stages=())
+    for said in ("op nodes", "peak", "took", "numerics"):
         assert said not in bare.text
-    full = replace(FULL, nodes=(9, 7), peak_bytes=(2_000_000, 1_500_000), capture_seconds=1.5, pass_seconds=0.25)
-    wanted = "op nodes 9 -> 7; peak activation memory 2.0 MB -> 1.5 MB; numerics EXACT; capture 1.50 s; passes 0.25 s"
-    assert wanted in full.text
+    full = replace(FULL, nodes=(9, 7), peak_bytes=(2_000_000, 1_500_000))
+    assert "op nodes 9 -> 7; peak activation memory 2.0 MB -> 1.5 MB; numerics EXACT\n" in full.text
+
+
+def test_what_took_the_time_is_said_without_what_took_none():
+    spent = (("capture", 1.25), ("passes", 0.01), ("timing", 3.0))
+    assert "\ntook 4.3 s: capture 1.2, timing 3.0\n" in replace(FULL, stages=spent).text
+    assert "\ntook 0.0 s\n" in replace(FULL, stages=(("passes", 0.01),)).text
 
 
 def test_what_comes_from_the_cache_is_said_at_once():

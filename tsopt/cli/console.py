@@ -16,6 +16,7 @@ from rich.text import Text
 
 from tsopt.cli.process import UNWRITTEN, silence_stdout
 from tsopt.errors import UsageError
+from tsopt.runtime.stages import stage_of
 from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ STYLES = {
     "missing": "dim",
     "unsupported": "dim",
     "no gain": "dim",
+    "not checked": "dim",
 }
 
 
@@ -51,21 +53,39 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """A line with the phase and the time since the start, on a terminal; nothing with -q or --json.
+        """A line with the phase and the time since the start, on a terminal; elsewhere a line for each stage.
 
-        What the model prints at work goes to stderr: stdout holds the result.
+        Nothing with -q or --json. What the model prints at work goes to stderr: stdout holds the result.
         """
-        if self.quiet or self.as_json or not self.err.is_terminal:
+        if self.quiet or self.as_json:
             with redirect_stdout(sys.stderr):
                 yield lambda text: None
             return
         start, title = time.perf_counter(), escape(printable(title))
+        if not self.err.is_terminal:
+            with redirect_stdout(sys.stderr):
+                yield self._stage_lines(title, start)
+            return
 
         def show(text: str) -> None:
             status.update(f"{title}: {escape(printable(text))} [dim]{time.perf_counter() - start:.0f} s[/dim]")
 
         with self.err.status(title) as status, redirect_stdout(sys.stderr):
             yield show
+
+    def _stage_lines(self, title: str, start: float) -> Callable[[str], None]:
+        """Says that a stage begins, with the seconds since the start: for logs."""
+        last = ""
+
+        def show(text: str) -> None:
+            nonlocal last
+            stage = stage_of(text)
+            if stage != last:
+                last = stage
+                line = f"{title}: {printable(stage)} ({time.perf_counter() - start:.1f} s)"
+                self.err.print(line, markup=False, soft_wrap=True)
+
+        return show
 
     def say(self, text: str = "") -> None:
         if not self.quiet and not self.as_json:

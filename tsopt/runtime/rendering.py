@@ -65,6 +65,9 @@ def _median(row: Row) -> float:
     return row.timing.p50 if row.timing is not None else 0.0
 
 
+SHORT_STAGE = 0.05  # seconds: what takes less is not named
+
+
 def report_lines(report: Report, *, width: int | None = None, bar: str = "#") -> list[Line]:
     """A report for a terminal: the winner first, reasons below the rows they explain, then what the passes did.
 
@@ -140,11 +143,12 @@ def _tail(report: Report) -> Iterator[str]:
         f"op nodes {arrow(*report.nodes)}" if any(report.nodes) else "",
         f"peak activation memory {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",
         f"numerics {report.numerics}" if any(report.nodes) else "",
-        f"capture {report.capture_seconds:.2f} s" if report.capture_seconds else "",
-        f"passes {report.pass_seconds:.2f} s" if report.pass_seconds else "",
     ]
     if any(measured):
         yield "; ".join(filter(None, measured))
+    if report.stages:
+        parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
+        yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
     if report.sizes:
         yield f"sizes: {report.sizes}"
     if report.frontend:

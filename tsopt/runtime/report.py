@@ -94,6 +94,7 @@ class Report:
         winner_key: the key of the row that `fast(x)` runs; `why` says how it was chosen.
         passes: a record for each pass that was run.
         pass_seconds: the whole pipeline, with the checks before the first pass and after the last.
+        stages: what took the time, in seconds: (stage, seconds), in the order in which the stages began.
         nodes, peak_bytes: calls, and the most bytes of activations that live at once, before and after the passes.
         files: what was written, by kind.
         not_isolated_because: why candidates ran in this process, where each was meant to have one of its own.
@@ -117,6 +118,7 @@ class Report:
     signatures: tuple[tuple[str, str], ...] = ()
     peak_bytes: tuple[int, int] = (0, 0)
     pass_seconds: float = 0.0
+    stages: tuple[tuple[str, float], ...] = ()
     not_isolated_because: str = ""
     cached: str = ""
     frontend: str = ""
@@ -194,6 +196,7 @@ class Report:
             "peak_bytes": _before_after(*self.peak_bytes),
             "capture_seconds": self.capture_seconds,
             "pass_seconds": self.pass_seconds,
+            "stages": dict(self.stages),
             "numerics": self.numerics,
             "not_isolated_because": self.not_isolated_because,
             "cached": self.cached,

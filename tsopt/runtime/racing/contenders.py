@@ -190,6 +190,7 @@ def prepare(
     entries = [_Entry(item, Row(item.title, key=item.key)) for item in settings.candidates]
     first = [entry for entry in entries if not _is_second(entry.candidate, settings)]
     _compile_all(first, maker, clock, progress, len(entries))
+    progress("first calls")
     for entry in first:
         _start(entry, maker, judge)
     by_key = {entry.candidate.key: entry for entry in first}
