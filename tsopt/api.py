@@ -54,6 +54,7 @@ def optimize(
     cache: bool = True,
     check_indices: bool = False,
     strict_specials: bool = False,
+    time_all: bool = False,
     share_weights: bool = False,
     audit: float = SHARE,
     progress: Callable[[str], None] | None = None,
@@ -112,6 +113,8 @@ def optimize(
             lists the rest.
         strict_specials: reject a candidate that differs from eager on NaN, infinities or denormals. False notes the
             difference in the report.
+        time_all: time every correct candidate for as long as `seconds` says, also those that cannot win, for a complete
+            table. False ends the race as soon as it is decided.
         share_weights: let the winner read the model's weights in place, which saves a copy. Calls then raise
             WeightsChangedError once torch has written to one of them. False: the winner keeps the current weights.
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
@@ -140,6 +143,7 @@ def optimize(
         budget=budget,
         check_indices=check_indices,
         strict_specials=strict_specials,
+        time_all=time_all,
         share_weights=share_weights,
     )
     request = Request(

@@ -24,6 +24,7 @@ from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
+DEFAULTS = {"cache": False, "time_all": True}  # a sweep compares, whoever wins
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ def sweep(
         batch_sizes: sizes of the inputs' first axis, to which rows are repeated or dropped; None keeps the size.
         devices: for example `cpu` or `cuda`; the model is copied there. None keeps the device.
         progress: called with the setting and the name of each step.
-        options: options of `optimize`, for every race.
+        options: options of `optimize`, for every race; `cache` is False and `time_all` True if they do not say.
 
     Raises:
         UsageError: a device is not available, a number is less than 1, or batch sizes were given for inputs without a
@@ -165,7 +166,7 @@ def sweep(
 
             try:
                 # The caller wants new measurements, not cached ones.
-                fast = optimize(moved, form, threads=count, progress=told, **{"cache": False} | options)
+                fast = optimize(moved, form, threads=count, progress=told, **DEFAULTS | options)
             except TsoptError as error:
                 if isinstance(error, UsageError) or alone:
                     raise

@@ -455,6 +455,16 @@ def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     assert timed == ["eager", "eager + passes"]
 
 
+def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):
+    monkeypatch.setattr(contenders, "HOPELESS", 0.0)
+    asked = []
+    measured = race_module.measure
+    monkeypatch.setattr(race_module, "measure", lambda *a, **k: asked.append(k["until_decided"]) or measured(*a, **k))
+    assert {row.status for row in run_race(time_all=True).rows} == {"ok"}
+    assert run_race().rows[1].status == "not checked"
+    assert asked == [False, True]
+
+
 def test_when_all_are_far_behind_none_is_faster(run_race, monkeypatch):
     monkeypatch.setattr(contenders, "HOPELESS", 0.0)
     found = run_race()
@@ -476,7 +486,7 @@ def test_one_that_measures_while_it_compiles_does_so_when_the_others_are_done(ru
 def test_progress_names_the_steps(run_race):
     told: list[str] = []
     run_race(backends=("eager",), progress=told.append)
-    assert told[:3] == ["eager", "compile eager + passes (1 of 1)", "check eager + passes"]
+    assert told[:4] == ["eager", "compile eager + passes (1 of 1)", "first calls", "check eager + passes"]
 
 
 # ---- benchmark ----------------------------------------------------------------------------------------------

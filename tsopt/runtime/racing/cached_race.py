@@ -40,10 +40,10 @@ def cached_race(
     progress: Progress | None = None,
 ) -> Race:
     """`race`, or a cached one of the same program on this machine, where its winner is still right and faster."""
-    stricter = {"check_indices": settings.check_indices, "strict_specials": settings.strict_specials}
+    switches = ("check_indices", "strict_specials", "time_all")
     key = cache.key_of(
         *(captured, cast(Program, programs[FP32]), settings.candidates, settings.threads),
-        *(name for name, on in stricter.items() if on),
+        *(name for name in switches if getattr(settings, name)),
     )
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:

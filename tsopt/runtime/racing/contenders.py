@@ -49,6 +49,7 @@ class RaceSettings:
         held_out: other sizes that every candidate has to be right at.
         check_indices: candidates look at the indices of each call, whatever that costs.
         strict_specials: a candidate that differs from eager on NaN and infinities is wrong.
+        time_all: no candidate is left out or leaves because it cannot win.
         share_weights: let the winner read the model's weights where they are.
         warn: when no candidate could be tried.
     """
@@ -61,6 +62,7 @@ class RaceSettings:
     held_out: Sequence[HeldOut] = ()
     check_indices: bool = False
     strict_specials: bool = False
+    time_all: bool = False
     share_weights: bool = False
     warn: bool = True
 
@@ -206,7 +208,7 @@ def prepare(
     for entry in sorted(entries, key=lambda entry: entry.call_seconds):
         if entry.contender is None:
             continue
-        if entry.call_seconds > HOPELESS * best:
+        if entry.call_seconds > HOPELESS * best and not settings.time_all:
             reason = f"about {entry.call_seconds / best:.1f} times slower than the best"
             entry.row = replace(entry.row, status=NOT_CHECKED, reason=reason)
             if isinstance(entry.contender, Isolated):

@@ -73,7 +73,7 @@ def race(
             eager_seconds = seconds_of(model, judge.inputs)
         rows, contenders = prepare(maker, judge, clock, progress, eager_seconds)
         limits = (min(settings.seconds, clock.left), clock.left)
-        rows = _timed(model, captured, judge, rows, contenders, limits, progress)
+        rows = _timed(model, captured, judge, rows, contenders, limits, progress, settings.time_all)
         found = choose(
             maker,
             rows,
@@ -102,6 +102,7 @@ def _timed(
     contenders: Mapping[str, Contender],
     limits: tuple[float, float],
     progress: Progress,
+    time_all: bool,
 ) -> list[Row]:
     """Args: limits: how long to time, and how long at most, where that decides nothing."""
     inputs, (seconds, longest) = judge.inputs, limits
@@ -115,7 +116,7 @@ def _timed(
             extra=min(seconds, longest - seconds),
             wait=device_wait(inputs[0]),
             progress=lambda text: progress(f"time: {text}"),
-            until_decided=True,
+            until_decided=not time_all,
             out=lambda name: retire(calls[name]),
         )
     base = timings[EAGER]

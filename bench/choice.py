@@ -1,0 +1,138 @@
+"""How good is the choice of a race? An oracle with ten times the timing says which candidate is the best.
+
+Usage: python -m bench.choice [MODEL ...] [--races N] [--busy]; writes bench/results/choice.{json,md}, or
+choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time.
+
+The regret of a race is how much slower the chosen candidate is than the best one, by the medians of the oracle: the
+engines in this process, interleaved. 0 % is the best choice; a choice that is slower than eager would be a broken
+promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import tsopt
+from bench.models import MODELS
+from bench.process import in_own_process
+from tsopt.compiler.protect import protected
+from tsopt.runtime.backends.candidate import candidates_for
+from tsopt.runtime.checking.inputs import input_sets
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.tournament import measure
+from tsopt.runtime.report import EAGER
+
+RESULTS = Path(__file__).parent / "results"
+SECONDS = 100.0  # of the oracle: ten times what a race may take by default
+SMALL = 0.03  # regret that nobody would notice
+NAMES = (
+    *("mlp", "lstm", "ensemble_16", "heads_8", "resnet18", "mobilenet_v2", "efficientnet_b0", "bert_base", "gpt2"),
+    "vit_b16",
+)
+BUSY = """
+import time
+while True:
+    end = time.perf_counter() + 0.05
+    while time.perf_counter() < end:
+        pass
+    time.sleep(0.05)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*", default=NAMES)
+    parser.add_argument("--races", type=int, default=10)
+    parser.add_argument("--busy", action="store_true")
+    asked = parser.parse_args()
+    place = RESULTS / f"choice{'_busy' if asked.busy else ''}.json"
+    rows: dict[str, Any] = {}
+    for name in asked.models:
+        oracle = in_own_process("bench.choice:oracle", name)
+        with busy() if asked.busy else contextlib.nullcontext():
+            races = [in_own_process("bench.choice:raced", name) for _ in range(asked.races)]
+        rows[name] = {"oracle": oracle, "races": races, "regret": [regret(oracle, item["winner"]) for item in races]}
+        print(line(name, rows[name]), flush=True)
+        out = {"environment": environment().to_json(), "busy": asked.busy, "models": rows}
+        place.write_text(json.dumps(out, indent=1) + "\n")
+        place.with_suffix(".md").write_text("\n".join(page(rows, asked.busy)) + "\n")
+
+
+def oracle(name: str) -> dict[str, float]:
+    """Medians in milliseconds of all engines on a model, by title."""
+    model, example = MODELS[name].load()
+    program = tsopt.transform(tsopt.capture(model, example))
+    calls: dict[str, Callable[..., Any]] = {EAGER: model}
+    for candidate in candidates_for(None):
+        with contextlib.suppress(tsopt.TsoptError):
+            calls[candidate.title] = tsopt.compile(program, candidate.key)
+    inputs = [item.clone() for item in input_sets(example, 7)[:3]]
+    with protected(model), torch.inference_mode():
+        return {name: timing.p50 for name, timing in measure(calls, inputs, seconds=SECONDS).items()}
+
+
+def raced(name: str) -> dict[str, Any]:
+    """The winner of one race with default settings, and the seconds that `optimize` took."""
+    model, example = MODELS[name].load()
+    start = time.perf_counter()
+    report = tsopt.optimize(model, example, cache=False).report
+    return {"winner": report.winner, "seconds": time.perf_counter() - start, "stages": dict(report.stages)}
+
+
+def regret(medians: dict[str, float], winner: str) -> float:
+    return medians[winner] / min(medians.values()) - 1
+
+
+@contextlib.contextmanager
+def busy() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", BUSY])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
+    every = [value for row in rows.values() for value in row["regret"]]
+    good = sum(value <= SMALL for value in every)
+    slower = sum(row["oracle"][item["winner"]] > row["oracle"][EAGER] for row in rows.values() for item in row["races"])
+    beside = "beside a process that keeps a core busy half of the time" if is_busy else "on an idle machine"
+    return [
+        f"On {environment()}; {beside}.",
+        "",
+        f"Regret at most {SMALL:.0%} in {good} of {len(every)} races; slower than eager in {slower}.",
+        "",
+        "| model | best (oracle) | chosen, times | median regret | largest regret | median seconds of `optimize` |",
+        "|---|---|---|---|---|---|",
+        *(line(name, row) for name, row in rows.items()),
+    ]
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    chosen = Counter(item["winner"] for item in row["races"]).most_common()
+    cells = (
+        name,
+        min(row["oracle"], key=row["oracle"].__getitem__),
+        ", ".join(f"{title} {times}" for title, times in chosen),
+        f"{np.median(row['regret']):.1%}",
+        f"{max(row['regret']):.1%}",
+        f"{np.median([item['seconds'] for item in row['races']]):.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
