@@ -25,18 +25,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing that takes no care of being right: no test believes what a race in this process measures."""
-    from tsopt.runtime.racing import contenders, timing, tournament
+    from tsopt.runtime.calling import partitioned
+    from tsopt.runtime.racing import preparation, timing, tournament
 
-    monkeypatch.setattr(contenders, "HOPELESS", float("inf"))
-    monkeypatch.setattr(contenders, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
+    monkeypatch.setitem(partitioned.PART, "seconds", 0.05)
+    monkeypatch.setattr(preparation, "HOPELESS", float("inf"))
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
     monkeypatch.setattr(tournament, "SETTLE", 0.0)
     monkeypatch.setattr(timing, "PAUSE", 1e-3)
 
 
 @pytest.fixture(autouse=True)
 def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates run in the process of the test, which saves seconds each; test_isolation.py is about the others."""
-    if request.node.path.name != "test_isolation.py":
+    """Candidates run in the process of the test, which saves seconds each; test_sandbox.py is about the others."""
+    if request.node.path.name != "test_sandbox.py":
         from tsopt import request as optimize_request
 
         monkeypatch.setattr(optimize_request, "is_on_cpu", lambda example: False)

@@ -38,7 +38,7 @@ ONLY_IN = {
     "pandas": {"runtime/report.py"},
     "cloudpickle": {"background.py"},
     "typer": {"cli/app.py", "cli/options.py"},
-    "rich": {"cli/console.py"},
+    "rich": {"cli/console.py", "runtime/progress.py"},
 }
 # Imported before torch: by `import tsopt`, by `tsopt --help`, and by a bundle where torch is not installed.
 WITHOUT_TORCH = (
@@ -69,7 +69,7 @@ WITHOUT_TORCH = (
     "runtime/bundles/members.py",
     "runtime/bundles/onnx_file.py",
     "runtime/bundles/probe.py",
-    "runtime/racing/processes.py",
+    "runtime/sandbox/processes.py",
     "runtime/bundles/staging.py",
     "runtime/calling/value_checks.py",
     "runtime/racing/cache_files.py",
@@ -77,6 +77,7 @@ WITHOUT_TORCH = (
     "runtime/racing/environment.py",
     "runtime/untrusted_text.py",
     "runtime/stages.py",
+    "runtime/progress.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
     "cli/app.py",

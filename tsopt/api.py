@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from tsopt.compiler.calls.example import Example, as_examples
@@ -51,13 +52,14 @@ def optimize(
     on_gradients: str = "eager",
     isolate: bool = True,
     budget: float | None = None,
+    memory: int | None = None,
     cache: bool = True,
     check_indices: bool = False,
     strict_specials: bool = False,
     time_all: bool = False,
     share_weights: bool = False,
     audit: float = SHARE,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] | bool | None = None,
 ) -> Optimized | Partitioned | InEager:
     """Turns a model into the fastest verified form that this machine can run.
 
@@ -106,6 +108,8 @@ def optimize(
         isolate: give each candidate its own process, so that a crash or a hang costs only a row in the table. False
             runs all candidates in this process, which saves a few seconds.
         budget: time limit in seconds for compiling, checking and timing all candidates together; None for no limit.
+        memory: bytes that the candidates' processes may take together; None for 80 % of what is free. If that is not
+            enough for all of them, they are compiled one after the other, and only the two fastest are kept.
         cache: reuse the result of an earlier race of the same program on this machine, once its winner has been
             verified and timed against eager again, and store the result of a new race. `tsopt cache show` says where.
         check_indices: engines that accept out-of-range indices get every call's indices checked, whatever the cost,
@@ -120,7 +124,8 @@ def optimize(
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
             the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
             and the model runs in eager from then on. 0 turns audits off.
-        progress: called with the name of each step.
+        progress: True shows the stage and the time, on stderr or in a notebook; a function is called with the name of
+            each step.
 
     Returns:
         An `Optimized`, or a `Partitioned` if the model was split at graph breaks. A model that cannot be captured in
@@ -133,7 +138,7 @@ def optimize(
         UsageError: an option is invalid.
     """
     examples = as_examples(example_input)
-    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, frontend)
+    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
     check_share(audit)
     settings = RaceSettings(
         candidates=who_races(examples[0], backends, precision, level),
@@ -141,28 +146,36 @@ def optimize(
         seconds=seconds,
         seed=seed,
         budget=budget,
+        memory=memory,
         check_indices=check_indices,
         strict_specials=strict_specials,
         time_all=time_all,
         share_weights=share_weights,
     )
-    request = Request(
-        model=model,
-        level=level,
-        race=settings,
-        passes=tuple(passes),
-        without=tuple(without),
-        eval_mode=eval_mode,
-        allow_nan=allow_nan,
-        on_new_signature=on_new_signature,
-        on_gradients=on_gradients,
-        isolate=isolate,
-        cache=cache,
-        progress=ReportedProgress(progress or (lambda text: None)),
-        frontend=frontend,
-        audit=audit,
-        dynamic=dynamic,
-    )
+    with _told(progress, model) as tell:
+        request = Request(
+            model=model,
+            level=level,
+            race=settings,
+            passes=tuple(passes),
+            without=tuple(without),
+            eval_mode=eval_mode,
+            allow_nan=allow_nan,
+            on_new_signature=on_new_signature,
+            on_gradients=on_gradients,
+            isolate=isolate,
+            cache=cache,
+            progress=ReportedProgress(tell),
+            frontend=frontend,
+            audit=audit,
+            dynamic=dynamic,
+        )
+        return _optimized(request, *examples)
+
+
+def _optimized(request: Request, *examples: Example) -> Optimized | Partitioned | InEager:
+    """The model as one graph; otherwise partitioned; otherwise in eager."""
+    frontend = request.frontend
     because: GraphBreakError | None = None
     if frontend != "parts":
         try:
@@ -177,6 +190,17 @@ def optimize(
         return request.in_parts(because, *examples)
     except Exception as error:
         return request.in_eager(examples[0], *filter(None, (because, error)))
+
+
+def _told(
+    progress: Callable[[str], None] | bool | None, model: object
+) -> AbstractContextManager[Callable[[str], None]]:
+    """What the steps are told to."""
+    if progress is True:
+        from tsopt.runtime.progress import shown
+
+        return shown(type(model).__name__)
+    return nullcontext(progress or (lambda text: None))
 
 
 def who_races(
@@ -217,6 +241,7 @@ def _check_options(
     threads: int | None,
     seconds: float,
     budget: float | None,
+    memory: int | None,
     frontend: str,
 ) -> None:
     if policy not in POLICIES:
@@ -236,6 +261,11 @@ def _check_options(
     if budget is not None and not budget > 0:
         raise UsageError(
             f"budget must be greater than 0, got {budget}", fix="pass a number of seconds, or None for no limit"
+        )
+    if memory is not None and not memory > 0:
+        raise UsageError(
+            f"memory must be greater than 0, got {memory}",
+            fix="pass a number of bytes, or None for a share of what is free",
         )
     for name in () if backends is None or backends == "all" else backends:
         get_backend(name)

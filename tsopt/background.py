@@ -37,8 +37,8 @@ from tsopt.runtime.calling.model_reads import reads_of
 from tsopt.runtime.calling.optimized import MAX_CAPTURES, Optimized
 from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.racing.processes import descendants, environment_of_child, kill
 from tsopt.runtime.report import Report
+from tsopt.runtime.sandbox.processes import descendants, environment_of_child, kill
 
 REQUEST, ANSWER, BUNDLE, OUTPUT = "request", "answer", "model.tsopt", "output"
 TAIL = 300  # characters of what a process that has failed has printed

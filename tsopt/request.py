@@ -39,11 +39,11 @@ from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.isolation import Sandbox, is_on_cpu
 from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
+from tsopt.runtime.sandbox.sandbox import Sandbox, is_on_cpu
 from tsopt.runtime.stages import Stages
 from tsopt.transforms import passes_in, transform_with_records
 

@@ -19,10 +19,10 @@ from torch import nn
 import tsopt
 from bench.hazards import ANY, RIGHT, Case, Outcome
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.isolation import Sandbox
-from tsopt.runtime.racing.processes import descendants, kill
 from tsopt.runtime.racing.speedup import Speedup, Timing, speedup
 from tsopt.runtime.racing.tournament import measure
+from tsopt.runtime.sandbox.processes import descendants, kill
+from tsopt.runtime.sandbox.sandbox import Sandbox
 
 FAULTY = "tests.runtime.faulty:"
 STEADY = (4.0,) * 12

@@ -231,7 +231,7 @@ def test_rules_are_left_out_by_every_command_that_optimizes(tsopt, write, quick,
 def test_commands_share_the_options_that_say_what_to_optimize(tsopt, command):
     text = tsopt(command, "--help").out
     assert all(option in text for option in ("--input", "-O", "--seed", "--eval", "--allow-nan", "--without", "--json"))
-    for option in ("--threads", "--seconds", "--budget", "--no-isolate"):
+    for option in ("--threads", "--seconds", "--budget", "--memory", "--no-isolate"):
         assert (option in text) == (command != "inspect")
 
 
@@ -241,6 +241,24 @@ def test_a_budget_that_is_none_is_a_usage_error(tsopt, write, budget):
     ran = tsopt("bench", "m.py", "--budget", budget)
     assert ran.code == 2
     assert "budget" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4GB", 4 * 10**9), ("1.5 GiB", 3 << 29), ("512m", 512 * 10**6), ("1000000", 10**6), ("7B", 7)]
+)
+def test_memory_is_a_number_of_bytes_or_a_size(tsopt, write, monkeypatch, text, size):
+    given = options_of_race(monkeypatch)
+    write()
+    tsopt("bench", "m.py", "--memory", text)
+    assert given["memory"] == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-3", "nan", "4 parsecs", "1e9", "0.1B"])
+def test_memory_that_is_no_size_is_a_usage_error(tsopt, write, text):
+    write()
+    ran = tsopt("bench", "m.py", f"--memory={text}")
+    assert ran.code == 2
+    assert "--memory" in ran.err
 
 
 @pytest.mark.parametrize(

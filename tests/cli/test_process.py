@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.conftest import MODEL, Ran
 from tsopt.cli import process
-from tsopt.runtime.racing.processes import descendants
+from tsopt.runtime.sandbox.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 

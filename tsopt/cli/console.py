@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from tsopt.cli.process import UNWRITTEN, silence_stdout
 from tsopt.errors import UsageError
-from tsopt.runtime.stages import stage_of
+from tsopt.runtime.progress import shown
 from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -61,31 +59,8 @@ class Output:
             with redirect_stdout(sys.stderr):
                 yield lambda text: None
             return
-        start, title = time.perf_counter(), escape(printable(title))
-        if not self.err.is_terminal:
-            with redirect_stdout(sys.stderr):
-                yield self._stage_lines(title, start)
-            return
-
-        def show(text: str) -> None:
-            status.update(f"{title}: {escape(printable(text))} [dim]{time.perf_counter() - start:.0f} s[/dim]")
-
-        with self.err.status(title) as status, redirect_stdout(sys.stderr):
-            yield show
-
-    def _stage_lines(self, title: str, start: float) -> Callable[[str], None]:
-        """Says that a stage begins, with the seconds since the start: for logs."""
-        last = ""
-
-        def show(text: str) -> None:
-            nonlocal last
-            stage = stage_of(text)
-            if stage != last:
-                last = stage
-                line = f"{title}: {printable(stage)} ({time.perf_counter() - start:.1f} s)"
-                self.err.print(line, markup=False, soft_wrap=True)
-
-        return show
+        with shown(title, self.err) as tell, redirect_stdout(sys.stderr):
+            yield tell
 
     def say(self, text: str = "") -> None:
         if not self.quiet and not self.as_json:

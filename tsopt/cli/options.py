@@ -42,6 +42,22 @@ def _seconds(value: float) -> float:
     return value
 
 
+def _bytes(text: str | None) -> int | None:
+    """The bytes of `4GB`, `512MiB` or `1000000`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?|\d{1,18}) ?(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE)
+    size = 0
+    if found is not None:
+        unit = (1024 if found[3] else 1000) ** (" KMGT".index(found[2].upper()) if found[2] else 0)
+        size = int(float(found[1]) * unit)
+    if size < 1:
+        raise UsageError(
+            f"--memory {text!r} is not a size", fix="write a number of bytes, or for example 4GB or 512MiB"
+        )
+    return size
+
+
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Python file that defines `model`, or FILE.py:NAME for another name.")
 ]
@@ -103,6 +119,14 @@ Budget = Annotated[
     float | None,
     typer.Option("--budget", metavar="SECONDS", help="Time limit for all candidates together; none by default."),
 ]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="Memory for all candidates together, for example 4GB; most of what is free by default.",
+    ),
+]
 Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Run each candidate in a separate process.")]
 UseCache = Annotated[
     bool, typer.Option("--cache/--no-cache", help="Reuse the results of earlier races on this machine.")
@@ -134,6 +158,7 @@ class Timing:
     precision: Precision = None
     seconds: Seconds = 10.0
     budget: Budget = None
+    memory: Memory = None
     isolate: Isolate = True
 
 
@@ -208,5 +233,6 @@ def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
         "without": subject.without or (),
         "seconds": timing.seconds,
         "budget": timing.budget,
+        "memory": _bytes(timing.memory),
         "isolate": timing.isolate,
     }

@@ -11,7 +11,7 @@ from types import FrameType
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import LOST, ending_of
-from tsopt.runtime.racing.processes import NO_TELEMETRY
+from tsopt.runtime.sandbox.processes import NO_TELEMETRY
 
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 ENDING = ("SIGTERM", "SIGHUP")

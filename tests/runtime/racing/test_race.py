@@ -15,14 +15,14 @@ from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.racing import contenders
+from tsopt.runtime.racing import preparation
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.contenders import RaceSettings
-from tsopt.runtime.racing.isolation import CandidateDied
+from tsopt.runtime.racing.contenders import Clock, RaceSettings
 from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.race import benchmark, race
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
+from tsopt.runtime.sandbox.isolated import CandidateDied
 
 
 class Behaviour:
@@ -375,7 +375,7 @@ def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, mo
     seen = timings(monkeypatch, eager=STEADY, faulty=STEADY)
     run_race(("faulty",))
     assert seen[0]["seconds"] == seen[0]["extra"] == 1e-3
-    monkeypatch.setattr(contenders.Clock, "left", 1.5e-3)
+    monkeypatch.setattr(Clock, "left", 1.5e-3)
     run_race(("faulty",), budget=9.0)
     assert seen[1]["extra"] == pytest.approx(0.5e-3)
 
@@ -442,9 +442,9 @@ def test_the_cold_start_of_every_candidate_is_told(run_race):
 
 
 def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
-    monkeypatch.setattr(contenders, "HOPELESS", 4.0)
-    monkeypatch.setattr(contenders, "seconds_of", lambda call, inputs: 1.0 if call.backend == "faulty" else 1e-9)
-    monkeypatch.setattr(contenders, "first_calls", lambda call, *_: [1.0])
+    monkeypatch.setattr(preparation, "HOPELESS", 4.0)
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1.0 if call.backend == "faulty" else 1e-9)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.0])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 2e-9)
     timed = []
     measured = race_module.measure
@@ -456,7 +456,7 @@ def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
 
 
 def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):
-    monkeypatch.setattr(contenders, "HOPELESS", 0.0)
+    monkeypatch.setattr(preparation, "HOPELESS", 0.0)
     asked = []
     measured = race_module.measure
     monkeypatch.setattr(race_module, "measure", lambda *a, **k: asked.append(k["until_decided"]) or measured(*a, **k))
@@ -466,7 +466,7 @@ def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):
 
 
 def test_when_all_are_far_behind_none_is_faster(run_race, monkeypatch):
-    monkeypatch.setattr(contenders, "HOPELESS", 0.0)
+    monkeypatch.setattr(preparation, "HOPELESS", 0.0)
     found = run_race()
     assert {row.status for row in found.rows[1:]} == {"not checked"}
     assert (found.winner, found.why) == (MODEL, "no candidate is significantly faster")
@@ -521,7 +521,7 @@ def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_rac
     torch_threads(2)
     found = run_race(backends=backends)
     assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, 1 thread"]
-    monkeypatch.setattr(contenders, "SINGLE_THREAD_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "SINGLE_THREAD_SECONDS", 0.0)
     assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
 
 

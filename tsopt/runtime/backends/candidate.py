@@ -78,6 +78,11 @@ class Candidate:
         """What it computes products of float32 matrices in."""
         return str(dict(self.options).get("precision", self.variant))
 
+    @property
+    def is_on_one_thread(self) -> bool:
+        """Whether one thread is all that is asked of it: such a one is not always tried."""
+        return self == Candidate(self.backend, (("threads", 1),))
+
     def in_precision(self, precision: str) -> Candidate | None:
         """The same in another precision; None if the backend does not support it."""
         if precision in self.info.lowered:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt import errors
 from tsopt.errors import BundleError, TsoptError
 from tsopt.runtime.backends.table import info_of
-from tsopt.runtime.racing.processes import (
+from tsopt.runtime.sandbox.processes import (
     SET_DEATH_SIGNAL,
     available_memory,
     descendants,

@@ -56,10 +56,16 @@ class Judge:
         """Calls that the model takes, to start and to time candidates with."""
         return [expected.call() for expected in self.oracle.expected[:TIMED]]
 
-    def judge(self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32) -> Verdict:
-        """Raises Exception: whatever the candidate raises."""
-        verdict = self.oracle.judge(candidate, exact=exact, precision=precision)
-        for item in self.held_out:
+    def judge(
+        self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False
+    ) -> Verdict:
+        """See `Oracle.judge`; `few` leaves the other sizes out as well.
+
+        Raises:
+            Exception: whatever the candidate raises.
+        """
+        verdict = self.oracle.judge(candidate, exact=exact, precision=precision, few=few)
+        for item in () if few else self.held_out:
             if not verdict.ok:
                 break
             found = item.oracle.judge(candidate, exact=exact, precision=precision)

@@ -1,1 +1,1 @@
-"""Candidates in processes of their own, timed side by side; what earlier races found."""
+"""Candidates timed side by side; what earlier races found."""

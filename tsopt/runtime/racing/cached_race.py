@@ -14,12 +14,12 @@ from tsopt.errors import TsoptError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.choice import Race
-from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants, is_on_one_thread
-from tsopt.runtime.racing.isolation import Sandbox
+from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants
 from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.speedup import UNDECIDED
 from tsopt.runtime.report import EAGER, MODEL
+from tsopt.runtime.sandbox.sandbox import Sandbox
 
 RECHECK_SECONDS = 1.0  # seconds: the winner against eager, before it is believed
 WIDEST_INTERVAL = 1.5  # times: how wide the interval of the best speed-up may be in a race that is kept
@@ -98,7 +98,7 @@ def _is_race_of(entry: cache.Entry, candidates: Sequence[Candidate]) -> bool:
     first, *others = entry.rows
     absent = set(known) - {row.key for row in others}
     named = all(row.key in known and row.name == known[row.key].title for row in others)
-    return (first.key, first.name) == (MODEL, EAGER) and named and all(is_on_one_thread(known[key]) for key in absent)
+    return (first.key, first.name) == (MODEL, EAGER) and named and all(known[key].is_on_one_thread for key in absent)
 
 
 def _eager_again(

@@ -9,10 +9,10 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.racing import outcomes
-from tsopt.runtime.racing.contenders import Contender, Maker, Progress, was_retired
-from tsopt.runtime.racing.isolation import CandidateDied
+from tsopt.runtime.racing.contenders import Contender, Maker, Progress
 from tsopt.runtime.racing.speedup import UNDECIDED, speedup
 from tsopt.runtime.report import MODEL, Row
+from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
 EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
 
@@ -93,11 +93,12 @@ def _verified(
     row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge
 ) -> tuple[Executable, str]:
     """The contender in this process, and why it is wrong; empty when it is right."""
-    # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
-    verdict = None if was_retired(contender) else judge.judge(contender, precision=candidate.precision)
+    timed = None
+    if isinstance(contender, Isolated) and not contender.retired:
+        # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
+        timed = judge.judge(contender, precision=candidate.precision, few=True)
     executable = maker.here(contender, candidate)
-    if verdict is None or (executable is not contender and verdict.ok):
-        verdict = judge.judge(executable, precision=candidate.precision)
+    verdict = judge.judge(executable, precision=candidate.precision) if timed is None or timed.ok else timed
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
     return executable, "" if verdict.ok else verdict.reason
 

@@ -26,13 +26,14 @@ from tsopt.runtime.racing.contenders import (
     Variants,
     device_wait,
     mode_of,
-    prepare,
 )
-from tsopt.runtime.racing.isolation import Isolated, Sandbox
+from tsopt.runtime.racing.preparation import prepare
 from tsopt.runtime.racing.speedup import Timing, speedup
 from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
+from tsopt.runtime.sandbox.isolated import Isolated
+from tsopt.runtime.sandbox.sandbox import Sandbox
 
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 

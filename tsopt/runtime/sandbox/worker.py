@@ -1,6 +1,6 @@
 """The helper process of a race: imports torch once and forks a child for each candidate.
 
-Started as `python -m tsopt.runtime.racing.worker FD`; knows neither the user's script nor the model's class, only the
+Started as `python -m tsopt.runtime.sandbox.worker FD`; knows neither the user's script nor the model's class, only the
 stored program. A candidate that crashes, hangs or exits takes its own child along and nothing else.
 """
 
@@ -33,9 +33,9 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
 from tsopt.runtime.racing import outcomes
-from tsopt.runtime.racing.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
 from tsopt.runtime.racing.timing import rest, seconds_of_calls
-from tsopt.runtime.racing.transfer import Gone, Message, read_tensors, receive, send, write_tensors
+from tsopt.runtime.sandbox.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
+from tsopt.runtime.sandbox.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
 # NOTE: not OpenVINO, whose threads do not survive a fork.

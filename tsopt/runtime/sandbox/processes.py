@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # ONNX Runtime 1.29 and later send telemetry by default. A value that the user has set is kept.
@@ -59,13 +60,29 @@ def limit_memory(size: int | None) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that can be had without swapping; None where nobody says."""
+    """Bytes of memory that can be had without swapping, on the machine and in its control group; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*found, *_left_in_control_groups()], default=None)
+
+
+def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What each control group (version 2) of this process still allows; pages of files count as free."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    except OSError:
+        return
+    for group in (root / own, *(root / own).parents):
+        if not group.is_relative_to(root):
+            break
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no such file; "max", which is no limit
+            limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            files = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            yield max(0, limit - used + files)
 
 
 def prctl(option: int, value: int) -> None:

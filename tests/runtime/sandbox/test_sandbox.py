@@ -20,15 +20,17 @@ from tests.runtime.faulty import SLOW
 from tests.runtime.helpers import candidates
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.racing import isolation
+from tsopt.runtime.racing import preparation
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import Maker, RaceSettings
-from tsopt.runtime.racing.isolation import CandidateDied, Sandbox, can_isolate, is_on_cpu
 from tsopt.runtime.racing.outcomes import NoCandidate
-from tsopt.runtime.racing.processes import descendants
 from tsopt.runtime.racing.race import race, retire
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
+from tsopt.runtime.sandbox import sandbox as isolation
+from tsopt.runtime.sandbox.isolated import CandidateDied
+from tsopt.runtime.sandbox.processes import descendants
+from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate, is_on_cpu
 
 FAULTY = "tests.runtime.faulty:"
 ROOT = Path(__file__).parents[3]
@@ -65,7 +67,7 @@ def shop(mlp_program):
 def try_all(shop, mlp, mlp_input, mlp_program):
     def run(*backends: str, seconds: float = 60.0, **options):
         shop.seconds = seconds
-        shop.open = lambda *_: None  # it is open
+        shop.open = lambda *_, **__: None  # it is open
         found = race(
             mlp,
             mlp_program,
@@ -123,6 +125,21 @@ def test_candidates_are_compiled_side_by_side(try_all, nobody_wins, monkeypatch)
     assert [row.status for row in rows.values()] == ["ok"] * 3, rows
 
 
+def test_where_memory_is_short_only_the_fastest_are_kept(try_all, nobody_wins, monkeypatch):
+    took = {"eager": 1.0, FAULTY + "Right": 3.0, FAULTY + "Noisy": 2.0}
+    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
+    monkeypatch.setattr(preparation, "seconds_of", lambda made, *_: took[made.candidate.backend])
+    rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1)
+    assert {name: row.status for name, row in rows.items() if name != "eager"} == {
+        "Right": "not checked",
+        "Noisy": "ok",
+        "eager + passes": "ok",
+    }
+    assert rows["Right"].reason == "about 3.0 times slower than the best, and memory is short"
+    rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1 << 40)
+    assert {row.status for row in rows.values()} == {"ok"}
+
+
 def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(mlp, mlp_input, mlp_program):
     """Also from no files: they would have to be written by the process that has ended."""
     settings = RaceSettings(candidates=candidates("onnxruntime"))
@@ -151,6 +168,7 @@ def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again
             here = maker.here(contender, candidate)
             assert torch.allclose(here(mlp_input), mlp(mlp_input), atol=1e-5)
             assert here.options["threads"] == 1
+        assert list(shop.directory.glob("saved-*")) == []
 
 
 def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
@@ -319,6 +337,12 @@ def test_a_budget_that_is_too_small_leaves_eager(mlp, mlp_input):
 def test_a_budget_must_be_a_time(mlp, mlp_input, budget):
     with pytest.raises(tsopt.UsageError, match="budget must be"):
         tsopt.optimize(mlp, mlp_input, budget=budget)
+
+
+@pytest.mark.parametrize("memory", [0, -1])
+def test_memory_must_be_a_number_of_bytes(mlp, mlp_input, memory):
+    with pytest.raises(tsopt.UsageError, match="memory must be"):
+        tsopt.optimize(mlp, mlp_input, memory=memory)
 
 
 def test_what_another_process_does_not_know_runs_here(mlp_input):

@@ -9,8 +9,9 @@ import pytest
 
 from tsopt import background
 from tsopt.runtime.bundles import probe
-from tsopt.runtime.racing import isolation
-from tsopt.runtime.racing.processes import environment_of_child
+from tsopt.runtime.sandbox import processes
+from tsopt.runtime.sandbox import sandbox as isolation
+from tsopt.runtime.sandbox.processes import environment_of_child
 
 
 def test_engines_report_nothing_from_a_process_of_ours_unless_the_user_wants_it(monkeypatch):
@@ -45,3 +46,21 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
             background.Job(mlp, background.Example((mlp_input,), {}), {})
     assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
+
+
+def test_a_control_group_limits_what_is_free(tmp_path, monkeypatch):
+    def files(limit: str) -> None:
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text("3000\n")
+        (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 500\n")
+
+    files("10000")
+    assert list(processes._left_in_control_groups(tmp_path)) == [7500]
+    files("2000")
+    assert list(processes._left_in_control_groups(tmp_path)) == [0]
+    files("max")
+    assert list(processes._left_in_control_groups(tmp_path)) == []
+    monkeypatch.setattr(processes, "_left_in_control_groups", lambda: iter([5000]))
+    assert processes.available_memory() == 5000
+    monkeypatch.setattr(processes, "_left_in_control_groups", lambda: iter([]))
+    assert processes.available_memory() > 5000
