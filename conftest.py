@@ -30,6 +30,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(partitioned.PART, "seconds", 0.05)
     monkeypatch.setattr(preparation, "HOPELESS", float("inf"))
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
     monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
     monkeypatch.setattr(tournament, "SETTLE", 0.0)
     monkeypatch.setattr(timing, "PAUSE", 1e-3)

@@ -65,7 +65,7 @@ def test_there_are_enough_and_the_lists_are_about_them():
     assert len(NOT_ONE_GRAPH) + len(NOT_BY_ONNX_RUNTIME) <= 0.2 * len(ARCHITECTURES)
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("name", chosen())
 def test_it_is_right_or_refused_by_name_and_left_as_it_was(name):
     transformers.logging.set_verbosity_error()

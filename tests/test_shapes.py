@@ -20,7 +20,7 @@ def test_there_are_enough():
     assert len(SHAPES) >= 25
 
 
-@pytest.mark.sliced(9)
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("name", ONE_GRAPH)
 def test_one_graph_by_torch_and_by_onnx_runtime(name):
     model, call = SHAPES[name].load()

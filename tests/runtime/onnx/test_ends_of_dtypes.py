@@ -287,7 +287,7 @@ def differences(name: str, op: Op, dtype: torch.dtype, engine: str) -> Iterator[
             return
 
 
-@pytest.mark.sliced(9)
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", ENDS, ids=str)
 def test_no_op_is_wrong_in_silence_at_the_ends_of_a_dtype(dtype, engine):

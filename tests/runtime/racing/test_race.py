@@ -443,8 +443,8 @@ def test_the_cold_start_of_every_candidate_is_told(run_race):
 
 def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     monkeypatch.setattr(preparation, "HOPELESS", 4.0)
-    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1.0 if call.backend == "faulty" else 1e-9)
-    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.0])
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-9)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.0 if call.backend == "faulty" else 1e-9])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 2e-9)
     timed = []
     measured = race_module.measure
@@ -453,6 +453,14 @@ def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     assert row(found).status == "not checked"
     assert row(found).reason == "about 1000000000.0 times slower than the best"
     assert timed == ["eager", "eager + passes"]
+
+
+@pytest.mark.parametrize(("pace", "status"), [(1.4, "ok"), (1.6, "not checked")])
+def test_of_long_calls_the_first_ones_tell_more(run_race, monkeypatch, pace, status):
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.5)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [pace if call.backend == "faulty" else 1.0])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    assert row(run_race()).status == status
 
 
 def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):

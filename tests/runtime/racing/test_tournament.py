@@ -73,10 +73,11 @@ def test_no_timed_call_is_on_the_input_of_the_call_before(clock, seconds):
     log: list = []
     found = measure({"a": clock.taking(seconds, log, "a")}, INPUTS, seconds=1e-9)["a"]
     calls = [args[0] for _, args, _ in log][1 + tournament.WARM_UP :]
-    size = 1 + found.calls_per_sample
+    size = (0 if seconds > tournament.LONG else 1) + found.calls_per_sample
     rounds = [calls[i : i + size] for i in range(0, len(calls), size)]
     assert len(rounds) == tournament.MIN_ROUNDS
     assert all(one != other for turn in rounds for one, other in itertools.pairwise(turn))
+    assert size > 1 or all(one != other for one, other in itertools.pairwise(calls))
 
 
 def test_short_calls_are_timed_in_groups(clock):
@@ -275,3 +276,15 @@ def test_it_is_decided_when_no_choice_would_be_better_by_much(best, other, decid
 
 def test_it_is_decided_when_only_the_baseline_is_left():
     assert is_decided({"eager": _around(1.0, scatter=0.5)})
+
+
+def test_a_long_call_is_not_made_untimed_before_each_sample(clock):
+    log: list = []
+    measure({"a": clock.taking(0.2, log, "a")}, INPUTS, seconds=1e-9)
+    assert len(log) == 1 + tournament.WARM_UP + tournament.MIN_ROUNDS
+
+
+def test_those_that_are_warm_are_not_warmed_up_again(clock):
+    log: list = []
+    measure({"a": clock.taking(0.2, log, "a")}, INPUTS, seconds=1e-9, warm=True)
+    assert len(log) == 2 + tournament.MIN_ROUNDS

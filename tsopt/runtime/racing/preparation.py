@@ -20,14 +20,15 @@ from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait
 from tsopt.runtime.racing.outcomes import NOT_CHECKED
-from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of
+from tsopt.runtime.racing.timing import SHORT, ColdStart, first_calls, seconds_of
 from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
 SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewer threads
 AT_ONCE = 2  # candidates that are kept where memory is tight
 USED_UP = "the budget was used up"
-HOPELESS = 4.0  # times slower than the best in the first calls: not worth a check
+# Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more.
+HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.5, 20e-3
 
 
 @dataclass(eq=False)
@@ -93,7 +94,7 @@ def prepare(
     for entry in sorted(entries, key=lambda entry: entry.call_seconds):
         if entry.contender is None:
             continue
-        if entry.call_seconds > HOPELESS * best and not settings.time_all:
+        if entry.call_seconds > best * (HOPELESS_IF_LONG if best > LONG else HOPELESS) and not settings.time_all:
             entry.leave(NOT_CHECKED, f"about {entry.call_seconds / best:.1f} times slower than the best")
             continue
         progress(f"check {entry.row.name}")
@@ -174,7 +175,7 @@ def _start(entry: _Entry, maker: Maker, clock: Clock, judge: Judge) -> None:
         # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
         with protected(None, written=maker.program(entry.candidate).state.values()), torch.no_grad():
             spent = first_calls(made, inputs, device_wait(inputs[0]))
-            entry.call_seconds = min(min(spent), seconds_of(made, inputs))
+            entry.call_seconds = min(spent) if min(spent) > SHORT else min(*spent, seconds_of(made, inputs))
         entry.row = replace(entry.row, cold=ColdStart.of(spent))
 
 

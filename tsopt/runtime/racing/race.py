@@ -117,6 +117,7 @@ def _timed(
             extra=min(seconds, longest - seconds),
             wait=device_wait(inputs[0]),
             progress=lambda text: progress(f"time: {text}"),
+            warm=True,
             until_decided=not time_all,
             out=lambda name: retire(calls[name]),
         )

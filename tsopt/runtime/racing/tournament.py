@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tsopt.runtime.racing.timing import SAMPLE, Remote, positive, rest, time_cal
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
+LONG = 0.1  # seconds: of a call that takes longer, what it finds is no part worth another call
 DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
 SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
@@ -54,6 +56,7 @@ def measure(
     extra: float | None = None,
     wait: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] | None = None,
+    warm: bool = False,
     until_decided: bool = False,
     out: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
@@ -71,6 +74,7 @@ def measure(
         extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided; as long
             again when it is None.
         wait: returns when the device has done all that was asked of it; part of every sample.
+        warm: all of them have been called several times.
         until_decided: stop when it is known which one is the fastest; those that cannot be leave before.
         out: called with the name of each one that gets no more samples although it raised nothing.
 
@@ -82,7 +86,7 @@ def measure(
     for name, lane in lanes.items():
         if progress:
             progress(f"warm-up {name}")
-        _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
+        _attempt(partial(_warm_up, calls=1 if warm else WARM_UP), lane, inputs, wait, is_baseline=name == baseline)
     rest()
     end = time.perf_counter() + seconds
     last = end + (seconds if extra is None else extra)
@@ -159,12 +163,12 @@ def _attempt(
         lane.error, lane.ending = f"{type(error).__name__}: {str(error)[:200]}", ending_of(error)
 
 
-def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None], calls: int) -> None:
     time_calls(lane.call, inputs[-1:], 1, wait)
-    spent = [time_calls(lane.call, [inputs[i % len(inputs)]], 1, wait) for i in range(WARM_UP)]
+    spent = [time_calls(lane.call, [inputs[i % len(inputs)]], 1, wait) for i in range(calls)]
     call = max(min(spent), 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
-    lane.untimed = max(1, min(2000, int(SETTLE / call)))
+    lane.untimed = 0 if call > LONG else max(1, min(2000, int(SETTLE / call)))
 
 
 def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
