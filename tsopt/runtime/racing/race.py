@@ -51,7 +51,7 @@ def race(
     """Runs the race.
 
     A candidate that cannot be compiled, fails or is wrong is a row with a reason and does not stop the race.
-    The winner is compiled again in this process and verified on inputs that the race did not use.
+    The winner is opened in this process, or compiled again, and verified on inputs that the race did not use.
 
     Args:
         programs: the optimized program, and its other variants by name; NoGain where one would not be faster.
