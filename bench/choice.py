@@ -53,13 +53,13 @@ while True:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("models", nargs="*", default=NAMES)
+    parser.add_argument("models", nargs="*", help="all when none is named; the numbers of the others stay")
     parser.add_argument("--races", type=int, default=10)
     parser.add_argument("--busy", action="store_true")
     asked = parser.parse_args()
     place = RESULTS / f"choice{'_busy' if asked.busy else ''}.json"
-    rows: dict[str, Any] = {}
-    for name in asked.models:
+    rows: dict[str, Any] = json.loads(place.read_text())["models"] if asked.models and place.exists() else {}
+    for name in asked.models or NAMES:
         oracle = in_own_process("bench.choice:oracle", name)
         with busy() if asked.busy else contextlib.nullcontext():
             races = [in_own_process("bench.choice:raced", name) for _ in range(asked.races)]

@@ -260,6 +260,7 @@ def test_who_is_certainly_slower_is_out_and_who_may_be_as_fast_is_in():
     [
         ((10.0, 0.01), (10.05, 0.01), True),  # level
         ((10.0, 0.01), (11.0, 0.01), True),  # clearly ahead
+        ((10.0, 0.08), (10.05, 0.08), True),  # the other is not faster by much, most likely
         ((10.0, 0.30), (10.1, 0.30), False),  # either may be faster by much
         ((19.0, 0.30), (30.0, 0.01), False),  # whether it beats eager is open
         ((20.0, 0.001), (30.0, 0.01), True),  # as fast as eager, and that is certain

@@ -30,6 +30,7 @@ SCATTER = 0.2  # interquartile range over the median: above it the machine is bu
 MAX_BUSY_ROUNDS = 400
 CERTAIN = 99.8  # percent: of intervals that are looked at again and again, one of 95 would err sooner or later
 LOOK = 1.15  # times as many rounds as at the last look: the next one
+SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
 LEVEL = 1.03  # times: candidates that are no further apart are equally good
 PRECISE = 1.1  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
 
@@ -149,7 +150,7 @@ def is_decided(timings: Mapping[str, Timing]) -> bool:
     if certain.low <= 1.0 <= certain.high and not 1 / LEVEL <= certain.low <= certain.high <= LEVEL:
         return False
     # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
-    return all(item is best or speedup(best, item).low >= 1 / LEVEL for item in others)
+    return all(item is best or speedup(best, item, confidence=SURE).low >= 1 / LEVEL for item in others)
 
 
 def _attempt(
