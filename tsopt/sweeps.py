@@ -24,7 +24,7 @@ from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
-DEFAULTS = {"cache": False, "time_all": True}  # a sweep compares, whoever wins
+DEFAULTS = {"cache": False, "time_all": True}  # a sweep compares all candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,14 +94,11 @@ def _change_everything() -> None:
 
 
 def _meet() -> None:
-    """Waits until another compiles as well."""
+    """Waits until another candidate compiles as well; the sandbox ends a wait that takes too long."""
     place = f"{os.environ['TMPDIR']}/met"
     with open(place, "a") as file:
         file.write("x")
-    end = time.monotonic() + 30
     while os.path.getsize(place) < 2:
-        if time.monotonic() > end:
-            raise BackendError("nobody else compiles")
         time.sleep(0.01)
 
 

@@ -148,7 +148,7 @@ def _begin(
     except BackendError as error:
         entry.leave("missing", error.why or error.what)
         return False
-    with _costs_the_candidate_alone(entry):
+    with _failing_only_the_candidate(entry):
         refused = backend.unsupported(maker.program(entry.candidate))
         if refused:
             reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
@@ -160,7 +160,7 @@ def _begin(
 
 
 def _finish(entry: _Entry, maker: Maker) -> None:
-    with _costs_the_candidate_alone(entry):
+    with _failing_only_the_candidate(entry):
         entry.contender, seconds = maker.finish(entry.candidate, entry.begun)
         entry.row = replace(entry.row, compile_seconds=seconds)
 
@@ -171,7 +171,7 @@ def _start(entry: _Entry, maker: Maker, clock: Clock, judge: Judge) -> None:
     if made is None or not _in_time(entry, maker, clock):
         return
     inputs = judge.inputs
-    with _costs_the_candidate_alone(entry):
+    with _failing_only_the_candidate(entry):
         # NOTE: not in inference mode: what a candidate allocates in its first call must be of use in every mode.
         with protected(None, written=maker.program(entry.candidate).state.values()), torch.no_grad():
             spent = first_calls(made, inputs, device_wait(inputs[0]))
@@ -184,7 +184,7 @@ def _check(entry: _Entry, maker: Maker, clock: Clock, judge: Judge) -> None:
     made, candidate = entry.contender, entry.candidate
     if made is None or not _in_time(entry, maker, clock):
         return
-    with _costs_the_candidate_alone(entry):
+    with _failing_only_the_candidate(entry):
         exact = is_exact(maker.program(candidate), candidate)
         verdict = judge.judge(made, exact=exact, precision=candidate.precision)
         if not verdict.ok and exact:
@@ -207,8 +207,8 @@ def _in_time(entry: _Entry, maker: Maker, clock: Clock) -> bool:
 
 
 @contextmanager
-def _costs_the_candidate_alone(entry: _Entry) -> Iterator[None]:
-    """Whatever a candidate raises becomes its row."""
+def _failing_only_the_candidate(entry: _Entry) -> Iterator[None]:
+    """Records an exception of a candidate in its row; the race continues."""
     try:
         yield
         return
@@ -227,9 +227,10 @@ def _is_second(candidate: Candidate, settings: RaceSettings) -> bool:
 
 
 def _is_needless(plain: _Entry, judge: Judge) -> bool:
-    """Whether one thread needs no try: there is but one, a GPU computes, or the same backend keeps several busy."""
-    alone = is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1
-    return alone or plain.contender is None or plain.call_seconds > SINGLE_THREAD_SECONDS
+    """Whether to skip one thread: there is only one, a GPU computes, or the same backend keeps several busy."""
+    if is_on_gpu(judge.inputs[0]) or torch.get_num_threads() == 1:
+        return True
+    return plain.contender is None or plain.call_seconds > SINGLE_THREAD_SECONDS
 
 
 def _reason(error: TsoptError) -> str:

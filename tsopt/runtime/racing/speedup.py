@@ -65,7 +65,7 @@ class Speedup:
 
     @property
     def verdict(self) -> str:
-        """`faster`, `slower`, `same`, or `undecided` where the interval is no ground for any of them."""
+        """`faster`, `slower`, `same`, or `undecided` if the interval supports none of them."""
         if self.why_undecided:
             return UNDECIDED
         if self.low > 1.0:

@@ -23,15 +23,15 @@ from tsopt.runtime.racing.timing import SAMPLE, Remote, positive, rest, time_cal
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
-LONG = 0.1  # seconds: of a call that takes longer, what it finds is no part worth another call
+LONG = 0.1  # seconds: longer calls are not preceded by an untimed one, because cold caches hardly matter to them
 DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
 SCATTER = 0.2  # interquartile range over the median: above it the machine is busy, so it is watched for longer
 MAX_BUSY_ROUNDS = 400
-CERTAIN = 99.8  # percent: of intervals that are looked at again and again, one of 95 would err sooner or later
+CERTAIN = 99.8  # percent: the intervals are examined repeatedly, and at 95 % one of them would eventually be wrong
 LOOK = 1.15  # times as many rounds as at the last look: the next one
 SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
-LEVEL = 1.03  # times: candidates that are no further apart are equally good
+LEVEL = 1.03  # times: candidates within this factor of each other are equally good
 PRECISE = 1.1  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
 
 

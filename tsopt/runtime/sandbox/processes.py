@@ -78,7 +78,7 @@ def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int
     for group in (root / own, *(root / own).parents):
         if not group.is_relative_to(root):
             break
-        with contextlib.suppress(OSError, ValueError, IndexError):  # no such file; "max", which is no limit
+        with contextlib.suppress(OSError, ValueError, IndexError):  # no such file, or "max": unlimited
             limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
             files = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
