@@ -22,36 +22,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
-@pytest.fixture(autouse=True)
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timing that takes no care of being right: no test believes what a race in this process measures."""
+@pytest.fixture(scope="session", autouse=True)
+def _hasty() -> Iterator[None]:
+    """Timing that takes no care of being right, and no process besides that of the test.
+
+    No test believes what a race in this process measures, and each process that imports torch takes seconds. For the
+    whole session, so that fixtures of all scopes are made so.
+    """
+    from tsopt import request
+    from tsopt.runtime.bundles import store
     from tsopt.runtime.calling import partitioned
     from tsopt.runtime.racing import preparation, timing, tournament
 
-    monkeypatch.setitem(partitioned.PART, "seconds", 0.05)
-    monkeypatch.setattr(preparation, "HOPELESS", float("inf"))
-    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
-    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
-    monkeypatch.setattr(tournament, "SETTLE", 0.0)
-    monkeypatch.setattr(timing, "PAUSE", 1e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(partitioned.PART, "seconds", 0.05)
+        patch.setattr(preparation, "HOPELESS", float("inf"))
+        patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
+        patch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
+        patch.setattr(tournament, "SETTLE", 0.0)
+        patch.setattr(timing, "PAUSE", 1e-3)
+        patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test
+        patch.setattr(store, "try_out", lambda *args: None)  # bundles are opened without a trial
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates run in the process of the test, which saves seconds each; test_sandbox.py is about the others."""
-    if request.node.path.name != "test_sandbox.py":
-        from tsopt import request as optimize_request
+@pytest.fixture(scope="module")
+def as_shipped(_hasty: None) -> Iterator[None]:
+    """Candidates and bundles in processes of their own, for the files that test these."""
+    from tsopt import request
+    from tsopt.runtime.bundles import probe, store
+    from tsopt.runtime.sandbox import sandbox
 
-        monkeypatch.setattr(optimize_request, "is_on_cpu", lambda example: False)
-
-
-@pytest.fixture(autouse=True)
-def _untried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bundles are opened without a process of their own first, which saves seconds each; test_probe.py is about it."""
-    if request.node.path.name != "test_probe.py":
-        from tsopt.runtime.bundles import store
-
-        monkeypatch.setattr(store, "try_out", lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request, "is_on_cpu", sandbox.is_on_cpu)
+        patch.setattr(store, "try_out", probe.try_out)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

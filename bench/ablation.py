@@ -20,7 +20,7 @@ from bench.side_by_side import ratio
 from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
-from tsopt.compiler.rewriting.pipeline import Pass, Repeat
+from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import Environment

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.calls.example import Example, example
     from tsopt.compiler.capture.capture import capture
     from tsopt.compiler.graph.program import Numerics, Program
-    from tsopt.compiler.rewriting.pipeline import Repeat
+    from tsopt.compiler.rewriting.pass_base import Repeat
     from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
     from tsopt.errors import (
         AccuracyError,

@@ -11,11 +11,11 @@ from tsopt.compiler.capture import frontends
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.rewriting.pipeline import Pass, Repeat
+from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
-from tsopt.request import ReportedProgress, Request
+from tsopt.request import Request
 from tsopt.runtime.backends.backend import Backend, get_backend
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.candidate import AUTO, Candidate, candidates_for
@@ -26,6 +26,7 @@ from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.optimized import POLICIES, Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
+from tsopt.runtime.stages import ReportedProgress
 from tsopt.transforms import LEVELS
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")

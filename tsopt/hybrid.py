@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
-from tsopt.background import InBackground
+from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.protect import modules_of, protected

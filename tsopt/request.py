@@ -21,7 +21,8 @@ from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
-from tsopt.compiler.rewriting.pipeline import Pass, PassRecord, Repeat
+from tsopt.compiler.rewriting.pass_base import Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
@@ -44,34 +45,12 @@ from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.rehearsal import Rehearsal, rehearsal_of
 from tsopt.runtime.report import Report
 from tsopt.runtime.sandbox.sandbox import Sandbox, is_on_cpu
-from tsopt.runtime.stages import Stages
+from tsopt.runtime.stages import ReportedProgress
 from tsopt.transforms import passes_in, transform_with_records
 
 log = logging.getLogger("tsopt")
 ONE_BY_ONE = "none is dynamic: TorchDynamo retraces a partitioned model for each size"
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
-
-
-class ReportedProgress:
-    """The caller's `progress`. What it raises belongs to the caller and is not a failure of the model.
-
-    Attributes:
-        error: the last exception that it raised.
-        stages: how long each stage took.
-    """
-
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self.progress = progress
-        self.error: Exception | None = None
-        self.stages = Stages()
-
-    def __call__(self, text: str) -> None:
-        self.stages.step(text)
-        try:
-            self.progress(text)
-        except Exception as error:
-            self.error = error
-            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import UsageError

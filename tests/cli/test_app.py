@@ -130,12 +130,12 @@ def test_an_interrupt_exits_with_130(tsopt, write):
     assert ran.err.count("\n") == 1
 
 
-@pytest.mark.sliced(1)
 def assert_only_stages(err: str) -> None:
     """What a log has of a command that went well: a line for each stage, with the time."""
     assert all(re.fullmatch(r"m\.py: .+ \(\d+\.\d s\)", line) for line in err.splitlines()), err
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("arguments", ["inspect m.py", "inspect m.py --json"])
 def test_output_that_nobody_reads_is_no_mistake(write, tmp_path, arguments):
     write()

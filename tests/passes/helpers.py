@@ -16,7 +16,8 @@ from tsopt.compiler.capture.capture import capture
 from tsopt.compiler.graph.ops import aten, is_call, name_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.verify import output_aliases, verify_program
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import Rule, RulePass
 
 SPECIAL = (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.passes.helpers import SPECIAL, aten, capture, check, ops_of, run, specials
-from tsopt.compiler.rewriting.pipeline import Limits
+from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS
 from tsopt.passes import CommonSubexpressions
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.passes.helpers import aten, capture, check, ops_of, run, specials
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.rewriting.pipeline import Limits
+from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.passes import DeadCode, FoldConstants
 from tsopt.passes.fold import RAISES, TOO_LARGE, TRAPS
 

@@ -14,7 +14,8 @@ import tsopt
 from tests.compiler.helpers import Net
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.verify import verify_program
-from tsopt.compiler.rewriting.pipeline import Limits, run
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.lower_precision import LowerPrecision, in_precision
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend

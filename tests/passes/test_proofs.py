@@ -21,7 +21,8 @@ from tests.passes.expressions import OPERATIONS, SORTS, assert_expressions_of_to
 from tests.passes.helpers import aten, capture
 from tests.passes.random_programs import RULES
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.rewriting.pipeline import Limits, run
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
 from tsopt.compiler.rewriting.rewrite import Rule, RulePass, rule
 from tsopt.passes import CANONICALIZE, DeadCode
 

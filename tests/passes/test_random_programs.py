@@ -18,7 +18,8 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.verify import output_aliases, verify_program
-from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.compare import compare

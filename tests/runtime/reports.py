@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.runtime.helpers import report
-from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord, Size
+from tsopt.compiler.rewriting.pass_base import Declined, Done
+from tsopt.compiler.rewriting.pipeline import PassRecord, Size
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart

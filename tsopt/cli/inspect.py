@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from tsopt.compiler.graph.ops import name_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.rewriting.pipeline import Pass, PassRecord
+from tsopt.compiler.rewriting.pass_base import Pass
+from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.passes import STANDARD
 from tsopt.runtime.checking.rewrite_checks import Debugged, title

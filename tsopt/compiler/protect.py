@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from tsopt.compiler.random_state import RandomState
 
 # Hooks live in OrderedDicts: transformers installs some at the first call and keeps a flag that it did.
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -40,8 +40,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
-    rng, np_rng, py_rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    random_state = RandomState.now()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     variables, directory = dict(os.environ), _directory()
     try:
@@ -50,12 +49,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
             yield
     finally:
         # The process first: whatever becomes of the model, its switches are back.
-        if not torch.equal(torch.get_rng_state(), rng):
-            torch.set_rng_state(rng)
-        np.random.set_state(np_rng)
-        random.setstate(py_rng)
-        if cuda_rng is not None:
-            torch.cuda.set_rng_state_all(cuda_rng)
+        random_state.restore()
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
@@ -83,16 +77,11 @@ def kept(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Itera
     """
     attributes = [(module, _snapshot(module)) for module in modules]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    rng, np_rng, py_rng = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    random_state = RandomState.now()
     try:
         yield
     finally:
-        torch.set_rng_state(rng)
-        np.random.set_state(np_rng)
-        random.setstate(py_rng)
-        if cuda_rng is not None:
-            torch.cuda.set_rng_state_all(cuda_rng)
+        random_state.restore()
         for module, saved in attributes:
             _restore(module, saved)
         with torch.no_grad():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsopt.compiler.rewriting.pipeline import Pass, Repeat
+from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import algebra, canonicalize, data_movement, fuse, recompose
 from tsopt.passes.cse import CommonSubexpressions

@@ -11,7 +11,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.edit import shares_new_memory
 from tsopt.compiler.graph.origin import origin_of, record_merge
 from tsopt.compiler.graph.program import Program, format_value
-from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS
 
 COMPARED_ELEMENTS = 1  # elements: larger weights are the same only when they are the same memory

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 
 
 @dataclass(frozen=True, slots=True)

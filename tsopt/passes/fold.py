@@ -13,7 +13,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.edit import fresh_name, new_weight, reaches_output
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Program, type_of
-from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 
 MEBI = 1 << 20
 RULE = "fold_constant"

@@ -22,7 +22,8 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass, run
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
+from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

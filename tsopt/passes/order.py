@@ -15,7 +15,7 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.liveness import Lives
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 
 ROUNDS = 10  # an order found from a better order may be better still; each round must gain, so few are needed
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tsopt.compiler.rewriting.pipeline import Declined, Done, PassRecord
+from tsopt.compiler.rewriting.pass_base import Declined, Done
+from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing.environment import Environment

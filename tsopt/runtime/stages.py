@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 # How what `progress` is called with begins -> the stage that it belongs to.
 STAGES = {
@@ -46,3 +47,25 @@ class Stages:
         """What each stage has taken until now, in the order in which they began."""
         self.step(self._stage)
         return tuple((stage, seconds) for stage, seconds in self._seconds.items() if stage)
+
+
+class ReportedProgress:
+    """The caller's `progress`. What it raises belongs to the caller and is not a failure of the model.
+
+    Attributes:
+        error: the last exception that it raised.
+        stages: how long each stage took.
+    """
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.progress = progress
+        self.error: Exception | None = None
+        self.stages = Stages()
+
+    def __call__(self, text: str) -> None:
+        self.stages.step(text)
+        try:
+            self.progress(text)
+        except Exception as error:
+            self.error = error
+            raise

@@ -12,8 +12,8 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.effects import outcome_of
-from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.snapshot import told
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.capture import capture
@@ -205,7 +205,7 @@ def test_the_program_says_what_it_changes():
 def test_signatures_with_effects_are_written_and_read(case):
     model, make = case
     signature = capture(model, (X, make())).signature
-    again = Signature.from_json(signature.to_json())
+    again = signature_json.from_json(signature_json.to_json(signature))
     assert again.effects == signature.effects
 
 
@@ -234,11 +234,11 @@ def test_signatures_with_effects_are_written_and_read(case):
     ],
 )
 def test_damaged_effects_are_refused(change):
-    data = capture(linear_net(returns_what_it_changes), (X, Cell(X))).signature.to_json()
-    Signature.from_json(data)
+    data = signature_json.to_json(capture(linear_net(returns_what_it_changes), (X, Cell(X))).signature)
+    signature_json.from_json(data)
     data["effects"][0] |= change
     with pytest.raises(BundleError, match="damaged"):
-        Signature.from_json(data)
+        signature_json.from_json(data)
 
 
 def test_a_bundle_changes_objects_of_classes_that_it_cannot_import(tmp_path):

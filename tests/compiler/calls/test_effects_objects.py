@@ -12,7 +12,7 @@ from torch import nn
 
 import tsopt
 from tests.compiler.calls.test_effects import Connection, Items, State, X, appends, linear_net
-from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.capture.capture import capture
 from tsopt.errors import BundleError, GraphBreakError
 
@@ -212,21 +212,21 @@ def test_an_example_that_was_used_can_be_saved(tmp_path):
 
 @pytest.mark.parametrize("where", ["result", "outer"])
 def test_a_path_that_leads_out_of_the_call_is_refused(where):
-    data = capture(linear_net(appends), (X, [])).signature.to_json()
+    data = signature_json.to_json(capture(linear_net(appends), (X, [])).signature)
     steps = [["item", 0], ["item", 1], ["attr", "__class__"]]
     data[where] = {"kind": "given", "keys": steps}
     with pytest.raises(BundleError):
-        Signature.from_json(data)
+        signature_json.from_json(data)
 
 
 @pytest.mark.parametrize("data", [[], None, 3])
 def test_what_is_no_signature_is_refused(data):
     with pytest.raises(BundleError):
-        Signature.from_json(data)
+        signature_json.from_json(data)
 
 
 def test_an_object_is_changed_once():
-    data = capture(linear_net(appends), (X, [])).signature.to_json()
+    data = signature_json.to_json(capture(linear_net(appends), (X, [])).signature)
     data["effects"] *= 2
     with pytest.raises(BundleError):
-        Signature.from_json(data)
+        signature_json.from_json(data)

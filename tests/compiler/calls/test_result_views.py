@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tsopt
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.result_views import INPUT, OUTPUT, View
-from tsopt.compiler.calls.signature import Signature
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -101,7 +101,7 @@ def test_another_layout_gets_a_copy():
 
 def test_a_signature_keeps_them_in_json():
     signature = tsopt.capture(Counter().eval(), X).signature
-    again = Signature.from_json(signature.to_json())
+    again = signature_json.from_json(signature_json.to_json(signature))
     assert [item.view for item in again.outputs] == [item.view for item in signature.outputs]
     assert again.outputs == signature.outputs
 
@@ -128,7 +128,7 @@ def test_a_signature_keeps_them_in_json():
     ],
 )
 def test_a_file_cannot_make_it_reach_further(stored):
-    data = tsopt.capture(lambda x: x.t(), X).signature.to_json()
+    data = signature_json.to_json(tsopt.capture(lambda x: x.t(), X).signature)
     data["outputs"][0]["view"] = stored
     with pytest.raises(tsopt.BundleError, match="the stored signature is damaged"):
-        Signature.from_json(data)
+        signature_json.from_json(data)

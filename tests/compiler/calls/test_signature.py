@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from tests.passes.helpers import capture
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.example import Example, as_example, example
-from tsopt.compiler.calls.signature import Signature, mismatch
+from tsopt.compiler.calls.signature import mismatch
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.errors import BundleError, SignatureError, UsageError
 
@@ -68,14 +69,14 @@ def test_strides_and_numpy_are_taken(signature):
 def test_json_keeps_the_signature(signature):
     import json
 
-    made = Signature.from_json(json.loads(json.dumps(signature.to_json())))
+    made = signature_json.from_json(json.loads(json.dumps(signature_json.to_json(signature))))
     assert made.inputs == signature.inputs
     assert made.outputs == signature.outputs
     assert made.unbind([X], (X,), {"scale": X, "flag": 2})["y"] is X
 
 
 def test_a_signature_read_back_binds_the_same_calls(signature):
-    made = Signature.from_json(signature.to_json())
+    made = signature_json.from_json(signature_json.to_json(signature))
     assert made.bind((X,), {"scale": X, "flag": 2})[0] is X
     assert made.outer == signature.outer
     with pytest.raises(SignatureError, match="does not match the signature"):
@@ -102,10 +103,10 @@ def test_a_signature_read_back_binds_the_same_calls(signature):
 def test_damaged_signatures_are_refused(signature, damage):
     import copy
 
-    data = copy.deepcopy(signature.to_json())
+    data = copy.deepcopy(signature_json.to_json(signature))
     damage(data)
     with pytest.raises(BundleError):
-        Signature.from_json(data)
+        signature_json.from_json(data)
 
 
 def test_examples_are_read_as_calls():

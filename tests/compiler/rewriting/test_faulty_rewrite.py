@@ -12,7 +12,7 @@ from torch import nn
 from tests.passes.helpers import Edit, aten, capture, find
 from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Pass
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
 from tsopt.passes import CANONICALIZE, CommonSubexpressions, DeadCode
 from tsopt.transforms import debug_passes, transform

@@ -11,7 +11,8 @@ from torch import fx
 from tests.compiler.mistakes import drop_a_node, drop_an_output, swap_operands, tiny
 from tests.passes.helpers import Edit, aten, capture, find, ops_of, run, specials
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.rewriting.pipeline import Changes, Limits, Pass, Repeat, weight_bytes
+from tsopt.compiler.rewriting.pass_base import Changes, Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import weight_bytes
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
 from tsopt.errors import InvalidProgram, PassError, RuleError
 from tsopt.passes import CANONICALIZE, DeadCode

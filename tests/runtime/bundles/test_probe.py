@@ -19,6 +19,8 @@ from tests.runtime.helpers import save, sign
 from tsopt.runtime.bundles import known_bundles, probe, store
 from tsopt.runtime.racing import cache
 
+pytestmark = pytest.mark.usefixtures("as_shipped")
+
 ROOT = Path(__file__).parents[3]
 
 

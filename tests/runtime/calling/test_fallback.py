@@ -12,7 +12,7 @@ from torch import nn
 
 import tsopt
 from tsopt import request
-from tsopt.compiler.rewriting.pipeline import Pass
+from tsopt.compiler.rewriting.pass_base import Pass
 from tsopt.runtime.calling import partitioned
 
 OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tsopt import background
+from tsopt.background import job
 from tsopt.runtime.bundles import probe
 from tsopt.runtime.sandbox import processes
 from tsopt.runtime.sandbox import sandbox as isolation
@@ -27,7 +27,7 @@ def test_a_child_imports_what_this_process_does(monkeypatch, tmp_path):
     assert (first, second) == ("here", str(tmp_path))
 
 
-@pytest.mark.parametrize("module", [isolation, probe, background])
+@pytest.mark.parametrize("module", [isolation, probe, job])
 def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input, tmp_path):
     seen = []
 
@@ -43,7 +43,7 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
         probe._run(b"", 1.0)
     else:
         with pytest.raises(OSError, match="enough"):
-            background.Job(mlp, background.Example((mlp_input,), {}), {})
+            job.Job(mlp, job.Example((mlp_input,), {}), {})
     assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
 

@@ -6,25 +6,22 @@ Imports neither torch nor a backend, so that a bundle can be called where torch 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tsopt.compiler.calls.effects import Effect, check_given, finish
+from tsopt.compiler.calls.effects import Effect, finish
 from tsopt.compiler.calls.memory import overlaps
-from tsopt.compiler.calls.result_views import INPUT, View
+from tsopt.compiler.calls.result_views import View
 from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
-from tsopt.compiler.calls.structure_json import from_json, to_json
-from tsopt.compiler.calls.types import SHORT, TensorType, unlike_a_tensor
+from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
 from tsopt.compiler.capture.question import Question
-from tsopt.errors import BundleError, SignatureError
+from tsopt.errors import SignatureError
 
 SHORT_TEXT, LONG_TEXT = (
     160,
     300,
 )  # characters of a signature in a message: without a path to the difference, and at most
-_DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
 
 
 # For each axis the name of its Dim, or `past+1` where it is that much larger; none at all where every size is fixed.
@@ -226,91 +223,6 @@ class Signature:
         """
         return finish(self.result, self.effects, values, (args, kwargs))
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "inputs": [
-                {"name": i.name, "type": _type_json(i), "state": i.state}
-                | ({"asked": [question.to_json() for question in i.asked]} if i.asked else {})
-                for i in self.inputs
-            ],
-            "outputs": [
-                {"name": o.name, "type": _type_json(o), "writes": o.writes}
-                | ({"view": o.view.to_json()} if o.view is not None else {})
-                | ({"lasting": True} if o.lasting else {})
-                for o in self.outputs
-            ],
-            "outer": to_json(self.outer),
-            "result": to_json(self.result),
-            **({"dims": [[d.name, d.low, d.high, d.step] for d in self.dims]} if self.dims else {}),
-            **({"effects": [effect.to_json() for effect in self.effects]} if self.effects else {}),
-            **({"aliasing": True} if self.aliasing else {}),
-            **({"modes": [list(mode) for mode in self.modes]} if self.modes else {}),
-        }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Signature:
-        """Raises BundleError when the data is not a signature."""
-        try:
-            dims = tuple(_dim_from(item) for item in data.get("dims", ()))
-            names = {dim.name for dim in dims}
-            inputs = tuple(
-                Input(
-                    *(str(i["name"]), _type_from(i["type"]), bool(i["state"]), _axes_from(i["type"], names)),
-                    tuple(map(Question.from_json, i.get("asked", ()))),
-                )
-                for i in data["inputs"]
-            )
-            outputs = tuple(
-                Output(
-                    *(str(o["name"]), _type_from(o["type"]), o["writes"], _axes_from(o["type"], {*names, DERIVED})),
-                    View.from_json(o["view"]) if "view" in o else None,
-                    o.get("lasting", False) is True,
-                )
-                for o in data["outputs"]
-            )
-            outer, objects = from_json(data["outer"]), [0]
-            result = from_json(data["result"], objects)
-            effects = tuple(Effect.from_json(item, outer, objects) for item in data.get("effects", ()))
-            check_given(outer, None)
-            check_given(result, outer)
-            if len({effect.path for effect in effects}) != len(effects):
-                raise ValueError("an object is modified twice")
-            modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
-            made = cls(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise BundleError("the stored signature is damaged", why=repr(error)) from error
-        made._check_indices()
-        made._check_views()
-        return made
-
-    def _check_views(self) -> None:
-        """Raises BundleError where a view reaches past its tensor, or is one of another view."""
-        for item in self.outputs:
-            if item.view is None:
-                continue
-            bases = self.inputs if item.view.kind == INPUT else self.returned
-            base = bases[item.view.of] if item.view.of < len(bases) else None
-            sound = base is not None and item.writes is None and getattr(base, "view", None) is None
-            if not sound or base is None or not item.view.fits(base.type, item.type):
-                raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
-
-    def _check_indices(self) -> None:
-        if [child.kind for child in self.outer.children] != ["tuple", "dict"]:
-            raise BundleError("the stored input structure is damaged", why="it must be a pair of args and kwargs")
-        returned = len(self.returned)
-        if {dim.name for dim in self.dims} != {
-            dim_of(name)[0] for item in self.user_inputs for name in item.axes if name
-        }:
-            raise BundleError("the stored sizes are damaged", why="they do not match the inputs")
-        for structure, count, what in (
-            (self.outer, len(self.user_inputs), "input"),
-            *((structure, returned, "output") for structure in (self.result, *(e.parts for e in self.effects))),
-        ):
-            if structure.highest() >= count:
-                raise BundleError(
-                    f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count} tensors"
-                )
-
 
 def _place(path: str) -> str:
     """A path into `(args, kwargs)` as a user writes it: positional, or by its keyword."""
@@ -366,35 +278,3 @@ def misfit(dims: Sequence[Dim], sizes: Mapping[str, set[int]]) -> str | None:
         if not all(map(dim.admits, found)):
             return f"{dim.name} is {next(iter(found))}, expected {str(dim).partition(': ')[2]}"
     return None
-
-
-def _type_json(item: Input | Output) -> dict[str, Any]:
-    type_ = item.type
-    out = {"dtype": type_.dtype, "shape": list(type_.shape), "stride": list(type_.stride), "device": type_.device}
-    return out | ({"axes": list(item.axes)} if item.axes else {})
-
-
-def _axes_from(data: Any, names: set[str]) -> Axes:
-    axes = tuple(data.get("axes", ()))
-    if axes and (
-        len(axes) != len(data["shape"]) or any(name is not None and dim_of(name)[0] not in names for name in axes)
-    ):
-        raise ValueError(f"invalid axes: {str(axes)[:80]}")
-    return axes
-
-
-def _dim_from(data: Any) -> Dim:
-    name, low, high, step = data
-    ends = (low, low if high is None else high, step)
-    if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
-        raise ValueError(f"invalid dimension: {str(data)[:80]}")
-    return Dim(name, low, high, step)
-
-
-def _type_from(data: Any) -> TensorType:
-    shape, stride = tuple(map(int, data["shape"])), tuple(map(int, data["stride"]))
-    dtype, device = str(data["dtype"]), str(data["device"])
-    sound = len(shape) == len(stride) <= 64 and all(0 <= size < 2**48 for size in (*shape, *stride))
-    if not sound or dtype not in SHORT or not _DEVICE.fullmatch(device):
-        raise ValueError(f"invalid tensor type: {str(data)[:80]}")
-    return TensorType(dtype, shape, stride, device)

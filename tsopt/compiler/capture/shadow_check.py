@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.protect import is_untouched, protected
+from tsopt.compiler.random_state import seed_all
 
 log = logging.getLogger("tsopt")
 SEED = 20011
@@ -41,9 +40,7 @@ def answers_alike(model: Callable[..., Any], shadow: Callable[..., Any], example
 
 def _answer(called: Callable[..., Any], example: Example) -> tuple[Any, ...]:
     args, kwargs = unflatten_clones(example)
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)
+    seed_all(SEED)
     leaves, *form = outcome_of(called, args, kwargs)
     return [leaf.detach().clone() for leaf in leaves], *form
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.types import SHORT, TensorType
 from tsopt.compiler.devices import put
 from tsopt.compiler.graph import ops
@@ -84,7 +84,7 @@ def _program_json(program: Program) -> dict[str, Any]:
     return {
         "name": program.name,
         "numerics": program.numerics.name,
-        "signature": program.signature.to_json(),
+        "signature": signature_json.to_json(program.signature),
         "nodes": [_node_json(node, numbers) | _undecided_type(program, node) for node in program.graph.nodes],
     }
 
@@ -157,7 +157,7 @@ class _Reader:
         self.mode = FakeTensorMode()
 
     def program(self, tensors: Sequence[torch.Tensor]) -> Program:
-        signature = Signature.from_json(self.data["signature"])
+        signature = signature_json.from_json(self.data["signature"])
         pairs = zip(signature.state_inputs, tensors, strict=True)
         state = {item.name: _on(item.type.device, tensor) for item, tensor in pairs}
         made = Program(

@@ -12,6 +12,7 @@ from torch import fx
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.random_state import seed_torch
 
 SEED = "seed"  # in the meta of a random call; copies of the node keep it
 NO_SEED = "a random call created by a pass"
@@ -92,7 +93,7 @@ class Values:
 def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     target: Any = node.target
     if ops.is_random(node):
-        torch.manual_seed(node.meta[SEED])
+        seed_torch(node.meta[SEED])
     value = target(*args, **kwargs)
     if ops.is_uninitialized(node):
         return value.zero_()  # what was in memory is no value to compare

@@ -20,7 +20,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Unknown, Values
-from tsopt.compiler.rewriting.pipeline import Changes, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import Rule, RulePass, Site
 
 

@@ -31,7 +31,7 @@ from tsopt.compiler.graph.edit import (
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Numerics, Program, format_type, tensor_type, type_of
 from tsopt.compiler.rewriting.match import Match, Pattern, match, pattern
-from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.relayout import retyped_behind
 from tsopt.errors import PassError, RuleError, TsoptError
 

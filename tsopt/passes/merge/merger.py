@@ -21,7 +21,7 @@ from tsopt.compiler.graph.edit import Impossible, reaches_output
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Numerics, Program, tensor_type
-from tsopt.compiler.rewriting.pipeline import Changes, Declined, Done, Limits, Pass
+from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, Rule
 from tsopt.passes.merge import stacked
 from tsopt.passes.merge.boundaries import exits, stacks

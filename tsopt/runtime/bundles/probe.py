@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt import errors
+from tsopt.compiler.calls import signature_json
 from tsopt.errors import BundleError, TsoptError
 from tsopt.runtime.backends.table import info_of
 from tsopt.runtime.sandbox.processes import (
@@ -68,7 +69,7 @@ def try_out(
         "directory": str(directory.absolute()),
         "backend": backend,
         "options": {**options, "threads": min(options.get("threads") or THREADS, THREADS)},
-        "signature": signature.flat().to_json(),
+        "signature": signature_json.to_json(signature.flat()),
         "trust": trust,
         "torch": not on_cpu or not info_of(backend).through_onnx,
         "cpu": cpu,
@@ -203,10 +204,9 @@ def _limit(request: Mapping[str, Any]) -> None:
 
 
 def _call(request: Mapping[str, Any]) -> None:
-    from tsopt.compiler.calls.signature import Signature
     from tsopt.runtime.bundles.opening import CHECK, fitting, open_bundle, run_on_reference, stored_tensors
 
-    directory, signature = Path(request["directory"]), Signature.from_json(request["signature"])
+    directory, signature = Path(request["directory"]), signature_json.from_json(request["signature"])
     executable = open_bundle(directory, request["backend"], request["options"], signature, request["trust"])
     tensors = stored_tensors(directory / CHECK)
     names = [f"input.{position}" for position in range(len(signature.user_inputs))]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
-from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.precision_names import FP32, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
@@ -135,18 +135,18 @@ def _write_state(path: Path, executable: Executable) -> None:
 
 def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
     """The example's inputs and eager's answers: what `tsopt verify` compares with."""
-    import torch
     from safetensors.torch import save_file
 
     from tsopt.compiler.calls.effects import outcome_of
     from tsopt.compiler.calls.structure import flatten, unflatten
     from tsopt.compiler.protect import protected
+    from tsopt.compiler.random_state import seed_torch
 
     leaves, structure = flatten((example.args, example.kwargs))
     tensors = {f"input.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(leaves)}
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
     with protected(model, written=state):
-        torch.manual_seed(0)
+        seed_torch(0)
         outputs, *_ = outcome_of(model, args, kwargs)
     tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
     save_file(tensors, path)
@@ -166,7 +166,7 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> st
         "numerics": report.numerics,
         "precision": executable.precision,
         "environment": report.environment.to_json(),
-        "signature": executable.signature.to_json(),
+        "signature": signature_json.to_json(executable.signature),
         "claims": {"winner": report.winner, "speedup": report.speedup, "verified": str(winner.accuracy or "")},
         "notes": list(executable.notes),
         "members": members,
@@ -204,7 +204,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
     with _told(directory):
         info, options = _backend(directory, manifest), _options(directory, manifest)
         check_trust(info, directory, trust)
-        signature = Signature.from_json(manifest["signature"])
+        signature = signature_json.from_json(manifest["signature"])
         precision = manifest.get("precision", FP32)
         if precision not in PRECISIONS:
             raise damaged(directory, f"unknown precision {str(precision)[:40]!r}")

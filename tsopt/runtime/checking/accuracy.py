@@ -22,6 +22,7 @@ from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
+from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, compare
@@ -297,7 +298,7 @@ class _Seeded(AbstractContextManager[Any]):
 
     def __enter__(self) -> None:
         self.inner.__enter__()
-        torch.manual_seed(self.seed)
+        seed_torch(self.seed)
         random.seed(f"{self.seed} {self.kind}")
         np.random.seed(random.getrandbits(32))
 

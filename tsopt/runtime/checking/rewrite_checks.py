@@ -11,7 +11,8 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import Unknown, laid_out, with_seeds, without_seeds
 from tsopt.compiler.protect import protected
 from tsopt.compiler.rewriting.faulty_rewrite import Case, Debugger, Finding, Trial
-from tsopt.compiler.rewriting.pipeline import Limits, Pass, PassRecord, Repeat, run
+from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import TOLERANCES, compare
 from tsopt.runtime.checking.inputs import SPECIAL, input_sets

@@ -1,0 +1,1 @@
+"""Compilation in another process while eager serves the calls in this one."""

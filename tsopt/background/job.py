@@ -1,0 +1,147 @@
+"""One optimization in another process: what it is sent, and its answer.
+
+A process, because tracers temporarily replace parameters, streams and warning filters of the process they run in, so
+that no other thread could call the model. It is `python -m tsopt.background.worker DIRECTORY` and ends with its caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import nn
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import Structure, with_own_leaves
+from tsopt.errors import CaptureError, TsoptError
+from tsopt.runtime.bundles.store import load
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.model_changes import Watch
+from tsopt.runtime.report import Report
+from tsopt.runtime.sandbox.processes import descendants, environment_of_child, kill
+
+REQUEST, ANSWER, BUNDLE, OUTPUT = "request", "answer", "model.tsopt", "output"
+TAIL = 300  # characters of what a process that has failed has printed
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a process for one signature.
+
+    Attributes:
+        written: the model's names for the state of the program, in its order.
+        signature: of the winner, which is in a bundle next to the answer; None if eager won.
+    """
+
+    report: Report
+    written: tuple[str, ...] = ()
+    signature: Signature | None = None
+
+
+class Job:
+    """One call key, optimized in its own process."""
+
+    def __init__(self, model: Callable[..., Any], example: Example, options: dict[str, Any]) -> None:
+        """Raises TsoptError when the model cannot be sent."""
+        # As they are now: the call that follows may change their contents.
+        self.example, self.watch = example.renewed(), Watch(model)
+        self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-"))
+        self._forget = weakref.finalize(self, _remove, self.directory, os.getpid())
+        ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()
+        write(self.directory / REQUEST, ambient, (model, self.example, options))
+        with (self.directory / OUTPUT).open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tsopt.background.worker", str(self.directory)],
+                stdin=subprocess.PIPE,  # never written to: its end tells that this process has ended
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the terminal is for the caller
+                env=environment_of_child(),
+            )
+        self._stop = weakref.finalize(self, _end, self._process, os.getpid())
+
+    def wait(self, seconds: float | None) -> bool:
+        """Whether it has ended, after at most this many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def answer(self) -> Answer:
+        """The result.
+
+        Raises:
+            TsoptError: what `optimize` raised; or the process ended without an answer.
+        """
+        self._stop()
+        try:
+            found: Answer | TsoptError = pickle.loads((self.directory / ANSWER).read_bytes())
+        except Exception as error:  # no file, half a file
+            printed = ""
+            with contextlib.suppress(OSError):
+                printed = (self.directory / OUTPUT).read_text(errors="replace")[-TAIL:].strip()
+            why = f"exit status {self._process.returncode}; {printed or error}"
+            raise CaptureError("the background process ended without a result", why=why) from error
+        if isinstance(found, TsoptError):
+            raise found
+        return found
+
+    def made(self, signature: Signature, structure: Structure) -> Executable:
+        """The winner, for calls of this key here."""
+        found = load(self.directory / BUNDLE, trust=True, probe=False)  # written by our own process
+        own = structure if signature.aliasing else with_own_leaves(structure)
+        return found.called_as(replace(signature, outer=own))
+
+
+def write(path: Path, *values: Any) -> None:
+    """All or nothing."""
+    try:
+        with path.with_suffix(".part").open("wb") as file:
+            for value in values:
+                cloudpickle.dump(value, file)  # with classes of the user's script, which others cannot import
+        path.with_suffix(".part").replace(path)
+    except OSError:
+        raise
+    except Exception as error:  # objects that cannot be pickled raise anything
+        raise CaptureError(
+            "the model cannot be sent to another process",
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="pass background=False to compile it in this process",
+        ) from error
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the owner has the same finalizers
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    if process.poll() is None:
+        for pid in (*descendants(process.pid), process.pid):
+            kill(pid)
+        process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def named_tensors(model: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers()) if isinstance(model, nn.Module) else {}

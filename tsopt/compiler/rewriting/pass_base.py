@@ -1,0 +1,98 @@
+"""What a pass is: how it is declared, the limits that it keeps to, and what it reports of its rewrites."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from tsopt.compiler.graph.program import Numerics, Program
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A rewrite that was applied: the rule (or the pass), and where in the user's model."""
+
+    rule: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A near miss: a rewrite that was not applied, and the condition that failed."""
+
+    rule: str
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The changes that a pass reports."""
+
+    done: tuple[Done, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    numerics: Numerics = Numerics.EXACT
+
+
+@dataclass
+class Limits:
+    """The limits of a run.
+
+    numerics: the weakest class of rewrite that may be applied.
+    fuel: how many more rewrites may be applied; None for no limit. Used to find a wrong rewrite by bisection.
+    without: names of the rules and passes to leave out.
+    on_rewrite: called right before each rewrite.
+    """
+
+    numerics: Numerics = Numerics.ROUNDING
+    fuel: int | None = None
+    without: frozenset[str] = frozenset()
+    on_rewrite: Callable[[], None] | None = None
+
+    def take(self) -> bool:
+        """Takes one unit of fuel; call it right before a rewrite. False if there is none left."""
+        if self.fuel is not None:
+            self.fuel -= 1
+            if self.fuel < 0:
+                return False
+        if self.on_rewrite is not None:
+            self.on_rewrite()
+        return True
+
+
+class Named(Protocol):
+    """A rule, as the pipeline knows it."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Pass(ABC):
+    """Edits a program in place: a private copy of the user's. The result depends only on the program.
+
+    Attributes:
+        name: the name in records and for `--without`.
+        numerics: the strictest class among its rewrites; the pass is skipped if not even that is allowed.
+        size_dependent: whether its rewrites depend on a cost estimate, and so on the sizes of values.
+        rules: the rules that it applies, each of which can be left out by name.
+    """
+
+    __slots__ = ()
+    name: str
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    size_dependent: ClassVar[bool] = False
+    rules: Sequence[Named] = ()
+
+    @abstractmethod
+    def run(self, program: Program, limits: Limits) -> Changes:
+        """Edits the program, and returns the rewrites and the near misses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Runs its passes in turn until none of them changes the program, for at most `limit` rounds."""
+
+    passes: tuple[Pass | Repeat, ...]
+    limit: int = 10
