@@ -55,7 +55,7 @@ _PLACES = {
     "capture": "tsopt.compiler.capture.capture",
     "Example": "tsopt.compiler.calls.example",
     "example": "tsopt.compiler.calls.example",
-    "Repeat": "tsopt.compiler.rewriting.pipeline",
+    "Repeat": "tsopt.compiler.rewriting.pass_base",
     "Numerics": "tsopt.compiler.graph.program",
     "Program": "tsopt.compiler.graph.program",
     "Rule": "tsopt.compiler.rewriting.rewrite",

@@ -56,6 +56,8 @@ def test_layers_are_fused_for_all_sizes():
         (lambda x: torch.cat([x, x[:, :1]], 1).softmax(1), None),
         (lambda x: x / x.shape[1] + torch.arange(x.shape[1])[None, :, None], None),
         (lambda x: x.sum((0, 1)) * (x.shape[0] * x.shape[1] + 3), None),
+        (lambda x: x * 1 * (x.shape[0] ** 2 - x.shape[1] // 3), None),  # of no form that one could guess
+        (lambda x: x * 1 * (x.shape[0] / (x.shape[1] + 1)), None),
         (lambda x: nn.functional.avg_pool1d(x, 2).flatten(1), None),
         (lambda x: torch.ones(x.shape[1], x.shape[1]).tril() @ x, None),
     ],
@@ -105,7 +107,7 @@ def test_a_constant_that_hangs_on_the_size_is_not_general():
             "the called op differs",
         ),
         (lambda node, n: setattr(node, "args", (node.args[0], float(n))), "an argument has the values"),
-        (lambda node, n: setattr(node, "args", (node.args[0], n * n * n + 1)), "cannot be computed from the sizes"),
+        (lambda node, n: setattr(node, "args", (node.args[0], n * n * n + 1)), "is not one that the model computes"),
     ],
 )
 def test_what_hangs_on_the_size_in_another_way_is_not_general(change, words):

@@ -1,14 +1,13 @@
 """Passes on a program with dynamic sizes: they run at a few sizes, and the results are merged into one program.
 
 Passes see sizes as numbers. Their results at several sizes are compared call by call: a number that differs must be the
-size of an available tensor, or computable from such sizes. If anything else differs, the passes depend on the sizes,
-and the program is not optimized for all of them. The sizes tried are both ends of each range and one between them,
-chosen so that they differ from every other number in the model.
+size of an available tensor, or one that the model itself computes from sizes. If anything else differs, the passes
+depend on the sizes, and the program is not optimized for all of them. The sizes tried are both ends of each range and
+one between them, chosen so that they differ from every other number in the model.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,6 +132,12 @@ class _Merged:
         self.weights: dict[str, torch.Tensor] = {}
         self.numbers: dict[Numbers, fx.Node] = {}  # that the graph computes already
         self.sources: dict[Numbers, _Source] = {}  # sizes of the tensors that it has
+        # What the original computes from sizes, by its values; the first of those that have the same.
+        self.expressions: dict[tuple[type, Numbers], fx.Node] = {}
+        for node in original.graph.nodes:
+            if ops.is_number(node) and node.target is not ops.SIZE:
+                values = self._values(node)
+                self.expressions.setdefault((type(values[0]), values), node)
         self.nodes: dict[fx.Node, fx.Node] = {}  # of the first graph -> of this one
         self.given: dict[fx.Node, fx.Node] = {}  # of the original -> of this one
 
@@ -249,6 +254,8 @@ class _Merged:
             return first
         if kind is int:
             return self._number(tuple(values), same)
+        if (kind, tuple(values)) in self.expressions:
+            return self._computed(self.expressions[kind, tuple(values)])
         raise self._differ(same, f"an argument has the values {', '.join(map(repr, values))}")
 
     def _differ(self, same: Sequence[fx.Node], what: str) -> NotGeneral:
@@ -272,17 +279,12 @@ class _Merged:
 
     def _number(self, wanted: Numbers, same: Sequence[fx.Node]) -> fx.Node:
         known = self._found(wanted)
-        if known is not None:
-            return known
-        for numbers in self.sources:
-            how = _from_one(wanted, numbers)
-            if how is not None:
-                return self._computed(wanted, self._found(numbers), *how)
-        for a, b in itertools.combinations_with_replacement(self.sources, 2):
-            how = _from_one(wanted, tuple(x * y for x, y in zip(a, b, strict=True)))
-            if how is not None:
-                return self._computed(wanted, self._operation("mul", self._found(a), self._found(b)), *how)
-        raise self._differ(same, f"the number {', '.join(map(str, wanted))} cannot be computed from the sizes")
+        expression = self.expressions.get((int, wanted))
+        if known is None and expression is not None:
+            known = self.numbers[wanted] = self._computed(expression)
+        if known is None:
+            raise self._differ(same, f"the number {', '.join(map(str, wanted))} is not one that the model computes")
+        return known
 
     def _found(self, wanted: Numbers) -> fx.Node | None:
         source = self.sources.get(wanted)
@@ -290,19 +292,21 @@ class _Merged:
             self.numbers[wanted] = self.graph.call_function(ops.SIZE, (source.node, source.axis))
         return self.numbers.get(wanted)
 
-    def _computed(self, wanted: Numbers, base: Any, factor: int, plus: int, over: int) -> fx.Node:
-        made = base
-        if factor != 1:
-            made = self._operation("mul", made, factor)
-        if plus:
-            made = self._operation("add", made, plus)
-        if over != 1:
-            made = self._operation("floordiv", made, over)
-        self.numbers[wanted] = made
-        return made
+    def _computed(self, node: fx.Node) -> fx.Node:
+        """A number that the original computes from sizes, computed from the sizes here."""
+        args = fx.node.map_arg(node.args, self._number_of)
+        return self.graph.call_function(node.target, args)  # type: ignore[arg-type]
 
-    def _operation(self, name: str, *args: Any) -> fx.Node:
-        return self.graph.call_function(ops.NUMBERS[name], args)
+    def _values(self, node: fx.Node) -> tuple[Any, ...]:
+        """What a node of the original is in each sample."""
+        return tuple(item.values[node] for item in self.instances)
+
+    def _number_of(self, node: fx.Node) -> Any:
+        """A number of the original here: a constant, or what computes it."""
+        values = self._values(node)
+        if len(set(values)) == 1:
+            return values[0]
+        return self._number(values, [node]) if type(values[0]) is int else self._computed(node)
 
     # ---- values that depend only on sizes -----------------------------------------------------------------
 
@@ -323,18 +327,13 @@ class _Merged:
                 continue
             args, kwargs = fx.node.map_arg((last.args, dict(last.kwargs)), self._of_original)
             self.given[last] = self._made(last, self.graph.create_node(last.op, last.target, args, kwargs))
-            self._offer_sizes(self.given[last], [item.values[last] for item in self.instances])
+            self._offer_sizes(self.given[last], self._values(last))
         return self.given[node]
 
     def _of_original(self, node: fx.Node) -> Any:
         if not ops.is_number(node):
             return self.given[node]
-        values = tuple(item.values[node] for item in self.instances)
-        if len(set(values)) == 1:
-            return values[0]
-        if all(type(value) is int for value in values):
-            return self._number(values, [node])
-        raise self._differ([node], "a number computed from sizes is not an integer")
+        return self._number_of(node)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -344,23 +343,3 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _common(old: Sequence[Numbers], new: Sequence[Numbers]) -> int:
     """How many axes are the same from the start."""
     return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-
-
-def _from_one(wanted: Numbers, numbers: Numbers) -> tuple[int, int, int] | None:
-    """(factor, plus, over) so that `(number * factor + plus) // over` is what is wanted, in every sample."""
-    (x, w), (y, v) = next(
-        ((a, b) for a in zip(numbers, wanted, strict=True) for b in zip(numbers, wanted, strict=True) if a[0] != b[0]),
-        ((0, 0), (0, 0)),
-    )
-    if x == y:
-        return None
-    if (w - v) % (x - y) == 0:
-        factor = (w - v) // (x - y)
-        plus = w - factor * x
-        if factor and all(n * factor + plus == m for n, m in zip(numbers, wanted, strict=True)):
-            return factor, plus, 1
-    for over in range(2, 65):
-        for plus in range(over):
-            if all((n + plus) // over == m for n, m in zip(numbers, wanted, strict=True)):
-                return 1, plus, over
-    return None

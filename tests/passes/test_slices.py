@@ -7,7 +7,7 @@ import torch
 
 from tests.passes.helpers import SPECIAL, check, check_declines, check_fires, of_any_dtype, specials
 from tsopt.compiler.rewriting.rewrite import NEW_ALIAS, OTHER_LAYOUT, USED_ELSEWHERE, RulePass
-from tsopt.passes import CANONICALIZE, DeadCode, data_movement
+from tsopt.passes import CANONICALIZE, DeadCode, slices
 
 N = len(SPECIAL)
 DTYPES = [torch.float32, torch.float16, torch.int64, torch.bool]
@@ -37,7 +37,7 @@ SLICES = {
 @pytest.mark.parametrize("name", SLICES)
 def test_slice_slice_becomes_one(name, dtype):
     x = of_any_dtype(11, 3, dtype=dtype)
-    found = check(with_forms(data_movement.slice_slice), lambda x: SLICES[name](x).logical_not(), x, exact=True)
+    found = check(with_forms(slices.slice_slice), lambda x: SLICES[name](x).logical_not(), x, exact=True)
     assert [op for op in found.ops if op in ("slice.Tensor", "select.int")] == [
         "select.int" if name.startswith("index") else "slice.Tensor"
     ]
@@ -49,7 +49,7 @@ def test_slices_of_every_size_are_taken_right():
     def model(x):
         return tuple(x[a:b:s][c:d:t] + 1 for a, b, s in spans[::4] for c, d, t in spans[::5])
 
-    check(with_forms(data_movement.slice_slice), model, torch.arange(7.0), exact=True)
+    check(with_forms(slices.slice_slice), model, torch.arange(7.0), exact=True)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_slices_of_every_size_are_taken_right():
     ],
 )
 def test_other_slices_stay(model):
-    check_declines(data_movement.slice_slice, lambda x: model(x) + 1, specials(11, 3))
+    check_declines(slices.slice_slice, lambda x: model(x) + 1, specials(11, 3))
 
 
 def test_slices_with_a_shared_middle_stay():
@@ -71,7 +71,7 @@ def test_slices_with_a_shared_middle_stay():
         y = x[2:9]
         return y[1:4] + 1, y.neg()
 
-    check_declines(data_movement.slice_slice, model, specials(11, 3), USED_ELSEWHERE)
+    check_declines(slices.slice_slice, model, specials(11, 3), USED_ELSEWHERE)
 
 
 # ---- cat and its parts ------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ PARTS = {
 def test_a_part_of_a_joined_value_is_a_part_of_what_was_joined(name, dtype):
     model, op = PARTS[name]
     x, y = of_any_dtype(2, 4, dtype=dtype), of_any_dtype(3, 4, dtype=dtype)
-    found = check(with_forms(data_movement.part_of_joined), lambda x, y: model(x, y).logical_not(), (x, y), exact=True)
+    found = check(with_forms(slices.part_of_joined), lambda x, y: model(x, y).logical_not(), (x, y), exact=True)
     assert "part_of_joined" in found.done
     assert not {"cat", "stack"} & set(found.ops)
     assert op in ("", *found.ops)
@@ -108,7 +108,7 @@ def test_parts_of_a_value_used_elsewhere_are_taken_all_the_same():
         both = torch.cat([x, y])
         return both.neg(), both[:2] + 1
 
-    check_fires(data_movement.part_of_joined, model, (X, X), ops=["cat", "neg", "add.Tensor"])
+    check_fires(slices.part_of_joined, model, (X, X), ops=["cat", "neg", "add.Tensor"])
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_parts_of_a_value_used_elsewhere_are_taken_all_the_same():
     ],
 )
 def test_other_parts_stay(model):
-    found = check(with_forms(data_movement.part_of_joined), lambda x, y: model(x, y) + 1, (X, X))
+    found = check(with_forms(slices.part_of_joined), lambda x, y: model(x, y) + 1, (X, X))
     assert "part_of_joined" not in found.done
 
 
 def test_a_part_of_other_layout_stays():
     """A slice of the joined value strides over all of it."""
-    found = check(data_movement.part_of_joined, lambda x, y: torch.cat([x, y], 1)[:, :3] + 1, (X, X))
+    found = check(slices.part_of_joined, lambda x, y: torch.cat([x, y], 1)[:, :3] + 1, (X, X))
     assert ("part_of_joined", OTHER_LAYOUT) in found.declined
 
 
 def test_a_part_that_is_returned_is_no_input():
-    check_declines(data_movement.part_of_joined, lambda x, y: torch.cat([x, y])[:2], (X, X), NEW_ALIAS)
+    check_declines(slices.part_of_joined, lambda x, y: torch.cat([x, y])[:2], (X, X), NEW_ALIAS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool], ids=str)
@@ -152,13 +152,13 @@ def test_a_part_that_is_returned_is_no_input():
     ],
 )
 def test_cat_cat_becomes_one(model, dtype):
-    found = check_fires(data_movement.cat_cat, model, of_any_dtype(2, 3, 4, dtype=dtype), exact=True)
+    found = check_fires(slices.cat_cat, model, of_any_dtype(2, 3, 4, dtype=dtype), exact=True)
     assert found.ops.count("cat") == 1
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
 def test_cat_cat_of_nothing_becomes_one(shape):
-    check_fires(data_movement.cat_cat, lambda x: torch.cat([x, torch.cat([x, x])]), torch.randn(shape), ops=["cat"])
+    check_fires(slices.cat_cat, lambda x: torch.cat([x, torch.cat([x, x])]), torch.randn(shape), ops=["cat"])
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_cat_cat_of_nothing_becomes_one(shape):
     ],
 )
 def test_other_cats_stay(model):
-    check_declines(data_movement.cat_cat, model, X)
+    check_declines(slices.cat_cat, model, X)
 
 
 def test_promotions_inside_a_cat_stay():
     """int64 to float16 to float32 is not int64 to float32."""
     x = torch.tensor([70000, 2049])
-    check_declines(data_movement.cat_cat, lambda x: torch.cat([torch.cat([x, x.half()]), x.float()]), x)
+    check_declines(slices.cat_cat, lambda x: torch.cat([torch.cat([x, x.half()]), x.float()]), x)
 
 
 def test_a_cat_used_elsewhere_stays_one():
@@ -186,7 +186,7 @@ def test_a_cat_used_elsewhere_stays_one():
         y = torch.cat([x, x])
         return y.neg(), torch.cat([x, y])
 
-    check_declines(data_movement.cat_cat, model, X, data_movement.SHARED)
+    check_declines(slices.cat_cat, model, X, slices.SHARED)
 
 
 WHOLE = {
@@ -204,7 +204,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_neighbours_that_make_the_whole_are_the_whole(name, dtype):
     x = of_any_dtype(7, 4, dtype=dtype)
-    found = check(with_forms(data_movement.cat_neighbours), lambda x: WHOLE[name](x * x).logical_not(), x, exact=True)
+    found = check(with_forms(slices.cat_neighbours), lambda x: WHOLE[name](x * x).logical_not(), x, exact=True)
     if name == "another axis":
         assert ("cat_neighbours", OTHER_LAYOUT) in found.declined
     else:
@@ -217,7 +217,7 @@ def test_the_whole_is_the_whole_though_its_parts_are_used_elsewhere():
         a, b = (x * 2).split([3, 4])
         return a.neg(), torch.cat([a, b]).relu()
 
-    found = check_fires(data_movement.cat_neighbours, model, specials(7, 2))
+    found = check_fires(slices.cat_neighbours, model, specials(7, 2))
     assert "cat" not in found.ops
 
 
@@ -228,17 +228,17 @@ def test_neighbours_become_one_slice(axis):
         parts = [x.narrow(axis, 0, 2), x.narrow(axis, 2, 3), y.movedim(0, axis)]
         return torch.cat(parts, axis)
 
-    found = check(with_forms(data_movement.cat_neighbours), model, (specials(7, 3), specials(2, 3)), exact=True)
+    found = check(with_forms(slices.cat_neighbours), model, (specials(7, 3), specials(2, 3)), exact=True)
     assert "cat_neighbours" in found.done
     assert found.ops.count("slice.Tensor") == 1
     assert found.ops.count("cat") == 1
 
 
 def test_neighbours_alone_become_one_slice_where_the_layout_is_the_same():
-    found = check_fires(data_movement.cat_neighbours, lambda x: torch.cat([x[1:3], x[3:5]]) + 1, specials(7, 3))
+    found = check_fires(slices.cat_neighbours, lambda x: torch.cat([x[1:3], x[3:5]]) + 1, specials(7, 3))
     assert found.ops == ["slice.Tensor", "add.Tensor"]
     check_declines(
-        data_movement.cat_neighbours, lambda x: torch.cat([x[:, :1], x[:, 1:2]], 1) + 1, specials(7, 3), OTHER_LAYOUT
+        slices.cat_neighbours, lambda x: torch.cat([x[:, :1], x[:, 1:2]], 1) + 1, specials(7, 3), OTHER_LAYOUT
     )
 
 
@@ -259,7 +259,7 @@ def test_neighbours_alone_become_one_slice_where_the_layout_is_the_same():
     ],
 )
 def test_other_neighbours_stay(model):
-    check_declines(data_movement.cat_neighbours, lambda x: model(x) + 1, specials(7, 2))
+    check_declines(slices.cat_neighbours, lambda x: model(x) + 1, specials(7, 2))
 
 
 def test_neighbours_used_elsewhere_stay():
@@ -267,11 +267,11 @@ def test_neighbours_used_elsewhere_stay():
         a, b = x[:2], x[2:5]
         return a.neg(), torch.cat([a, b, y])
 
-    check_declines(data_movement.cat_neighbours, model, (specials(7, 2), specials(2, 2)))
+    check_declines(slices.cat_neighbours, model, (specials(7, 2), specials(2, 2)))
 
 
 def test_a_whole_that_is_returned_is_no_input():
-    check_declines(data_movement.cat_neighbours, lambda x: torch.cat([x[:2], x[2:]]), specials(7, 2), NEW_ALIAS)
+    check_declines(slices.cat_neighbours, lambda x: torch.cat([x[:2], x[2:]]), specials(7, 2), NEW_ALIAS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -286,7 +286,7 @@ def test_a_whole_that_is_returned_is_no_input():
 )
 def test_a_stack_of_all_parts_is_the_whole(model, dtype):
     x = of_any_dtype(3, 2, 4, dtype=dtype)
-    found = check_fires(data_movement.stack_unbind, lambda x: model(x).logical_not(), x, exact=True)
+    found = check_fires(slices.stack_unbind, lambda x: model(x).logical_not(), x, exact=True)
     assert "stack" not in found.ops
 
 
@@ -304,12 +304,12 @@ def test_a_stack_of_all_parts_is_the_whole(model, dtype):
     ],
 )
 def test_other_stacks_stay(model):
-    check_declines(data_movement.stack_unbind, lambda x: model(x) + 1, specials(3, 3, 3))
+    check_declines(slices.stack_unbind, lambda x: model(x) + 1, specials(3, 3, 3))
 
 
 def test_a_stack_that_is_returned_is_no_input():
-    check_declines(data_movement.stack_unbind, lambda x: torch.stack(x.unbind()), X, NEW_ALIAS)
+    check_declines(slices.stack_unbind, lambda x: torch.stack(x.unbind()), X, NEW_ALIAS)
 
 
 def test_a_stack_of_a_transposed_value_is_dense_still():
-    check_declines(data_movement.stack_unbind, lambda x: torch.stack(x.permute(2, 1, 0).unbind()) + 1, X, OTHER_LAYOUT)
+    check_declines(slices.stack_unbind, lambda x: torch.stack(x.permute(2, 1, 0).unbind()) + 1, X, OTHER_LAYOUT)
