@@ -175,5 +175,5 @@ Fewer = _faulty(spoil=lambda outputs, *_: outputs[:-1])
 WritesInput = _faulty(spoil=_write_input)
 OneBuffer = _faulty(spoil=_write_same_memory)
 CrashesWhenTimed = _faulty(spoil=_late(lambda: ctypes.string_at(0), 6))  # it is checked on six inputs before
-CrashesLate = _faulty(spoil=_late(lambda: ctypes.string_at(0), 10))
+CrashesLate = _faulty(spoil=_late(lambda: ctypes.string_at(0), 20))  # after the checks
 WrongLater = _faulty(spoil=lambda outputs, inputs, count: outputs if count < 10 else [value * 1.5 for value in outputs])

@@ -492,7 +492,7 @@ def test_a_program_of_too_many_nodes_is_refused(bundle, monkeypatch):
     [
         (lambda value: value[:1], "has shape"),
         (lambda value: value.double(), "is float64"),
-        (lambda value: None, "there is no 'count'"),
+        (lambda value: None, "'count' does not exist"),
     ],
 )
 def test_state_of_another_type_is_refused(tmp_path, name, change, why):

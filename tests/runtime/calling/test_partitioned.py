@@ -93,7 +93,7 @@ def test_it_cannot_be_saved_and_says_why(tmp_path):
     ):
         fast.save(tmp_path / "m.tsopt")
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(tsopt.BackendError, match="not a program for onnxruntime"):
+    with pytest.raises(tsopt.BackendError, match="a partitioned model cannot be compiled with onnxruntime"):
         fast.verified("onnxruntime")
 
 
@@ -210,12 +210,12 @@ def test_where_dynamo_fails_as_well_it_runs_as_it_is_and_tells_both_reasons(monk
 @pytest.mark.slow
 def test_a_graph_that_comes_again_is_optimized_once(monkeypatch):
     """Dynamo traces the model again when its counter changes."""
-    from tsopt import request
+    from tsopt.compiler.capture import capture
 
-    real, made = request.capture_apart, []
-    monkeypatch.setattr(request, "capture_apart", lambda *a, **k: made.append(1) or real(*a, **k))
+    real, made = capture.capture_apart, []
+    monkeypatch.setattr(capture, "capture_apart", lambda *a, **k: made.append(1) or real(*a, **k))
     optimized()
-    assert len(made) <= 4  # the whole, before the branch, and either side of it
+    assert 2 <= len(made) <= 4  # the whole, before the branch, and either side of it
 
 
 def test_a_function_in_parts():
