@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -59,14 +61,17 @@ def as_shipped(_hasty: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _not_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
+    """Makes up cache directories that nobody else has; never the user's."""
+    place, numbers = tmp_path_factory.mktemp("caches"), itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TSOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "tsopt"))
-        yield
+        patch.setenv("TSOPT_CACHE_DIR", str(place / "session"))
+        yield lambda: place / str(next(numbers))
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(caches: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees what another has raced."""
-    monkeypatch.setenv("TSOPT_CACHE_DIR", str(tmp_path_factory.mktemp("cache") / "tsopt"))
+    # NOTE: not `mktemp`, which reads the names of all directories that exist, for each of thousands of tests.
+    monkeypatch.setenv("TSOPT_CACHE_DIR", str(caches()))

@@ -58,6 +58,7 @@ def optimize(
     check_indices: bool = False,
     strict_specials: bool = False,
     time_all: bool = False,
+    best_so_far: bool = False,
     share_weights: bool = False,
     audit: float = SHARE,
     progress: Callable[[str], None] | bool | None = None,
@@ -120,6 +121,8 @@ def optimize(
             difference in the report.
         time_all: time every correct candidate for as long as `seconds` says, also those that cannot win, for a complete
             table. False ends the race as soon as it is decided.
+        best_so_far: Ctrl-C during the timing ends only that: the best candidate until then is verified and returned,
+            and the result is not cached. A second Ctrl-C, or one at another time, raises KeyboardInterrupt as usual.
         share_weights: let the winner read the model's weights in place, which saves a copy. Calls then raise
             WeightsChangedError once torch has written to one of them. False: the winner keeps the current weights.
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
@@ -151,6 +154,7 @@ def optimize(
         check_indices=check_indices,
         strict_specials=strict_specials,
         time_all=time_all,
+        best_so_far=best_so_far,
         share_weights=share_weights,
     )
     with _told(progress, model) as tell:

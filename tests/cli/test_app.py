@@ -231,7 +231,7 @@ def test_rules_are_left_out_by_every_command_that_optimizes(tsopt, write, quick,
 def test_commands_share_the_options_that_say_what_to_optimize(tsopt, command):
     text = tsopt(command, "--help").out
     assert all(option in text for option in ("--input", "-O", "--seed", "--eval", "--allow-nan", "--without", "--json"))
-    for option in ("--threads", "--seconds", "--budget", "--memory", "--no-isolate"):
+    for option in ("--threads", "--seconds", "--budget", "--memory", "--best-so-far", "--no-isolate"):
         assert (option in text) == (command != "inspect")
 
 
@@ -251,6 +251,14 @@ def test_memory_is_a_number_of_bytes_or_a_size(tsopt, write, monkeypatch, text, 
     write()
     tsopt("bench", "m.py", "--memory", text)
     assert given["memory"] == size
+
+
+@pytest.mark.parametrize("flag", [[], ["--best-so-far"]])
+def test_ctrl_c_can_keep_the_best_so_far(tsopt, write, monkeypatch, flag):
+    given = options_of_race(monkeypatch)
+    write()
+    tsopt("bench", "m.py", *flag)
+    assert given["best_so_far"] is bool(flag)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "nan", "4 parsecs", "1e9", "0.1B"])

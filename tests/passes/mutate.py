@@ -193,7 +193,7 @@ def is_red(module: str, guard: Guard | None = None) -> bool:
         import pytest
 
         sys.meta_path[:0] = [] if guard is None else [Finder(guard)]
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests_of(module)]))
+        code = int(pytest.main(["-x", "-q", "-m", "", "-p", "no:cacheprovider", *tests_of(module)]))
     finally:
         os._exit(code)
 

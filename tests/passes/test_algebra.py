@@ -206,6 +206,7 @@ FLOAT_SIGNS = {
 }
 
 
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("form", [*SIGNS, *FLOAT_SIGNS])
 def test_signs_cancel_with_the_same_bits(form, dtype):
@@ -396,6 +397,7 @@ def test_other_absolute_values_stay(model):
     check_declines(algebra.abs_relu, model, specials(N))
 
 
+@pytest.mark.sliced(20)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     ("model", "ops", "text"),

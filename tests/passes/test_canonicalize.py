@@ -458,6 +458,7 @@ RESHAPES = {
 }
 
 
+@pytest.mark.sliced(38)
 @pytest.mark.parametrize("name", RESHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool], ids=str)
 def test_a_change_of_shape_alone_is_a_reshape(name, dtype):

@@ -59,7 +59,7 @@ BINARY = {
 }
 
 
-@pytest.mark.sliced(16)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", BINARY)
 def test_a_scalar_constant_becomes_a_literal_with_the_same_bits(op, dtype):
@@ -320,6 +320,7 @@ def test_an_empty_where_is_a_branch():
 # ---- constants of one number ------------------------------------------------------------------------------
 
 
+@pytest.mark.sliced(32)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", BINARY)
 @pytest.mark.parametrize("shape", [(N,), (2, 1)])
@@ -426,6 +427,7 @@ def test_other_powers_stay(x, w):
 ROW, TABLE = torch.rand(7) + 0.5, torch.rand(2, 7) + 0.5
 
 
+@pytest.mark.sliced(14)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
     ("function", "literal"),

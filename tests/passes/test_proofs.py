@@ -195,6 +195,7 @@ def narrow(monkeypatch):
     return change
 
 
+@pytest.mark.sliced(50)
 @pytest.mark.parametrize(("name", "claim"), proofs())
 def test_an_exact_rule_keeps_every_bit_of_every_input(name, claim, narrow):
     """And the expressions are what torch computes."""

@@ -181,6 +181,7 @@ def test_the_pipeline_keeps_random_programs(level, fuzz_factor):
     check()
 
 
+@pytest.mark.sliced(40)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_keeps_programs_around_its_pattern(rule, fuzz_factor):
     """The rule alone, then the whole pipeline."""

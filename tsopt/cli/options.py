@@ -127,6 +127,9 @@ Memory = Annotated[
         help="Memory for all candidates together, for example 4GB; most of what is free by default.",
     ),
 ]
+BestSoFar = Annotated[
+    bool, typer.Option("--best-so-far", help="On Ctrl-C during timing, keep the best candidate until then.")
+]
 Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Run each candidate in a separate process.")]
 UseCache = Annotated[
     bool, typer.Option("--cache/--no-cache", help="Reuse the results of earlier races on this machine.")
@@ -159,6 +162,7 @@ class Timing:
     seconds: Seconds = 10.0
     budget: Budget = None
     memory: Memory = None
+    best_so_far: BestSoFar = False
     isolate: Isolate = True
 
 
@@ -234,5 +238,6 @@ def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
         "seconds": timing.seconds,
         "budget": timing.budget,
         "memory": _bytes(timing.memory),
+        "best_so_far": timing.best_so_far,
         "isolate": timing.isolate,
     }

@@ -154,7 +154,7 @@ def case(request):
     return linear_net(function), make
 
 
-@pytest.mark.sliced(16)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime", "torchscript"])
 def test_objects_are_changed_as_by_the_model(case, backend):
     model, make = case

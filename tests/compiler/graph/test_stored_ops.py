@@ -72,6 +72,7 @@ def op_of(name: str):
     return getattr(getattr(aten, packet), overload)
 
 
+@pytest.mark.sliced(12)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="the limits of a child are those of Linux")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_op_that_a_file_may_call_survives_hostile_arguments(name, fuzz_factor):
@@ -195,6 +196,7 @@ def written(tmp_path, model, *inputs):
     return program
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}, {"bias": False}, {"proj_size": 2}])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_an_lstm_comes_back(tmp_path, options, batch_first):

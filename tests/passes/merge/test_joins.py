@@ -37,6 +37,7 @@ ENTRIES: dict[str, tuple[Callable[..., Any], tuple[int, ...], list[str]]] = {
 }
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", ENTRIES)
 def test_inputs_are_stacked_by_a_view_where_they_are_neighbours(name):
     begin, shape, wanted = ENTRIES[name]
@@ -186,7 +187,7 @@ EXITS: dict[str, tuple[Callable[[list[torch.Tensor]], Any], list[str], list[str]
 }
 
 
-@pytest.mark.sliced(16)
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize("name", EXITS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_results_leave_by_views_where_they_can(name, bias):

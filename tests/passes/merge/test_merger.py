@@ -133,6 +133,7 @@ def joined(model: Any, x: Any, **options: Any) -> Outcome:
     return found
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("groups", [2, 1], ids=["equal", "unequal"])
 @pytest.mark.parametrize("batch", [0, 1, 2, 3, 7])

@@ -14,6 +14,7 @@ from tests.passes.merge.examples import COUNT, MERGE, ODD, WIDTH, Body, Ensemble
 from tsopt.passes import CommonSubexpressions, DeadCode
 
 
+@pytest.mark.sliced(4)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 def test_an_ensemble_is_one_product_a_layer(rows, dtype):
@@ -107,7 +108,7 @@ BODIES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.sliced(16)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", BODIES)
 def test_what_branches_do_is_done_once(name):
     """The text has a call for each op, not for each branch."""

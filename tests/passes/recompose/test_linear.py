@@ -78,6 +78,7 @@ def test_a_tied_weight_is_one_memory():
     assert weight_bytes(found.after) == twice.w.nbytes
 
 
+@pytest.mark.sliced(16)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("rule", "form", "shape"),

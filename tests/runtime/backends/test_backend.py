@@ -190,6 +190,7 @@ def test_a_configuration_object_that_was_changed_is_another_form():
         found(torch.ones(2), options)
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3)])
 def test_scalars_and_empty_tensors_go_in_and_out(name, shape):
@@ -227,6 +228,7 @@ def test_nested_results_keep_their_types(name):
     assert found["rest"][0].shape == ()
 
 
+@pytest.mark.sliced(7)
 @pytest.mark.parametrize("name", REAL)
 @pytest.mark.parametrize(
     "model",

@@ -66,6 +66,7 @@ def test_a_layer_gives_what_eager_gives(layer, shape):
     assert kernels(net(layer), torch.randn(shape)) == [f"{kind}_pointwise.default"]
 
 
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize(("layer", "shape"), [CONVOLUTIONS[0], LINEARS[0]], ids=["conv", "linear"])
 def test_an_activation_is_part_of_the_layer(layer, shape, activation):

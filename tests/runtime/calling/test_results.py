@@ -17,7 +17,7 @@ def inputs(count=3):
     return [torch.randn(2, 4, generator=generator) for _ in range(count)]
 
 
-@pytest.mark.sliced(20)
+@pytest.mark.sliced(8)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_written_to_a_result_shows_where_it_does_in_eager(name, backend):

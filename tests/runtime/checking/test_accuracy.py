@@ -79,6 +79,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sliced(18)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_seeded_mistake_is_caught(name):
     model, candidate, example = MISTAKES[name]

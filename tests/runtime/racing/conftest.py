@@ -1,10 +1,16 @@
-"""A clock that only callables move."""
+"""A clock that only callables move; races with a backend that goes wrong as each test likes."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.runtime.helpers import candidates
+from tests.runtime.racing.helpers import Behaviour
+from tsopt.compiler.calls.example import Example
+from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.racing import timing, tournament
+from tsopt.runtime.racing.contenders import RaceSettings
+from tsopt.runtime.racing.race import race
 
 
 class Clock:
@@ -36,3 +42,27 @@ def clock(monkeypatch):
     monkeypatch.setattr(timing, "time", made)
     monkeypatch.setattr(tournament, "time", made)
     return made
+
+
+@pytest.fixture
+def faulty_backend(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "faulty", BackendInfo("faulty", f"{Behaviour.__module__}:FaultyBackend", "faulty"))
+    for name in ("compile", "run"):
+        monkeypatch.setattr(Behaviour, name, None)
+    monkeypatch.setattr(Behaviour, "refuses", False)
+
+
+@pytest.fixture
+def run_race(faulty_backend, mlp, mlp_input, mlp_program):
+    def go(backends=("faulty", "eager"), sandbox=None, progress=None, **options):
+        return race(
+            mlp,
+            mlp_program,
+            {"fp32": mlp_program},
+            Example((mlp_input,)),
+            RaceSettings(candidates=candidates(*backends), seconds=1e-3, **options),
+            sandbox=sandbox,
+            progress=progress,
+        )
+
+    return go

@@ -65,6 +65,8 @@ def cached_race(
 
 def _is_repeatable(found: Race) -> bool:
     """Whether the race would most likely end like this again: no candidate was lost, the machine was not busy."""
+    if found.interrupted:
+        return False
     gains = [row.speedup for row in found.rows if row.speedup is not None]
     best = max(gains, key=lambda gain: gain.ratio, default=None)
     if best is None or best.high > WIDEST_INTERVAL * best.low or any(row.status in LOST for row in found.rows):

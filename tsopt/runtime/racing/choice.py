@@ -24,6 +24,7 @@ class Race:
     winner: the key of its row.
     candidate: the winner; None: eager.
     not_isolated_because: why candidates ran in the caller's process, where each was meant to have one of its own.
+    interrupted: whether the timing ended early, because the caller wanted the best candidate until then.
     cached: when the rows were measured, where that was not now, and what was checked since.
     """
 
@@ -33,6 +34,7 @@ class Race:
     executable: Executable | None
     candidate: Candidate | None = None
     not_isolated_because: str = ""
+    interrupted: bool = False
     cached: str = ""
 
     @property

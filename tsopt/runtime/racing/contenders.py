@@ -48,6 +48,7 @@ class RaceSettings:
         check_indices: candidates look at the indices of each call, whatever that costs.
         strict_specials: a candidate that differs from eager on NaN and infinities is wrong.
         time_all: no candidate is left out or leaves because it cannot win.
+        best_so_far: Ctrl-C ends the timing, and the best candidate until then is verified and returned.
         share_weights: let the winner read the model's weights where they are.
         warn: when no candidate could be tried.
     """
@@ -62,6 +63,7 @@ class RaceSettings:
     check_indices: bool = False
     strict_specials: bool = False
     time_all: bool = False
+    best_so_far: bool = False
     share_weights: bool = False
     warn: bool = True
 

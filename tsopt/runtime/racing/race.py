@@ -27,6 +27,7 @@ from tsopt.runtime.racing.contenders import (
     device_wait,
     mode_of,
 )
+from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.preparation import prepare
 from tsopt.runtime.racing.speedup import Timing, speedup
 from tsopt.runtime.racing.timing import seconds_of
@@ -74,7 +75,9 @@ def race(
             eager_seconds = seconds_of(model, judge.inputs)
         rows, contenders = prepare(maker, judge, clock, progress, eager_seconds)
         limits = (min(settings.seconds, clock.left), clock.left)
-        rows = _timed(model, captured, judge, rows, contenders, limits, progress, settings.time_all)
+        with first_interrupt_noted(settings.best_so_far) as interrupted:
+            rows = _timed(model, captured, judge, rows, contenders, limits, progress, interrupted, settings.time_all)
+            early = interrupted()
         found = choose(
             maker,
             rows,
@@ -92,7 +95,8 @@ def race(
             f"tsopt: {captured.name} runs in eager mode because no candidate could be tried: {reason}",
             outcomes.NoCandidate,
         )
-    return replace(found, not_isolated_because=maker.not_isolated_because)
+    why = f"interrupted, best so far: {found.why}" if early else found.why
+    return replace(found, why=why, interrupted=early, not_isolated_because=maker.not_isolated_because)
 
 
 def _timed(
@@ -103,6 +107,7 @@ def _timed(
     contenders: Mapping[str, Contender],
     limits: tuple[float, float],
     progress: Progress,
+    stop: Callable[[], bool],
     time_all: bool,
 ) -> list[Row]:
     """Args: limits: how long to time, and how long at most, where that decides nothing."""
@@ -120,6 +125,7 @@ def _timed(
             warm=True,
             until_decided=not time_all,
             out=lambda name: retire(calls[name]),
+            stop=stop,
         )
     base = timings[EAGER]
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]

@@ -60,6 +60,7 @@ def measure(
     warm: bool = False,
     until_decided: bool = False,
     out: Callable[[str], None] = lambda name: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Timing]:
     """Times callables side by side.
 
@@ -78,6 +79,7 @@ def measure(
         warm: all of them have been called several times.
         until_decided: stop when it is known which one is the fastest; those that cannot be leave before.
         out: called with the name of each one that gets no more samples although it raised nothing.
+        stop: asked after each sample, from the second round on, whether to stop right there.
 
     Raises:
         BackendError: the clock gives no times for the baseline.
@@ -105,6 +107,8 @@ def measure(
         # Backwards every other round: who comes after whom must not be the same all the time.
         for name in order[:: -1 if number % 2 else 1]:
             _attempt(_sample, lanes[name], turned, wait, is_baseline=name == baseline)
+            if number and stop():  # everyone has been timed at least once
+                return {name: lane.timing for name, lane in lanes.items()}
         rounds = number + 1
         if rounds < MIN_ROUNDS:
             continue

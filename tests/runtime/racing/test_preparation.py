@@ -1,0 +1,91 @@
+"""Before the rounds: who is compiled when, who is not checked, and who gets one thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.runtime.racing.helpers import row
+from tsopt.runtime.backends.table import BACKENDS, BackendInfo
+from tsopt.runtime.racing import preparation
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.report import MODEL
+
+
+def test_the_cold_start_of_every_candidate_is_told(run_race):
+    rows = {row.name: row for row in run_race(("eager", "onnxruntime")).rows}
+    assert rows["eager"].cold is None
+    assert all(rows[name].cold.first > 0 for name in ("eager + passes", "ONNX Runtime"))
+
+
+def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
+    monkeypatch.setattr(preparation, "HOPELESS", 4.0)
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-9)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.0 if call.backend == "faulty" else 1e-9])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 2e-9)
+    timed = []
+    measured = race_module.measure
+    monkeypatch.setattr(race_module, "measure", lambda calls, *a, **k: timed.extend(calls) or measured(calls, *a, **k))
+    found = run_race()
+    assert row(found).status == "not checked"
+    assert row(found).reason == "about 1000000000.0 times slower than the best"
+    assert timed == ["eager", "eager + passes"]
+
+
+@pytest.mark.parametrize(("pace", "status"), [(1.4, "ok"), (1.6, "not checked")])
+def test_of_long_calls_the_first_ones_tell_more(run_race, monkeypatch, pace, status):
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.5)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [pace if call.backend == "faulty" else 1.0])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    assert row(run_race()).status == status
+
+
+def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):
+    monkeypatch.setattr(preparation, "HOPELESS", 0.0)
+    asked = []
+    measured = race_module.measure
+    monkeypatch.setattr(race_module, "measure", lambda *a, **k: asked.append(k["until_decided"]) or measured(*a, **k))
+    assert {row.status for row in run_race(time_all=True).rows} == {"ok"}
+    assert run_race().rows[1].status == "not checked"
+    assert asked == [False, True]
+
+
+def test_when_all_are_far_behind_none_is_faster(run_race, monkeypatch):
+    monkeypatch.setattr(preparation, "HOPELESS", 0.0)
+    found = run_race()
+    assert {row.status for row in found.rows[1:]} == {"not checked"}
+    assert (found.winner, found.why) == (MODEL, "no candidate is significantly faster")
+
+
+def test_one_that_measures_while_it_compiles_does_so_when_the_others_are_done(run_race, monkeypatch):
+    told: list[str] = []
+    run_race(progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["faulty", "eager"]
+    entry = BackendInfo("faulty", f"{__name__}:FaultyBackend", "faulty", measures=True)
+    monkeypatch.setitem(BACKENDS, "faulty", entry)
+    told.clear()
+    run_race(progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["eager", "faulty"]
+
+
+@pytest.fixture
+def torch_threads():
+    """Sets torch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_race, monkeypatch, torch_threads):
+    backends = ("onnxruntime", "onnxruntime?threads=1")
+    torch_threads(2)
+    found = run_race(backends=backends)
+    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime", "ONNX Runtime, 1 thread"]
+    monkeypatch.setattr(preparation, "SINGLE_THREAD_SECONDS", 0.0)
+    assert [item.name for item in run_race(backends=backends).rows] == ["eager", "ONNX Runtime"]
+
+
+def test_one_thread_needs_no_try_where_there_is_but_one(run_race, torch_threads):
+    torch_threads(1)
+    found = run_race(backends=("onnxruntime", "onnxruntime?threads=1"))
+    assert [item.name for item in found.rows] == ["eager", "ONNX Runtime"]
