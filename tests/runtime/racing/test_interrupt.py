@@ -14,6 +14,14 @@ from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.report import MODEL
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_terminal():
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def presses(monkeypatch):
     """Presses Ctrl-C in these samples of the rounds, counted over all candidates."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -119,10 +120,19 @@ def test_the_time_given_is_about_the_time_taken(clock):
 def test_progress_names_warm_up_and_rounds(clock):
     told: list[str] = []
     measure({"a": clock.taking(1e-3)}, INPUTS, seconds=90, progress=told.append)
-    assert told[:2] == ["warm-up a", "round 1, 90 s left"]
+    assert told[:2] == ["warm-up a", "round 1, at most 90 s left"]
     told.clear()
     measure({"a": clock.taking(1e-3)}, INPUTS, seconds=0.0, progress=told.append)
     assert told[1] == "round 1, until it is decided"
+
+
+def test_progress_says_who_is_ahead(clock):
+    told: list[str] = []
+    calls = {"eager": clock.taking(8e-3), "fast": clock.taking(6e-3), "slow": clock.taking(9e-3)}
+    measure(calls, INPUTS, seconds=2.0, progress=told.append)
+    rounds = [text for text in told if text.startswith("round")]
+    assert not any("ahead" in text for text in rounds[: tournament.MIN_ROUNDS])
+    assert re.fullmatch(r"round 8, fast ahead of 2 others, at most \d+ s left", rounds[tournament.MIN_ROUNDS])
 
 
 @pytest.mark.parametrize("broken", [0.0, -1.0, math.nan])

@@ -48,18 +48,38 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
 
 
-def test_a_control_group_limits_what_is_free(tmp_path, monkeypatch):
-    def files(limit: str) -> None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text("3000\n")
-        (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 500\n")
+@pytest.mark.parametrize(
+    ("group", "place", "limit", "used", "files"),
+    [
+        ("0::/a/b", "a/b", "memory.max", "memory.current", "inactive_file"),
+        ("0::/a/b", "", "memory.max", "memory.current", "inactive_file"),
+        (
+            "5:devices:/\n4:memory:/a\n0::/",
+            "memory/a",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+        (
+            "4:cpu,memory:/elsewhere",
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_a_control_group_of_either_version_limits_what_is_free(tmp_path, group, place, limit, used, files):
+    directory = tmp_path / place
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / used).write_text("3000\n")
+    (directory / "memory.stat").write_text(f"anon 1000\n{files} 500\n")
+    for allowed, left in (("10000", [7500]), ("2000", [0]), ("max", [])):
+        (directory / limit).write_text(f"{allowed}\n")
+        assert list(processes._left_in_control_groups(tmp_path, group)) == left
 
-    files("10000")
-    assert list(processes._left_in_control_groups(tmp_path)) == [7500]
-    files("2000")
-    assert list(processes._left_in_control_groups(tmp_path)) == [0]
-    files("max")
-    assert list(processes._left_in_control_groups(tmp_path)) == []
+
+def test_what_a_control_group_allows_is_what_there_is(monkeypatch):
     monkeypatch.setattr(processes, "_left_in_control_groups", lambda: iter([5000]))
     assert processes.available_memory() == 5000
     monkeypatch.setattr(processes, "_left_in_control_groups", lambda: iter([]))

@@ -47,26 +47,29 @@ def choose(
     maker: Maker,
     rows: list[Row],
     contenders: Mapping[str, Contender],
-    fresh: Callable[[], Judge],
+    fresh: Callable[[bool], Judge],
     streak: Callable[[Executable], str],
     progress: Progress,
 ) -> Race:
     """The fastest candidate that is right once more, as it was timed and as it is in this process; eager otherwise.
 
     Args:
-        fresh: a judge with inputs that the race did not use.
+        fresh: a judge with inputs that the race did not use; only a few of them if it is given True.
         streak: what goes wrong in many calls in a row; empty when nothing does.
     """
-    judge: Judge | None = None
+    judges: dict[bool, Judge] = {}
     candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
     faster = sorted((row for row in rows if row.verdict == "faster"), key=_median)
     order = _simpler_first(faster, candidates)
     for row in order:
         progress(f"verify {row.name}")
-        judge = judge or fresh()
-        candidate = candidates[row.key]
+        candidate, contender = candidates[row.key], contenders[row.key]
+        # What is opened from its files has been checked; what is compiled once more is another executable.
+        few = maker.reopens(contender, candidate)
+        if few not in judges:
+            judges[few] = fresh(few)
         try:
-            executable, failure = _verified(row, candidate, contenders[row.key], maker, judge)
+            executable, failure = _verified(row, candidate, contender, maker, judges[few])
             status, failure = "wrong", failure or streak(executable)
         except Exception as error:  # whatever it raises, it is out
             ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)

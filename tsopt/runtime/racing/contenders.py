@@ -156,9 +156,8 @@ class Maker:
         options, program = self._options(candidate), self.program(candidate)
         backend = get_backend(candidate, **options)
         isolated = cast(Isolated, contender)
-        # An engine that could read the model's weights in place would read those of a file.
-        shares = self.settings.share_weights and candidate.info.through_onnx
-        if isinstance(backend, Reopens) and not shares and not isolated.retired:
+        if self.reopens(contender, candidate):
+            assert isinstance(backend, Reopens)
             place = isolated.saved()
             isolated.retire()  # its weights and those of the executable are not held at the same time
             try:
@@ -166,6 +165,13 @@ class Maker:
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         return compile(program, candidate, share_weights=self.settings.share_weights, **options)
+
+    def reopens(self, contender: Contender, candidate: Candidate) -> bool:
+        """Whether `here` opens the files of a contender, and does not compile the candidate once more."""
+        # An engine that could read the model's weights in place would read those of a file.
+        shares = self.settings.share_weights and candidate.info.through_onnx
+        alive = isinstance(contender, Isolated) and not contender.retired
+        return alive and not shares and isinstance(get_backend(candidate, **self._options(candidate)), Reopens)
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:
         return race_options(candidate, self.settings.threads, self.settings.check_indices)

@@ -83,7 +83,7 @@ def race(
             rows,
             contenders,
             # Fresh inputs: what the race measured must not be all that is right.
-            lambda: Judge(ask(seed=settings.seed + 1), settings.held_out),
+            lambda few: Judge(ask(seed=settings.seed + 1, few=few), () if few else settings.held_out),
             partial(unsteady, model=model, example=example, seed=settings.seed, seconds=STREAK * settings.seconds),
             progress,
         )

@@ -69,20 +69,35 @@ def available_memory() -> int | None:
     return min([*found, *_left_in_control_groups()], default=None)
 
 
-def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each control group (version 2) of this process still allows; pages of files count as free."""
+def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> Iterator[int]:
+    """What each control group of this process still allows, in version 1 and 2; pages of files count as free.
+
+    Args:
+        own: what /proc/self/cgroup says.
+    """
     try:
-        own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+        own = Path("/proc/self/cgroup").read_text() if own is None else own
     except OSError:
         return
-    for group in (root / own, *(root / own).parents):
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left_in(root, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _left_in(root / "memory", path, *names)
+
+
+def _left_in(root: Path, path: str, limit: str, used: str, files: str) -> Iterator[int]:
+    """What a group and those above it allow."""
+    own = root / path.strip().lstrip("/")
+    for group in (own, *own.parents):
         if not group.is_relative_to(root):
             break
         with contextlib.suppress(OSError, ValueError, IndexError):  # no such file, or "max": unlimited
-            limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
             lines = (group / "memory.stat").read_text().splitlines()
-            files = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
-            yield max(0, limit - used + files)
+            free = sum(int(line.split()[1]) for line in lines if line.startswith(f"{files} "))
+            yield max(0, int((group / limit).read_text()) - int((group / used).read_text()) + free)
 
 
 def prctl(option: int, value: int) -> None:

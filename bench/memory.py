@@ -1,0 +1,173 @@
+"""Peak memory of `optimize`: of the caller and all its processes together, above what the caller held before.
+
+Usage: python -m bench.memory [MODEL ...]; writes bench/results/memory.{json,md}. Linux only.
+
+Proportional set sizes (each page divided by the number of processes that have it) are sampled ten times a second, in
+the whole tree of processes; files in shared memory are added. `decoder_1500mb` runs in a
+control group of 6.5 GB where this process may create one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+import tsopt
+from bench.models import MODELS, Case, tokens
+from bench.process import Rows, measure_each
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.sandbox.processes import descendants
+
+RESULTS = Path(__file__).parent / "results"
+SAMPLE = 0.1  # seconds
+LIMIT = 6_500_000_000  # bytes
+SHARED = Path("/dev/shm")
+
+
+def decoder() -> Case:
+    """375 million parameters of float32: 1.5 GB."""
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1536,
+        intermediate_size=4096,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return Case(lambda: transformers.LlamaForCausalLM(config), lambda: tsopt.example(tokens(32)))
+
+
+CASES: dict[str, Case] = {name: MODELS[name] for name in ("mlp", "resnet18", "resnet50", "bert_base", "gpt2")}
+CASES["decoder_1500mb"] = decoder()
+LIMITED = {"decoder_1500mb"}
+
+CHILD = """
+import sys
+from bench.memory import child
+child(sys.argv[1])
+"""
+
+
+def main() -> None:
+    measure_each("bench.memory:one", CASES, RESULTS / "memory.json", line, page)
+
+
+def child(name: str) -> None:
+    """Loads a model, waits for a line, optimizes it, says what came of it."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    model, example = CASES[name].load()
+    weights = sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
+    print(json.dumps({"weights": weights}), flush=True)
+    sys.stdin.readline()
+    fast = tsopt.optimize(model, example, cache=False)
+    rows = {row.name: row.status for row in fast.report.rows}
+    print(json.dumps({"winner": fast.report.winner, "rows": rows}), flush=True)
+
+
+def one(name: str) -> dict[str, Any]:
+    """The peak of one model, in bytes."""
+    with control_group(LIMIT if name in LIMITED else None) as (join, limited):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=join,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        weights = json.loads(process.stdout.readline())["weights"]
+        before, shared = held_by([process.pid]), files_in_shared_memory()
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(process.stdout or ()))
+        reader.start()
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        peak = (0, 0)
+        while process.poll() is None:
+            mapped = held_by([process.pid, *descendants(process.pid)]) - before
+            peak = max(peak, (mapped + max(0, files_in_shared_memory() - shared), mapped))
+            time.sleep(SAMPLE)
+        reader.join()
+    found = json.loads(said[-1]) if said and process.returncode == 0 else {"winner": "", "rows": {}}
+    row = {"weights": weights, "peak": peak[0], "processes": peak[1], "limit": limited, "code": process.returncode}
+    return row | found
+
+
+def held_by(pids: Iterable[int]) -> int:
+    """The proportional set sizes of processes."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def files_in_shared_memory() -> int:
+    """Bytes of files there; tsopt maps none of its own, so they are in no process's set."""
+    stat = os.statvfs(SHARED)
+    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
+
+
+@contextlib.contextmanager
+def control_group(limit: int | None) -> Iterator[tuple[Any, int | None]]:
+    """What makes a new process join a group with this limit, and the limit; None twice where there can be none."""
+    made = None
+    for line_ in Path("/proc/self/cgroup").read_text().splitlines() if limit else ():
+        _, controllers, path = line_.split(":", 2)
+        root, file = ("", "memory.max") if not controllers else ("memory", "memory.limit_in_bytes")
+        place = Path("/sys/fs/cgroup") / root / path.lstrip("/") / f"tsopt-bench-{os.getpid()}"
+        if not controllers or controllers == "memory":
+            with contextlib.suppress(OSError):
+                place.mkdir()
+                made = place
+                (place / file).write_text(str(limit))
+                break
+    try:
+        if made is None:
+            yield None, None
+        else:
+            yield (lambda: (made / "cgroup.procs").write_text(str(os.getpid()))), limit
+    finally:
+        if made is not None:
+            for _ in range(50):  # processes that have been killed take a moment to leave
+                with contextlib.suppress(OSError):
+                    made.rmdir()
+                    break
+                time.sleep(0.1)
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    weights, peak = row["weights"] / 1e6, row["peak"] / 1e6
+    limit = f"{row['limit'] / 1e9:.1f} GB" if row["limit"] else ""
+    ended = row["winner"] or f"ended with {row['code']}"
+    numbers = f"{weights:.0f} | {peak:.0f} | {row['processes'] / 1e6:.0f} | {max(0.0, peak - 800) / weights:.1f}"
+    return f"| {name} | {numbers} | {limit} | {ended} |"
+
+
+def page(environment: Environment, rows: Rows) -> Iterator[str]:
+    yield "Peak memory of `optimize` with default settings in MB: the caller and all its processes, above what the"
+    yield "caller held before. `processes`: of that, without files in shared memory. `times the weights`: the peak less"
+    yield "800 MB, which torch and the engines take in their processes."
+    yield ""
+    yield "| model | weights | peak | processes | times the weights | limit | winner |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+    yield from (line(name, row) for name, row in rows.items())
+
+
+if __name__ == "__main__":
+    main()
