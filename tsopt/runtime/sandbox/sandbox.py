@@ -109,7 +109,9 @@ class Sandbox:
             raise BackendError(self._refused)
         self.program, self.threads, self.seconds, self.memory = programs[FP32], threads, seconds, memory
         try:
-            self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(programs.values())))
+            self.directory = Path(
+                tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(programs.values(), memory))
+            )
             self._directories.append(self.directory)
             for name, program in programs.items():
                 (self.directory / name).mkdir()
@@ -216,9 +218,15 @@ class Sandbox:
             shutil.rmtree(self._directories.pop(), ignore_errors=True)
 
 
-def _roomiest(programs: Iterable[Program]) -> str | None:
-    """Shared memory where it has room for the weights several times over; None for the usual place."""
+def _roomiest(programs: Iterable[Program], memory: int | None) -> str | None:
+    """Shared memory where it has room for the weights several times over, and memory is plenty; else the usual place.
+
+    Args:
+        memory: bytes that candidates may take; what the machine has to spare when it is None.
+    """
     needed = 3 * sum(weight.nbytes for program in programs for weight in program.weights.values()) + (64 << 20)
-    if SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
+    left = memory or available_memory()
+    plenty = left is None or left > 2 * needed  # a file there is memory too, which nothing can take back
+    if plenty and SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
         return str(SHARED)
     return None

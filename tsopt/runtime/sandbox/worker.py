@@ -34,17 +34,29 @@ from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.timing import rest, seconds_of_calls
-from tsopt.runtime.sandbox.processes import SET_DEATH_SIGNAL, SET_SUBREAPER, descendants, kill, limit_memory, prctl
+from tsopt.runtime.sandbox.processes import (
+    SET_DEATH_SIGNAL,
+    SET_SUBREAPER,
+    descendants,
+    die_first,
+    kill,
+    limit_memory,
+    prctl,
+)
 from tsopt.runtime.sandbox.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
 # Imported while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
 # NOTE: not OpenVINO, whose threads do not survive a fork.
 PRELOADED = ("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript")
 
+# Where memory runs out, a candidate is to go, which costs a row, then the helper; never the process of the user.
+HELPER_DIES, CANDIDATE_DIES = 500, 1000
+
 
 def main(connection: socket.socket) -> None:
     """Serves the process that races: forks children for it, reads programs, says how children ended."""
     torch.set_num_threads(1)  # NOTE: a pool of threads does not survive a fork; children make their own
+    die_first(HELPER_DIES)
     prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
     send(connection, {"ready": True})
     to_import = list(PRELOADED)
@@ -113,6 +125,7 @@ def _become_candidate(files: list[int], message: Message, programs: Mapping[str,
         nothing = os.open(os.devnull, os.O_RDONLY)
         for place, file in ((0, nothing), (1, files[1]), (2, files[1])):
             os.dup2(file, place)
+        die_first(CANDIDATE_DIES)
         limit_memory(message.get("memory"))
         _make_files_in(message["directory"])
         torch.set_num_threads(message["threads"])
