@@ -7,6 +7,8 @@ import warnings
 
 import pytest
 import torch
+from google.protobuf.message import EncodeError
+from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 
 import tsopt
 from tsopt.runtime.racing import outcomes
@@ -34,6 +36,9 @@ def caused(error: BaseException) -> tsopt.BackendError:
         (RuntimeError("std::bad_alloc"), "out of memory"),
         (RuntimeError("Failed to allocate memory for requested buffer of size 8"), "out of memory"),
         (caused(MemoryError()), "out of memory"),
+        (caused(RuntimeException("Exception during initialization: std::bad_alloc")), "out of memory"),
+        (caused(RuntimeException("Non-zero status code returned")), "failed"),
+        (caused(EncodeError("Failed to serialize proto")), "out of memory"),
         (OSError(errno.ENOSPC, "No space left on device"), "system error"),
         (OSError(errno.EMFILE, "Too many open files"), "system error"),
         (RuntimeError("can't start new thread"), "system error"),

@@ -167,10 +167,24 @@ def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again
         second, _ = maker.finish(single, maker.begin(single, first))
         assert [path.name for path in shop.directory.glob("saved-*")] == [first.saved().name]
         for contender, candidate in ((first, plain), (second, single)):
+            assert maker.reopens(contender, candidate)
             here = maker.here(contender, candidate)
             assert torch.allclose(here(mlp_input), mlp(mlp_input), atol=1e-5)
             assert here.options["threads"] == 1
         assert list(shop.directory.glob("saved-*")) == []
+
+
+@pytest.mark.parametrize(("backend", "few"), [("onnxruntime", True), ("torchscript", False)])
+def test_what_is_opened_from_its_files_is_not_checked_twice_on_everything(try_all, monkeypatch, backend, few):
+    """What is compiled once more in this process is another executable, and is."""
+    asked, real = [], race_module.Oracle
+    monkeypatch.setattr(race_module, "Oracle", lambda *a, **k: asked.append(k.get("few", False)) or real(*a, **k))
+    monkeypatch.setattr(
+        race_module, "measure", lambda calls, *a, **k: {name: Timing((1.0 + (name == "eager"),) * 8) for name in calls}
+    )
+    _, found = try_all(backend)
+    assert found.winner == backend
+    assert asked == [False, few]
 
 
 def test_a_workshop_takes_one_program_after_the_other(shop, mlp_program):
@@ -198,6 +212,31 @@ def test_where_the_system_gives_no_process_candidates_are_lost_to_it(shop, mlp_p
     assert caught.value.kind == "system error"
     with Sandbox() as another, pytest.raises(tsopt.BackendError, match=r"cannot start a process: .* open files"):
         another.open({"fp32": mlp_program}, threads=1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux only")
+def test_where_memory_runs_out_candidates_end_first_and_the_caller_last(shop):
+    """The kernel would otherwise end the largest process, which is often that of the user."""
+    candidate = shop.contender(Candidate("eager"), threads=1)
+    candidate.begin()
+    candidate.finish()
+
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    assert score(candidate._pid) > score(shop._process.pid) > score(os.getpid())
+    candidate.retire()
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "is_shared"), [(None, 1 << 30, True), (None, 1 << 20, False), (1 << 20, 1 << 30, False)]
+)
+def test_files_are_memory_only_where_there_is_plenty(mlp_program, monkeypatch, tmp_path, given, free, is_shared):
+    monkeypatch.setattr(isolation, "SHARED", tmp_path)
+    monkeypatch.setattr(isolation, "available_memory", lambda: free)
+    with Sandbox() as made:
+        made.open({"fp32": mlp_program}, threads=1, memory=given)
+        assert made.directory.is_relative_to(tmp_path) is is_shared
 
 
 def test_where_the_helper_is_gone_candidates_are_lost_with_it(mlp_program):

@@ -16,7 +16,9 @@ REFUSED = ("unsupported", "no gain")  # for what the model computes, before anyt
 NOT_CHECKED = "not checked"  # too far behind the best to be of interest
 STATUSES = ("ok", "wrong", "failed", NOT_CHECKED, MISSING, *REFUSED, *LOST)
 
-# NOTE: engines and torch's allocator on the CPU raise a RuntimeError with these words, and no class of their own.
+# protobuf raises the last one when it has no room for a message; models of more than 2 GB are written otherwise.
+_NO_ROOM = ("MemoryError", "OutOfMemoryError", "EncodeError")
+# NOTE: engines and torch's allocator on the CPU raise one of few general classes with these words.
 _NO_MEMORY = re.compile(
     r"bad.?alloc|out of memory|not enough memory|tried to allocate|(can.?t|could not|failed to|unable to) allocate",
     re.IGNORECASE,
@@ -43,13 +45,14 @@ class Ended(Protocol):
 def ending_of(error: BaseException) -> str:
     """The status of a candidate that raised: for want of memory, by the system, or `failed`."""
     for item in _chain(error):
-        if type(item).__name__ in ("MemoryError", "OutOfMemoryError"):
+        if type(item).__name__ in _NO_ROOM:
             return OUT_OF_MEMORY
         if isinstance(item, OSError):
             return SYSTEM_ERROR
-        if isinstance(item, RuntimeError) and _NO_MEMORY.search(str(item)):
+        is_general = isinstance(item, RuntimeError) or type(item).__module__.startswith("onnxruntime.")
+        if is_general and _NO_MEMORY.search(str(item)):
             return OUT_OF_MEMORY
-        if isinstance(item, RuntimeError) and _NO_THREAD.search(str(item)):
+        if is_general and _NO_THREAD.search(str(item)):
             return SYSTEM_ERROR
     return "failed"
 
