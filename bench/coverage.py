@@ -53,7 +53,9 @@ def one(name: str) -> dict[str, Any]:
     row |= {"other": "", "why": ""}
     fast = None
     try:
-        fast = tsopt.optimize(model, example, backends=BACKENDS, seconds=SECONDS, isolate=False, cache=False)
+        fast = tsopt.optimize(
+            *(model, example), backends=BACKENDS, seconds=SECONDS, isolate=False, cache=False, time_all=True
+        )
     except tsopt.TsoptError as error:
         row["reason"] = f"{type(error).__name__}: {error.what}"
     else:

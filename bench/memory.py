@@ -3,8 +3,8 @@
 Usage: python -m bench.memory [MODEL ...]; writes bench/results/memory.{json,md}. Linux only.
 
 Proportional set sizes (each page divided by the number of processes that have it) are sampled ten times a second, in
-the whole tree of processes; files in shared memory are added. `decoder_1500mb` runs in a
-control group of 6.5 GB where this process may create one.
+the whole tree of processes; files in shared memory count as far as a process has mapped and read them.
+`decoder_1500mb` runs in a control group of 6.5 GB where this process may create one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tsopt.runtime.sandbox.processes import descendants
 RESULTS = Path(__file__).parent / "results"
 SAMPLE = 0.1  # seconds
 LIMIT = 6_500_000_000  # bytes
-SHARED = Path("/dev/shm")
 
 
 def decoder() -> Case:
@@ -90,20 +89,19 @@ def one(name: str) -> dict[str, Any]:
         assert process.stdin is not None
         assert process.stdout is not None
         weights = json.loads(process.stdout.readline())["weights"]
-        before, shared = held_by([process.pid]), files_in_shared_memory()
+        before = held_by([process.pid])
         said: list[str] = []
         reader = threading.Thread(target=lambda: said.extend(process.stdout or ()))
         reader.start()
         process.stdin.write("go\n")
         process.stdin.flush()
-        peak = (0, 0)
+        peak = 0
         while process.poll() is None:
-            mapped = held_by([process.pid, *descendants(process.pid)]) - before
-            peak = max(peak, (mapped + max(0, files_in_shared_memory() - shared), mapped))
+            peak = max(peak, held_by([process.pid, *descendants(process.pid)]) - before)
             time.sleep(SAMPLE)
         reader.join()
     found = json.loads(said[-1]) if said and process.returncode == 0 else {"winner": "", "rows": {}}
-    row = {"weights": weights, "peak": peak[0], "processes": peak[1], "limit": limited, "code": process.returncode}
+    row = {"weights": weights, "peak": peak, "limit": limited, "code": process.returncode}
     return row | found
 
 
@@ -115,12 +113,6 @@ def held_by(pids: Iterable[int]) -> int:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
-
-
-def files_in_shared_memory() -> int:
-    """Bytes of files there; tsopt maps none of its own, so they are in no process's set."""
-    stat = os.statvfs(SHARED)
-    return (stat.f_blocks - stat.f_bfree) * stat.f_frsize
 
 
 @contextlib.contextmanager
@@ -155,17 +147,16 @@ def line(name: str, row: dict[str, Any]) -> str:
     weights, peak = row["weights"] / 1e6, row["peak"] / 1e6
     limit = f"{row['limit'] / 1e9:.1f} GB" if row["limit"] else ""
     ended = row["winner"] or f"ended with {row['code']}"
-    numbers = f"{weights:.0f} | {peak:.0f} | {row['processes'] / 1e6:.0f} | {max(0.0, peak - 800) / weights:.1f}"
+    numbers = f"{weights:.0f} | {peak:.0f} | {max(0.0, peak - 800) / weights:.1f}"
     return f"| {name} | {numbers} | {limit} | {ended} |"
 
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
     yield "Peak memory of `optimize` with default settings in MB: the caller and all its processes, above what the"
-    yield "caller held before. `processes`: of that, without files in shared memory. `times the weights`: the peak less"
-    yield "800 MB, which torch and the engines take in their processes."
+    yield "caller held before. `times the weights`: the peak less 800 MB, which torch and the engines take."
     yield ""
-    yield "| model | weights | peak | processes | times the weights | limit | winner |"
-    yield "|---|--:|--:|--:|--:|--:|---|"
+    yield "| model | weights | peak | times the weights | limit | winner |"
+    yield "|---|--:|--:|--:|--:|---|"
     yield from (line(name, row) for name, row in rows.items())
 
 

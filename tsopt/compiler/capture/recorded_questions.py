@@ -12,6 +12,7 @@ import functools
 import operator
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.result_views import View, views_among
 from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.capture.export_errors import unflatten_clones
+from tsopt.compiler.capture.memos import forget
 from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, Question
 from tsopt.compiler.graph.ops import tensors_of
 from tsopt.compiler.protect import modules_of, protected
@@ -71,8 +74,21 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
     """Makes a call of the model on tensors without values, and records what it asks.
 
     Without values, because a call may take long, write weights, or end the process (INT_MIN // -1). Where values decide
-    how it goes on, the record ends.
+    how it goes on, the record ends. A model that memoizes tensors is called with values as well, so that what it holds
+    is real when it is traced.
     """
+    asked, mode = _asked_by(model, example)
+    if forget(mode):
+        args, kwargs = unflatten_clones(example)
+        with protected(model), contextlib.suppress(Exception):  # one that fails here is explained when it is captured
+            outcome_of(model, args, kwargs)
+        asked, mode = _asked_by(model, example)
+        forget(mode)
+    return asked
+
+
+def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakref.ref[FakeTensorMode]]:
+    """What it asks, and the mode of the tensors that it was given."""
     leaves, structure = flatten((example.args, example.kwargs))
     places = len(list(structure.paths()))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -92,13 +108,14 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
     could_be_one = len({(copy.dtype, copy.dim(), copy.device) for copy in copies}) < places
     changed = {i for i, (copy, version) in enumerate(zip(copies, versions, strict=True)) if _version(copy) != version}
     written = frozenset(changed | recorder.written)
-    return Asked(
+    asked = Asked(
         tuple(recorder.questions(position) for position in range(len(copies))),
         (places > 1 and bool(written)) or (could_be_one and calls.asks_identity),
         written,
         tuple(calls.modes.items()),
         *recorder.views(results, _buffers_of(model)),
     )
+    return asked, weakref.ref(mode)
 
 
 def _version(tensor: torch.Tensor) -> int:

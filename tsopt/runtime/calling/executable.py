@@ -38,6 +38,7 @@ class Executable:
         state: the live tensors of the state inputs, in order.
         save: writes the files that rebuild it into a directory, or a single file if the path is not a directory;
             `options` rebuild its session.
+        hand_over: writes what its backend opens once more in another process, if that is not what `save` writes.
         code: whether reading those files executes code; a bundle then requires trust.
         notes: how the backend differs from eager, for the caller.
         precision: the precision of matrix products, one of PRECISIONS.
@@ -54,6 +55,7 @@ class Executable:
         *,
         state: Sequence[Any] = (),
         save: Callable[[Path], None] | None = None,
+        hand_over: Callable[[Path], None] | None = None,
         options: Mapping[str, Any] | None = None,
         code: bool = False,
         notes: Sequence[str] = (),
@@ -65,7 +67,7 @@ class Executable:
         self.backend, self.place, self.model = backend, place, model
         self.precision = precision
         self.signature = signature
-        self.save = save
+        self.save, self.hand_over = save, hand_over or save
         self.options = dict(options or {})
         self.code = code
         self.notes = tuple(notes)

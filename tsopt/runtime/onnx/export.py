@@ -44,12 +44,17 @@ class OnnxModel:
 
         return cls(onnx_ir.external_data.load_to_model(onnx_ir.load(path)))
 
-    def save(self, path: Path) -> None:
-        """Writes the model; weights beside it in `<name>.data` when one file could not hold them."""
+    def save(self, path: Path, apart: bool = False) -> None:
+        """Writes the model.
+
+        Args:
+            apart: weights go into a file `<name>.data` beside it, one after the other: in half of the time, and without
+                copies of all of them at once. They do in any case where one file could not hold them.
+        """
         import onnx_ir
 
         size = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
-        data = f"{path.name}.data" if size > SINGLE_FILE else None
+        data = f"{path.name}.data" if apart or size > SINGLE_FILE else None
         onnx_ir.save(self.model, path, external_data=data)
 
     def detached(self) -> tuple[bytes, dict[str, Any]]:

@@ -65,14 +65,18 @@ class OpenVinoBackend:
     def compile(self, program: Program) -> Executable:
         from tsopt.runtime.onnx.export import to_onnx
 
-        return self._executable(program, to_onnx(program))
+        model = to_onnx(program)
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            model.save(Path(directory) / FILE, apart=True)
+            return self._executable(program, model, Path(directory))
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         from tsopt.runtime.onnx.export import OnnxModel
 
-        return self._executable(program, OnnxModel.read(directory / FILE))
+        return self._executable(program, OnnxModel.read(directory / FILE), directory)
 
-    def _executable(self, program: Program, model: OnnxModel) -> Executable:
+    def _executable(self, program: Program, model: OnnxModel, directory: Path) -> Executable:
+        """Args: directory: holds the model as a file, and may go afterwards."""
         import torch
 
         from tsopt.runtime.backends.eager import by_torch
@@ -83,9 +87,7 @@ class OpenVinoBackend:
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
 
-        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            save(Path(directory))
-            runner = load_runner(Path(directory), program.signature, options)
+        runner = load_runner(directory, program.signature, options)
         examined = self._examined(program)
         state = [program.state[item.name] for item in program.signature.state_inputs]
         return Executable(
@@ -94,6 +96,7 @@ class OpenVinoBackend:
             guarded(runner, examined.bounds, program.signature, lambda: by_torch(program)),
             state=state,
             save=save,
+            hand_over=lambda place: model.save(place / FILE, apart=True),
             options=options | to_options(examined.bounds),
             notes=examined.notes,
             precision=self.precision,

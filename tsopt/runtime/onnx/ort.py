@@ -115,6 +115,7 @@ class OnnxRuntimeBackend:
             guarded(run, examined.bounds, program.signature, lambda: by_torch(program)),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
+            hand_over=lambda place: model.save(place / FILE, apart=True),
             options=options,
             notes=examined.notes,
         )

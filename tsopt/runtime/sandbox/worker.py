@@ -39,6 +39,7 @@ from tsopt.runtime.sandbox.processes import (
     SET_SUBREAPER,
     descendants,
     die_first,
+    give_back_memory,
     kill,
     limit_memory,
     prctl,
@@ -185,14 +186,17 @@ class _Candidate:
             self.executable = named(found, backend, candidate)
         else:
             self.executable = compile(self.program, candidate, share_weights=True, **options)
-        return {"notes": list(self.executable.notes), "seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        give_back_memory()
+        return {"notes": list(self.executable.notes), "seconds": seconds}
 
     def save(self, message: Message) -> Message:
         assert self.executable is not None
-        assert self.executable.save is not None
+        assert self.executable.hand_over is not None
         directory = self.directory / message["name"]
         directory.mkdir()
-        self.executable.save(directory)
+        self.executable.hand_over(directory)
+        give_back_memory()
         return {}
 
     def run(self, message: Message) -> Message:

@@ -1,0 +1,85 @@
+"""What a model memoizes outside of itself is real after a capture, and as in eager."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+
+TABLE: dict[int, torch.Tensor] = {}
+NESTED: dict[str, dict[int, tuple[torch.Tensor, ...]]] = {"tables": {}}
+
+
+@functools.lru_cache(maxsize=4)
+def cached(size):
+    return torch.arange(size, dtype=torch.float32)
+
+
+@functools.cache
+def pair(size):
+    return torch.arange(size), torch.ones(size)
+
+
+def by_dict(size):
+    if size not in TABLE:
+        TABLE[size] = torch.arange(size, dtype=torch.float32)
+    return TABLE[size]
+
+
+def by_nested_dict(size):
+    tables = NESTED["tables"]
+    if size not in tables:
+        tables[size] = (torch.arange(size, dtype=torch.float32), torch.ones(size))
+    return tables[size][0]
+
+
+WAYS = {
+    "lru_cache": cached,
+    "cache of tuples": lambda size: pair(size)[0] * pair(size)[1],
+    "dict": by_dict,
+    "dict of dicts": by_nested_dict,
+}
+
+
+class Positions(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear, self.way = nn.Linear(4, 4), way
+
+    def forward(self, x):
+        return self.linear(x) + WAYS[self.way](x.shape[-1])
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    def clear():
+        cached.cache_clear()
+        pair.cache_clear()
+        TABLE.clear()
+        NESTED["tables"].clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_memoized_is_real_and_the_model_is_what_it_was(way):
+    model, x = Positions(way).eval(), torch.randn(2, 4)
+    program = tsopt.capture(model, x)
+    found = model(x)
+    assert type(found) is torch.Tensor
+    torch.testing.assert_close(found, model.linear(x) + torch.arange(4.0))
+    torch.testing.assert_close(program.module()(x)[0], found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_optimized_as_one_graph(way):
+    model, x = Positions(way).eval(), torch.randn(2, 4)
+    fast = tsopt.optimize(model, x, backends=("torchscript",), seconds=0.05)
+    assert isinstance(fast, tsopt.Optimized)
+    torch.testing.assert_close(fast(x), model(x))
