@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -12,6 +11,11 @@ from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.racing import cached_race, tournament
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.report import MODEL
+
+
+def press():
+    """Ctrl-C, as far as Python is concerned; a real signal could reach the process of all tests a moment later."""
+    signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +37,7 @@ def presses(monkeypatch):
             sample(*args)
             seen.append(1)
             if len(seen) in numbers:
-                os.kill(os.getpid(), signal.SIGINT)
+                press()
 
         monkeypatch.setattr(tournament, "_sample", counted)
         return seen
@@ -78,7 +82,7 @@ def test_without_the_wish_the_first_one_ends_it(run_race, presses):
 
 
 def test_before_anything_is_timed_it_ends_the_race(run_race, monkeypatch):
-    monkeypatch.setattr(Behaviour, "compile", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(Behaviour, "compile", press)
     with pytest.raises(KeyboardInterrupt):
         run_race(best_so_far=True)
 
@@ -88,7 +92,7 @@ def test_a_handler_of_the_process_stays():
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
     try:
         with first_interrupt_noted(True) as noted:
-            os.kill(os.getpid(), signal.SIGINT)
+            press()
             assert not noted()
     finally:
         signal.signal(signal.SIGINT, before)

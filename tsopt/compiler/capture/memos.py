@@ -28,7 +28,9 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
     alive = mode()
     if alive is None:
         return False
-    left = [item for item in gc.get_objects() if type(item) is FakeTensor and item.fake_mode is alive][:MOST]
+    left = [
+        item for item in gc.get_objects() if type(item) is FakeTensor and getattr(item, "fake_mode", None) is alive
+    ][:MOST]
     found = False
     todo: list[Any] = list(left)
     seen = {id(left), id(todo), *map(id, left)}
