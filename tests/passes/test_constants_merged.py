@@ -1,0 +1,217 @@
+"""Two constant factors or terms as one, and where they must stay two."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.passes.examples import FLOATS, INTS, NARROW, N, With
+from tests.passes.helpers import check, check_declines, check_fires, specials
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.rewriting.rewrite import RulePass
+from tsopt.passes import ALGEBRA, CANONICALIZE, DeadCode, FoldConstants, constants
+
+ROW, TABLE = torch.rand(7) + 0.5, torch.rand(2, 7) + 0.5
+
+
+@pytest.mark.sliced(14)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "literal"),
+    [
+        (lambda x: x * 0.5 * 0.3, 0.15),
+        (lambda x: x * 2 * 3, 6.0),
+        (lambda x: x / 255 * 2, 2 / 255),
+        (lambda x: x * 3 / 2, 1.5),
+        (lambda x: x / 3 / 5, 1 / 15),
+        (lambda x: x * -1.5 * -2, 3.0),
+        (lambda x: x * 0 * 2, 0.0),
+    ],
+)
+def test_two_factors_become_one(function, literal, dtype):
+    x = specials(2, 3, dtype=dtype)
+    found = check_fires(constants.mul_mul, function, x, ops=["mul.Tensor"], also=[torch.randn(2, 3).to(dtype)])
+    (node,) = found.after.calls()
+    assert isinstance(node.args[1], float)
+    assert math.isclose(node.args[1], literal)
+    assert found.after.numerics == Numerics.ROUNDING
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, v, w: x * v * 2,
+        lambda x, v, w: x / 3 * v,
+        lambda x, v, w: x * v / w,
+        lambda x, v, w: x / w * v,
+        lambda x, v, w: x * w.flatten()[:7] * v,
+    ],
+)
+def test_constant_factors_become_one(function, dtype):
+    passes = (CANONICALIZE, FoldConstants(), DeadCode(), RulePass("products", (constants.mul_mul,)))
+    model = With(function, ROW.to(dtype), TABLE.to(dtype))
+    found = check(passes, model, torch.randn(3, 2, 7).to(dtype), ["mul.Tensor"])
+    assert "mul_mul" in found.done
+    assert len(found.after.weights) == 1
+
+
+def test_factors_become_one_with_the_values_at_the_edge():
+    check_fires(constants.mul_mul, lambda x: x * 0.5 * 0.25, specials(N), ops=["mul.Tensor"])
+    check_fires(constants.mul_mul, lambda x: x * 8.0 * 2.0, specials(N), ops=["mul.Tensor"])
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_integer_factors_and_terms_become_one_where_they_wrap(dtype):
+    x = INTS.to(dtype)
+    check_fires(constants.mul_mul, lambda x: x * 100 * 77, x, ops=["mul.Tensor"], exact=True)
+    check_fires(constants.add_add, lambda x: x + 100 - 77 + 120, x, ops=["add.Tensor"], exact=True)
+    model = With(lambda x, w: x * w * 3, torch.arange(8).to(dtype) * 19)
+    check_fires(constants.mul_mul, model, x, ops=["mul.Tensor"], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x * 1e30 * 1e30),
+        (torch.float32, lambda x: x * 1e-30 * 1e-30),
+        (torch.float32, lambda x: x * 1e-20 * 1e-19),
+        (torch.float32, lambda x: x / 0 * 2),
+        (torch.float32, lambda x: x * math.inf * 2),
+        (torch.float32, lambda x: x * math.nan * 2),
+        (torch.float16, lambda x: x * 300.0 * 300.0),
+        (torch.float16, lambda x: x * 0.005 * 0.005),
+    ],
+)
+def test_factors_stay_where_one_would_be_no_normal_number(dtype, function):
+    check_declines(constants.mul_mul, function, specials(N, dtype=dtype), constants.OUT_OF_RANGE)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x * 1e10 * 1e-10),
+        (torch.float32, lambda x: x / 1e-10 * 1e-5),
+        (torch.float16, lambda x: x * 8 * 0.25),
+        (torch.float64, lambda x: x * 1e100 * 0.5),
+    ],
+)
+def test_factors_stay_where_the_first_may_overflow(dtype, function):
+    check_declines(constants.mul_mul, function, specials(N, dtype=dtype), constants.OVERFLOWS)
+
+
+@pytest.mark.parametrize(
+    ("item", "x", "function"),
+    [
+        (constants.mul_mul, INTS, lambda x: x * 2 * 0.5),
+        (constants.mul_mul, INTS, lambda x: x / 3 * 0.5),
+        (constants.mul_mul, torch.tensor([True]), lambda x: x * 2 * 3),
+        (constants.add_add, INTS, lambda x: x + 2 + 0.5),
+        (constants.add_add, torch.tensor([True]), lambda x: x + 2 + 3),
+    ],
+)
+def test_constants_that_promote_stay(item, x, function):
+    check_declines(item, function, x, constants.PROMOTES)
+
+
+def test_constants_that_widen_the_shape_stay():
+    model = With(lambda x, v, w: x * v * w, ROW, TABLE)
+    check_declines(constants.mul_mul, model, torch.randn(1, 1), constants.PROMOTES)
+
+
+@pytest.mark.parametrize(
+    ("item", "function"),
+    [
+        (constants.mul_mul, lambda x, v, w: x * w[0] * w.t()[0].reshape(2, 1)),  # a row and a column
+        (constants.mul_mul, lambda x, v, w: (x + v) * w),
+        (constants.mul_mul, lambda x, v, w: x * v.double() * 2.0 if x.dtype == torch.float64 else x * x * v),
+        (constants.mul_mul, lambda x, v, w: (x % 2) * v),
+        (constants.mul_mul, lambda x, v, w: x * v * x.neg()),
+        (constants.mul_mul, lambda x, v, w: x / x.exp() * v),
+        (constants.add_add, lambda x, v, w: x * v + w),
+        (constants.add_add, lambda x, v, w: torch.add(x + v, w, alpha=2)),
+        (constants.add_add, lambda x, v, w: 1 - (x + v)),
+        (constants.add_add, lambda x, v, w: x + x + v),
+        (constants.add_add, lambda x, v, w: x + v + x.neg()),
+    ],
+)
+def test_other_constants_stay(item, function):
+    passes = (FoldConstants(), RulePass("pairs", (item,)))
+    found = check(passes, With(function, ROW, TABLE), torch.randn(2, 7))
+    assert item.name not in found.done
+
+
+@pytest.mark.parametrize("function", [lambda x, m: x * m * 2.0, lambda x, m: x * 2.0 * m])
+def test_a_mask_that_is_a_factor_stays_a_mask(function):
+    """It would be a table of floats, of four times the size."""
+    check_declines(constants.mul_mul, With(function, torch.arange(N) > 3), specials(2, N))
+
+
+def test_large_constants_stay_two():
+    """The merged one would be a second table, where others use the first."""
+    x, table = torch.ones(1, 1), torch.rand(1, constants.LARGEST + 1)
+    check_declines(constants.add_add, With(lambda x, w: x.expand(w.shape) + w + 1, table), x)
+    check_fires(constants.add_add, With(lambda x, w: x.expand(w.shape) + w + 1, table[:, 1:].clone()), x)
+
+
+def test_a_constant_used_elsewhere_is_merged_all_the_same():
+    model = With(lambda x, v, w: (x * v * 2) + v, ROW, TABLE)
+    check_fires(constants.mul_mul, model, torch.randn(2, 7), ops=["mul.Tensor", "add.Tensor"])
+
+
+def test_complex_and_boolean_constants_stay():
+    check_declines(constants.mul_mul, lambda x: x * 2.0 * 3.0, torch.tensor([1 + 2j]))
+    model = With(lambda x, v, w: x * v * w, torch.tensor([True]), torch.tensor([False]))
+    check_declines(constants.mul_mul, model, torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "literal"),
+    [
+        (lambda x: x + 2 + 0.5, 2.5),
+        (lambda x: x - 2 + 0.5, -1.5),
+        (lambda x: x + 2 - 0.5, 1.5),
+        (lambda x: x - 2 - 0.5, -2.5),
+        (lambda x: x + 2.0 - 2.0, 0.0),
+    ],
+)
+def test_two_terms_become_one(function, literal, dtype):
+    x = specials(2, 3, dtype=dtype)
+    found = check_fires(constants.add_add, function, x, ops=["add.Tensor"], also=[torch.randn(2, 3).to(dtype)])
+    (node,) = found.after.calls()
+    assert node.args[1] == literal
+
+
+@pytest.mark.parametrize("function", [lambda x, v, w: x + w + v, lambda x, v, w: x - v - w, lambda x, v, w: x + 1 - w])
+def test_constant_terms_become_one(function):
+    """The tables of positions and of token types, added one after the other."""
+    model = With(function, ROW, TABLE)
+    found = check_fires(constants.add_add, model, torch.randn(3, 2, 7), ops=["add.Tensor"])
+    assert len(found.after.weights) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        (torch.float32, lambda x: x + 12582912.0 - 12582912.0),
+        (torch.float32, lambda x: x + math.inf - 1),
+        (torch.float32, lambda x: x + 1 + math.nan),
+        (torch.bfloat16, lambda x: x + 128 - 128),
+        (torch.float16, lambda x: x + 1024.0 - 1024.0),
+    ],
+)
+def test_a_term_that_rounds_on_purpose_stays(dtype, function):
+    x = torch.tensor([0.3, 1.7, -2.5, 100.0]).to(dtype)
+    check_declines(constants.add_add, function, x, constants.ABSORBS)
+
+
+def test_long_chains_become_one():
+    check(
+        ALGEBRA,
+        lambda x: (x * 2 / 3 * 4 + 1 - 2 + 3) * 0.5 * 3,
+        torch.randn(2, 3),
+        ["mul.Tensor", "add.Tensor", "mul.Tensor"],
+    )
