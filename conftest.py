@@ -63,7 +63,7 @@ def as_shipped(_hasty: None) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Path]]:
-    """Makes up cache directories that nobody else has; never the user's."""
+    """Returns a new cache directory at each call; the user's is never touched."""
     place, numbers = tmp_path_factory.mktemp("caches"), itertools.count()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TSOPT_CACHE_DIR", str(place / "session"))

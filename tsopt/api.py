@@ -121,7 +121,7 @@ def optimize(
             difference in the report.
         time_all: time every correct candidate for as long as `seconds` says, also those that cannot win, for a complete
             table. False ends the race as soon as it is decided.
-        best_so_far: Ctrl-C during the timing ends only that: the best candidate until then is verified and returned,
+        best_so_far: Ctrl-C during the timing ends only the timing: the best candidate so far is verified and returned,
             and the result is not cached. A second Ctrl-C, or one at another time, raises KeyboardInterrupt as usual.
         share_weights: let the winner read the model's weights in place, which saves a copy. Calls then raise
             WeightsChangedError once torch has written to one of them. False: the winner keeps the current weights.

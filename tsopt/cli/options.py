@@ -128,7 +128,7 @@ Memory = Annotated[
     ),
 ]
 BestSoFar = Annotated[
-    bool, typer.Option("--best-so-far", help="On Ctrl-C during timing, keep the best candidate until then.")
+    bool, typer.Option("--best-so-far", help="On Ctrl-C during timing, keep the best candidate so far.")
 ]
 Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Run each candidate in a separate process.")]
 UseCache = Annotated[

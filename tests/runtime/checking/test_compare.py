@@ -173,6 +173,14 @@ def test_the_float64_test_is_void_without_a_sound_reference(truth):
     assert found.test == "element"
 
 
+def test_float64_does_not_decide_where_eager_is_far_from_it():
+    """Another branch was taken in float64, so the distance to it says nothing about rounding."""
+    truth = torch.ones(2000, dtype=torch.float64)
+    found = compare((truth + 0.3).float(), (truth + 0.4).float(), reference64=lambda: truth)
+    assert not found.ok
+    assert found.reason.endswith("; eager is too far from float64 for it to decide")
+
+
 def test_float64_itself_has_no_better_reference():
     reference = torch.ones(2, dtype=torch.float64)
     assert not compare(reference + 1e-5, reference, reference64=lambda: reference).ok

@@ -16,7 +16,7 @@ from tsopt.runtime.racing.race import race
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
-        self.spins_until = 0.0  # threads that nobody waits for use a core until then
+        self.spins_until = 0.0  # background threads use a core until then
 
     def perf_counter(self) -> float:
         return self.now

@@ -1,4 +1,4 @@
-"""Who wins: the fastest that is right, data before code, and nobody whose speed is undecided."""
+"""The winner: the fastest correct candidate, data before code in a tie, and never one whose speed is undecided."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def paces(monkeypatch, pace, jitter):
     """Timing that says how long each takes, and how far samples scatter."""
 
     def measured(calls, inputs, **_):
-        signs = {name: 1 - 2 * (i % 2) for i, name in enumerate(calls)}  # noise that does not hit all alike
+        signs = {name: 1 - 2 * (i % 2) for i, name in enumerate(calls)}  # noise that differs between candidates
         rounds = (0, 1, -1, 2, -2, 1, -1)
         return {n: Timing(tuple(pace[n] * (1 + signs[n] * jitter * k) for k in rounds)) for n in calls}
 
@@ -52,7 +52,7 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     assert ("equally fast within noise" in found.why) == (jitter > 0)
 
 
-def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
+def test_eager_wins_when_no_candidate_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()
     assert (found.winner, found.executable) == (MODEL, None)
@@ -60,7 +60,7 @@ def test_eager_wins_when_nobody_is_faster(run_race, monkeypatch):
     assert row(found).verdict == "slower"
 
 
-def test_eager_wins_when_nobody_is_left(run_race, monkeypatch):
+def test_eager_wins_when_no_candidate_is_left(run_race, monkeypatch):
     monkeypatch.setattr(Behaviour, "compile", raising(RuntimeError()))
     found = run_race(backends=("faulty",))
     assert (found.winner, found.why) == (MODEL, "no candidate could be used")

@@ -45,7 +45,7 @@ def presses(monkeypatch):
     return at
 
 
-def test_the_best_candidate_until_then_is_the_answer(run_race, presses):
+def test_the_best_candidate_so_far_is_returned(run_race, presses):
     seen = presses(18)
     found = run_race(time_all=True, best_so_far=True, backends=("faulty", "eager"))
     assert found.interrupted

@@ -18,10 +18,8 @@ from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
 from tsopt.compiler.capture.question import Question
 from tsopt.errors import SignatureError
 
-SHORT_TEXT, LONG_TEXT = (
-    160,
-    300,
-)  # characters of a signature in a message: without a path to the difference, and at most
+SHORT_TEXT = 160  # characters: longer signatures are shown with a path to the difference
+LONG_TEXT = 300  # characters of a signature in a message
 
 
 # For each axis the name of its Dim, or `past+1` where it is that much larger; none at all where every size is fixed.

@@ -1,6 +1,6 @@
-"""Caches of the user's code (`functools.lru_cache`, dicts), from which tensors without values are taken out again.
+"""Removes tensors without values from caches of the user's code (`functools.lru_cache`, dicts).
 
-A model that memoizes a table of positions by a size would otherwise compute with a tensor of a tracer from then on.
+A model that caches a table of positions for each size would otherwise go on with a tensor of the tracer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST = 64  # tensors that are looked for: each search goes through all objects o
 
 
 def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
-    """Takes tensors of a mode, which nobody uses any more, out of the caches that hold them.
+    """Removes the tensors of a mode that is no longer in use from the caches that hold them.
 
     Returns:
         Whether there were any.

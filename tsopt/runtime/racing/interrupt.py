@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish to end the rounds of a race, for callers who want the best candidate so far."""
+"""Ctrl-C that ends the rounds of a race, for callers who want the best candidate so far."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def first_interrupt_noted(wanted: bool) -> Iterator[Callable[[], bool]]:
-    """Yields what says whether Ctrl-C has been pressed. The second one raises KeyboardInterrupt, as each does outside.
+    """Yields a function that tells whether Ctrl-C has been pressed. A second one raises KeyboardInterrupt as usual.
 
-    Noted and not raised, so that no candidate is interrupted within a call and all samples are whole. Only the main
-    thread gets signals; in another one, and where the process ignores or handles SIGINT itself, nothing is noted.
+    It is recorded instead of raised, so that no call is interrupted and all samples are complete. Only the main
+    thread gets signals; in another one, and where the process ignores or handles SIGINT itself, nothing is recorded.
 
     Args:
         wanted: False: Ctrl-C does what it always does.

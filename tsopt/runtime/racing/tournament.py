@@ -106,7 +106,7 @@ def measure(
         # Backwards every other round: who comes after whom must not be the same all the time.
         for name in order[:: -1 if number % 2 else 1]:
             _attempt(_sample, lanes[name], turned, wait, is_baseline=name == baseline)
-            if number and stop():  # everyone has been timed at least once
+            if number and stop():  # each candidate has been timed at least once
                 return {name: lane.timing for name, lane in lanes.items()}
         rounds = number + 1
         if rounds < MIN_ROUNDS:
