@@ -154,15 +154,14 @@ class Request:
         self, example: Example, rehearsal: Rehearsal, made: _Prepared, outcome: Race, report: Report
     ) -> Optimized:
         """The winner of a race behind the model's interface, audited."""
-        called = as_eval(self.model, self.eval_mode)
+        called, audits = as_eval(self.model, self.eval_mode), Audits(self.audit)
+        if outcome.executable is not None:
+            self._warm(audits, outcome.executable, rehearsal, made.reference, example)
         program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(made.reference), program.state.values()
-        shares, audits = self.race.share_weights, Audits(self.audit)
+        shares = self.race.share_weights
         if executable is not None:
             executable.reference = reference
-            if not isinstance(called, InEvalMode):  # whose call sets flags that other threads would see
-                with torch.no_grad():
-                    audits.warm(partial(executable_difference, executable, called, example))
         specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
         return Optimized(
             *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),
@@ -170,6 +169,14 @@ class Request:
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
         )
+
+    @staticmethod
+    def _warm(audits: Audits, winner: Executable, rehearsal: Rehearsal, reference: Program, example: Example) -> None:
+        """Makes the first audit, which is slow, while the winner still writes what other threads do not see."""
+        winner.reference = reference
+        if rehearsal.shadow is not None or not isinstance(rehearsal.model, InEvalMode):  # whose call sets flags
+            with torch.no_grad():
+                audits.warm(partial(executable_difference, winner, rehearsal.model, example))
 
     def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
         """The model split at graph breaks, because it is not one graph or because that was requested."""

@@ -8,6 +8,7 @@ from torch import nn
 
 import tsopt
 from bench.hazards import threads
+from tests.runtime.racing.helpers import fast_timings
 from tsopt.compiler.capture.capture import capture_apart
 from tsopt.runtime.racing.rehearsal import rehearsal_of
 
@@ -38,14 +39,21 @@ def rehearsed(model):
     return rehearsal_of(model, program), program
 
 
-def test_the_model_itself_is_called_once_where_that_changes_nothing():
+WINNERS = pytest.mark.parametrize("wins", ["eager", "eager + passes"])
+
+
+@WINNERS
+def test_the_model_itself_is_called_once_where_that_changes_nothing(monkeypatch, wins):
+    fast_timings(monkeypatch, wins)
     Told.called, model = [], Told().eval()
     tsopt.optimize(model, X, **OPTIONS)
     assert sum(who is model for who in Told.called) == 1
     assert len(Told.called) > 5
 
 
-def test_a_model_that_counts_is_never_called():
+@WINNERS
+def test_a_model_that_counts_is_never_called(monkeypatch, wins):
+    fast_timings(monkeypatch, wins)
     Told.called, model = [], Told(counts=True).eval()
     version = model.count._version
     fast = tsopt.optimize(model, X, **OPTIONS)
