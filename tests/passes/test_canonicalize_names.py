@@ -16,6 +16,8 @@ from tests.passes.helpers import (
 from tsopt.passes import canonicalize
 
 NAMES = {
+    "minimum": [torch.min],
+    "maximum": [torch.max],
     "sub.Tensor": [
         lambda x, y: torch.subtract(x, y),
         lambda x, y: aten.subtract.Scalar(x, 2),

@@ -43,6 +43,8 @@ NAMES: dict[Any, Any] = {
     aten.divide.Tensor_mode: aten.div.Tensor_mode,
     **{getattr(aten, long).Tensor: getattr(aten, short).Tensor for long, short in _LONG.items()},
     **{getattr(aten, long).Scalar: getattr(aten, short).Scalar for long, short in _LONG.items()},
+    aten.min.other: aten.minimum.default,
+    aten.max.other: aten.maximum.default,
     aten.mv.default: aten.matmul.default,
     aten.dot.default: aten.matmul.default,
     aten.mm.default: aten.matmul.default,

@@ -21,8 +21,9 @@ REDUCTIONS = frozenset(
     | {"scatter_add", "scatter_reduce", "index_add"}
 )
 
-# NOTE: ONNX Runtime compares the lower halves of int64 as signed numbers: its largest of 2**31 and 0 is 0.
-COMPARED = ("maximum", "minimum", "max", "min", "amax", "amin", "aminmax", "sign", "sgn")
+# NOTE: ONNX Runtime compares the lower halves of int64 as signed numbers: its largest of 2**31 and 0 is 0. `minimum`,
+# `maximum` and `clamp` have translations of ours that do not.
+COMPARED = ("max", "min", "amax", "amin", "aminmax", "sign", "sgn", "hardtanh", "relu6")
 
 # The ONNX exporter translates others for whole numbers by way of floats; ONNX Runtime's sums saturate.
 ONNX_RUNTIME = Engine(
@@ -30,11 +31,6 @@ ONNX_RUNTIME = Engine(
     by_op={
         "div": IN_FLOAT32,
         "fmod": IN_FLOAT64,
-        "clamp": INT32,
-        "clamp_min": INT32,
-        "clamp_max": INT32,
-        "hardtanh": INT32,
-        "relu6": INT32,
         **dict.fromkeys(COMPARED, INT32),
         "isclose": FLAG,  # PyTorch subtracts in floats, the translation in the dtype, where it may wrap
         "sum": IN_FLOAT64,

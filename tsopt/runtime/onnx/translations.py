@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from onnxscript import opset18
+from onnxscript import ir, opset18
 
 from tsopt.errors import BackendError
 
@@ -19,6 +19,14 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     found: dict[Callable[..., Any], Callable[..., Any]] = {
         torch.ops.aten._grouped_mm.default: _grouped_mm,
         torch.ops.aten.signbit.default: _signbit,
+        torch.ops.aten.minimum.default: _minimum,
+        torch.ops.aten.maximum.default: _maximum,
+        torch.ops.aten.clamp.default: _clamp,
+        torch.ops.aten.clamp.Tensor: _clamp,
+        torch.ops.aten.clamp_min.default: _clamp,
+        torch.ops.aten.clamp_min.Tensor: _clamp,
+        torch.ops.aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
+        torch.ops.aten.clamp_max.Tensor: lambda x, high: _clamp(x, None, high),
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         found[torch.ops.transformers.grouped_mm_fallback.default] = _grouped_mm
@@ -32,6 +40,29 @@ def _signbit(x: Any) -> Any:
     zero = op.CastLike(0.0, x)
     negative = op.Less(x, zero)
     return op.Or(negative, op.Less(op.Reciprocal(x), zero)) if x.dtype.is_floating_point() else negative
+
+
+# ONNX Runtime's Min, Max and Clip compare int64 by its lower half; its Less compares all of it.
+
+
+def _minimum(x: Any, y: Any, dtype: Any = None) -> Any:
+    """Args: dtype: of the tensors, where `x` is a value in between, whose dtype is not known yet."""
+    dtype = dtype or x.dtype
+    if dtype == ir.DataType.INT64:
+        return op.Where(op.Less(x, y), x, y)
+    return op.And(x, y) if dtype == ir.DataType.BOOL else op.Min(x, y)
+
+
+def _maximum(x: Any, y: Any) -> Any:
+    if x.dtype == ir.DataType.INT64:
+        return op.Where(op.Less(x, y), y, x)
+    return op.Or(x, y) if x.dtype == ir.DataType.BOOL else op.Max(x, y)
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
+    """The upper bound wins where the bounds are out of order."""
+    bounded = x if low is None else _maximum(x, op.CastLike(low, x))
+    return bounded if high is None else _minimum(bounded, op.CastLike(high, x), x.dtype)
 
 
 def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
