@@ -52,6 +52,19 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     assert ("equally fast within noise" in found.why) == (jitter > 0)
 
 
+def test_who_is_faster_round_by_round_wins_although_another_was_timed_in_quieter_ones(run_race, monkeypatch):
+    machine = (1, 1, 1, 1, 3, 3, 3)
+    held_up = (1, 1, 1, 3, 1, 1, 1)
+    found = {"eager": (10.0, None), "TorchScript": (4.6, held_up), "ONNX": (5.0, None)}
+    samples = {
+        name: [seconds * slow * own for slow, own in zip(machine, others or [1] * 7, strict=True)]
+        for name, (seconds, others) in found.items()
+    }
+    timings(monkeypatch, **samples)
+    assert Timing(tuple(samples["TorchScript"])).p50 > Timing(tuple(samples["ONNX"])).p50
+    assert run_race(("torchscript", "onnxruntime")).winner == "torchscript"
+
+
 def test_eager_wins_when_no_candidate_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()

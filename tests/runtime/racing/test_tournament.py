@@ -36,7 +36,7 @@ def test_calls_settle_before_each_sample(clock, monkeypatch):
     log: list = []
     measure({"short": clock.taking(6e-3, log, "short"), "long": clock.taking(50e-3, log, "long")}, INPUTS, seconds=1e-9)
     calls = [name for name, *_ in log][2 * (1 + tournament.WARM_UP) :]
-    assert calls[:6] == ["short"] * 4 + ["long"] * 2
+    assert calls[:8] == ["short"] * (3 + 3) + ["long"] * 2
 
 
 def test_threads_that_never_stop_are_waited_for_no_longer_than_the_longest_rest(clock):
@@ -54,7 +54,7 @@ def test_each_candidate_gets_its_own_time(clock):
 
 def test_the_candidates_take_turns_in_an_order_that_rotates_and_turns_round(clock):
     log: list = []
-    measure({n: clock.taking(6e-3, log, n) for n in "abc"}, INPUTS, seconds=1e-9)
+    measure({n: clock.taking(25e-3, log, n) for n in "abc"}, INPUTS, seconds=1e-9)
     timed = [name for name, *_ in log][3 * 6 :]
     rounds = ["".join(timed[i : i + 6 : 2]) for i in range(0, len(timed), 6)]
     assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac", "abc"]
@@ -62,7 +62,7 @@ def test_the_candidates_take_turns_in_an_order_that_rotates_and_turns_round(cloc
 
 def test_every_round_takes_the_next_input_so_that_a_cache_gains_nothing(clock):
     log: list = []
-    measure({"a": clock.taking(6e-3, log, "a")}, INPUTS, seconds=1e-9)
+    measure({"a": clock.taking(25e-3, log, "a")}, INPUTS, seconds=1e-9)
     warm, timed = log[: 1 + tournament.WARM_UP], log[1 + tournament.WARM_UP :: 2]
     assert {args for _, args, _ in warm} == {(0,), (1,), (2,)}
     assert [args[0] for _, args, _ in timed] == [0, 1, 2, 0, 1, 2, 0]
@@ -74,7 +74,8 @@ def test_no_timed_call_is_on_the_input_of_the_call_before(clock, seconds):
     log: list = []
     found = measure({"a": clock.taking(seconds, log, "a")}, INPUTS, seconds=1e-9)["a"]
     calls = [args[0] for _, args, _ in log][1 + tournament.WARM_UP :]
-    size = (0 if seconds > tournament.LONG else 1) + found.calls_per_sample
+    in_a_row = 1 if seconds > tournament.SAMPLE else tournament.IN_A_ROW
+    size = (0 if seconds > tournament.LONG else 1) + in_a_row * found.calls_per_sample
     rounds = [calls[i : i + size] for i in range(0, len(calls), size)]
     assert len(rounds) == tournament.MIN_ROUNDS
     assert all(one != other for turn in rounds for one, other in itertools.pairwise(turn))
@@ -88,6 +89,16 @@ def test_short_calls_are_timed_in_groups(clock):
     assert found["a"].p50 == pytest.approx(1e-2)
 
 
+def test_what_holds_up_one_short_sample_does_not_count(clock):
+    turns = iter(range(10**9))
+
+    def call(*args, **kwargs):
+        clock.now += 2e-3 if next(turns) % 16 else 0.5
+
+    found = measure({"a": clock.taking(2e-3), "b": call}, INPUTS, seconds=1e-9)["b"]
+    assert found.samples == pytest.approx([2.0] * tournament.MIN_ROUNDS)
+
+
 def test_a_hopeless_candidate_gets_no_more_samples_but_the_baseline_does(clock):
     calls = {"eager": clock.taking(10e-3), "fast": clock.taking(1e-3), "slow": clock.taking(4e-3)}
     found = measure(calls, INPUTS, seconds=5)
@@ -99,11 +110,11 @@ def test_samples_that_scatter_are_followed_by_more_for_as_long_as_there_is_time(
     turns = iter(range(10**9))
 
     def uneven(*args, **kwargs):
-        clock.now += 6e-3 if next(turns) % 3 else 27e-3
+        clock.now += 25e-3 if next(turns) % 3 else 110e-3
 
-    busy = measure({"eager": clock.taking(6e-3), "uneven": uneven}, INPUTS, seconds=1e9)
+    busy = measure({"eager": clock.taking(25e-3), "uneven": uneven}, INPUTS, seconds=1e9)
     assert len(busy["eager"].samples) == len(busy["uneven"].samples) == tournament.MAX_BUSY_ROUNDS
-    short = measure({"eager": clock.taking(6e-3), "uneven": uneven}, INPUTS, seconds=4.0)
+    short = measure({"eager": clock.taking(25e-3), "uneven": uneven}, INPUTS, seconds=16.0)
     assert tournament.MAX_ROUNDS < len(short["eager"].samples) < tournament.MAX_BUSY_ROUNDS
 
 
@@ -139,10 +150,10 @@ def test_progress_says_who_is_ahead(clock):
 def test_a_candidate_whose_clock_is_broken_is_out_and_a_hiccup_is_timed_again(clock, broken):
     class Broken:
         def __init__(self, *seconds):
-            self.answers = itertools.chain([2e-3] * 6, seconds)
+            self.answers = itertools.chain([2e-3] * 2, seconds)
 
-        def seconds(self, inputs, times, untimed=0):
-            return next(self.answers)
+        def seconds(self, inputs, times, untimed=0, samples=1):
+            return [next(self.answers)] * samples
 
     calls = {
         "eager": clock.taking(6e-3),
@@ -227,9 +238,9 @@ class Says:
     def __init__(self, clock, *seconds):
         self.clock, self.answers = clock, itertools.cycle(seconds)
 
-    def seconds(self, inputs, times, untimed=0):
+    def seconds(self, inputs, times, untimed=0, samples=1):
         self.clock.now += 10e-3
-        return next(self.answers) * times
+        return [next(self.answers) * times] * samples
 
 
 def test_one_that_cannot_win_leaves_and_the_others_go_on(clock):

@@ -132,12 +132,13 @@ def test_an_isolated_candidate_answers_as_one_here_would(backend):
         candidate.finish()
         with torch.no_grad():
             found, wanted = candidate(x, more=more), tsopt.compile(program, backend)(x, more=more)
-        seconds = candidate.seconds([example], 3)
+        seconds = candidate.seconds([example], 3, samples=2)
     assert list(found) == list(wanted)
     torch.testing.assert_close(found["y"], wanted["y"])
     assert found["both"][1] in (2, 4)
     assert model.calls == 2  # one call each
-    assert 0 < seconds < 1
+    assert len(seconds) == 2
+    assert min(seconds) > 0
 
 
 def test_a_candidate_with_a_process_of_its_own_is_right_at_all_sizes():

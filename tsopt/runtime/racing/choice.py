@@ -14,7 +14,7 @@ from tsopt.runtime.racing.speedup import UNDECIDED, speedup
 from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
-EQUAL = 1.03  # times the fastest median: no more than that between candidates that noise cannot tell apart
+EQUAL = 1.03  # times as fast as another: no more than that between candidates that noise cannot tell apart
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def choose(
     """
     judges: dict[bool, Judge] = {}
     candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
-    faster = sorted((row for row in rows if row.verdict == "faster"), key=_median)
+    faster = sorted((row for row in rows if row.verdict == "faster"), key=_gain, reverse=True)
     order = _simpler_first(faster, candidates)
     for row in order:
         progress(f"verify {row.name}")
@@ -128,7 +128,7 @@ def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -
     best = found[0]
     for row in found[1:]:
         is_data = not candidates[row.key].info.code
-        if is_data and _median(row) <= EQUAL * _median(best) and not _is_slower(row, best):
+        if is_data and _gain(best) <= EQUAL * _gain(row) and not _is_slower(row, best):
             return [row, *(other for other in found if other is not row)]
     return found
 
@@ -139,5 +139,5 @@ def _is_slower(row: Row, best: Row) -> bool:
     return speedup(best.timing, row.timing).verdict == "faster"
 
 
-def _median(row: Row) -> float:
-    return row.timing.p50 if row.timing is not None else float("inf")
+def _gain(row: Row) -> float:
+    return row.speedup.ratio if row.speedup is not None else 0.0

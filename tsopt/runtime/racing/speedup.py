@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times faster than the baseline: ratio of medians, and its 95 % interval.
+    """How many times faster than the baseline: the median of the ratios of all rounds, and its 95 % interval.
 
     Attributes:
         rounds: that it was worked out from.
@@ -80,7 +80,7 @@ class Speedup:
         if not 0 < self.low <= self.high < math.inf or not math.isfinite(self.ratio):
             return "the measured times are invalid"
         if not self.low <= self.ratio * (1 + 1e-9) or not self.ratio <= self.high * (1 + 1e-9):
-            return "the ratio of the medians is outside its confidence interval"
+            return "the ratio is outside its confidence interval"
         is_open = self.low <= 1.0 <= self.high
         if self.high > self.low * (SAME if is_open else max(WIDE, self.low, 1 / self.high)):
             return f"the times vary too much: {self.low:.2f} to {self.high:.2f} times as fast as eager"
@@ -91,21 +91,33 @@ class Speedup:
 
 
 def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0, confidence: float = 95.0) -> Speedup:
-    """Ratio of medians with a bootstrap interval over rounds (Efron and Tibshirani 1993, chapter 13).
+    """The median of the ratios of all rounds, with a bootstrap interval (Efron and Tibshirani 1993, chapter 13).
+
+    What slows the machine for a second slows both, so their ratio scatters less than their times do.
 
     Args:
         confidence: of the interval, in percent.
 
     A round in which either of the two has no positive, finite time does not count; without any the ratio is NaN.
     """
-    pairs = np.array(list(zip(candidate.samples, baseline.samples, strict=False)), dtype=float).reshape(-1, 2)
-    mine, base = pairs[(np.isfinite(pairs) & (pairs > 0)).all(axis=1)].T
-    rounds = len(mine)
+    ratios = _ratios(candidate, baseline)
+    rounds = len(ratios)
     if not rounds:
         return Speedup(math.nan, math.nan, math.nan, 0)
-    # Rounds are drawn as pairs: what slows the machine slows both.
-    picks = np.random.default_rng(seed).integers(rounds, size=(BOOTSTRAP, rounds))
-    ratios = np.median(base[picks], axis=1) / np.median(mine[picks], axis=1)
+    drawn = ratios[np.random.default_rng(seed).integers(rounds, size=(BOOTSTRAP, rounds))]
     tail = (100 - confidence) / 2
-    low, high = np.percentile(ratios, [tail, 100 - tail])
-    return Speedup(float(np.median(base) / np.median(mine)), float(low), float(high), rounds)
+    low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
+    return Speedup(float(np.median(ratios)), float(low), float(high), rounds)
+
+
+def ratio(candidate: Timing, baseline: Timing) -> float:
+    """The `ratio` of `speedup`, without its interval; NaN without a round in which both were timed."""
+    found = _ratios(candidate, baseline)
+    return float(np.median(found)) if len(found) else math.nan
+
+
+def _ratios(candidate: Timing, baseline: Timing) -> np.ndarray:
+    """Baseline over candidate, in each round in which both have a positive, finite time."""
+    pairs = np.array(list(zip(candidate.samples, baseline.samples, strict=False)), dtype=float).reshape(-1, 2)
+    mine, base = pairs[(np.isfinite(pairs) & (pairs > 0)).all(axis=1)].T
+    return base / mine

@@ -43,19 +43,23 @@ class Remote(Protocol):
     It answers when its threads are at rest (`rest`).
     """
 
-    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
-        """How long so many calls in a row take, right after `untimed` others; on the inputs in turn."""
+    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0, samples: int = 1) -> list[float]:
+        """How long `times` calls in a row take, so often in a row, right after `untimed` others; inputs in turn."""
 
 
 def first_calls(
     call: Callable[..., Any], inputs: Sequence[Example], wait: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Seconds of the first calls of all, one by one: engines specialize, pack weights and allocate in them."""
-    end = time.perf_counter() + COLD_SECONDS
-    spent: list[float] = []
-    while len(spent) < MIN_COLD or (len(spent) < MAX_COLD and time.perf_counter() < end):
-        spent.append(time_calls(call, [inputs[len(spent) % len(inputs)]], 1, wait))
-    return spent
+    spent = time_calls(call, inputs, 1, wait, samples=MIN_COLD)
+    left = COLD_SECONDS - sum(spent)
+    more = min(MAX_COLD - MIN_COLD, int(left / max(spent[-1], 1e-7))) if left > 0 else 0
+    return spent + (time_calls(call, _turned(inputs, MIN_COLD), 1, wait, samples=more) if more else [])
+
+
+def _turned(inputs: Sequence[Example], turns: int) -> list[Example]:
+    first = turns % len(inputs)
+    return [*inputs[first:], *inputs[:first]]
 
 
 def rest() -> None:
@@ -82,11 +86,17 @@ def positive(timed: Callable[[], float]) -> float:
 
 
 def time_calls(
-    call: Callable[..., Any], inputs: Sequence[Example], times: int, wait: Callable[[], None], untimed: int = 0
-) -> float:
+    call: Callable[..., Any],
+    inputs: Sequence[Example],
+    times: int,
+    wait: Callable[[], None],
+    untimed: int = 0,
+    samples: int = 1,
+) -> list[float]:
+    """`seconds_of_calls`, measured where the calls are made."""
     if isinstance(call, Remote):
-        return call.seconds(inputs, times, untimed)
-    return seconds_of_calls(call, inputs, times, untimed, wait)
+        return call.seconds(inputs, times, untimed, samples)
+    return seconds_of_calls(call, inputs, times, untimed, samples, wait)
 
 
 def seconds_of_calls(
@@ -94,25 +104,31 @@ def seconds_of_calls(
     inputs: Sequence[Example],
     times: int,
     untimed: int = 0,
+    samples: int = 1,
     wait: Callable[[], None] = lambda: None,
-) -> float:
-    """How long so many calls in a row take, right after `untimed` others; on the arguments of `inputs` in turn.
+) -> list[float]:
+    """How long `times` calls in a row take, so often in a row, right after `untimed` others; inputs in turn.
 
     No call sees what another has done to what it was given: with a cache that has grown it would be another call.
     """
     if any(item.renewed() is not item for item in inputs):
         turns = (item.renewed() for item in itertools.cycle(inputs))
-        return sum([_seconds_of_one(call, next(turns), wait) for _ in range(untimed + times)][untimed:])
+        for _ in range(untimed):
+            _seconds_of_one(call, next(turns), wait)
+        return [sum(_seconds_of_one(call, next(turns), wait) for _ in range(times)) for _ in range(samples)]
     arguments = itertools.cycle([(item.args, item.kwargs) for item in inputs])
     for args, kwargs in itertools.islice(arguments, untimed):
         call(*args, **kwargs)
     wait()
-    timed = itertools.islice(arguments, times)
-    start = time.perf_counter()
-    for args, kwargs in timed:
-        call(*args, **kwargs)
-    wait()
-    return time.perf_counter() - start
+    found = []
+    for _ in range(samples):
+        timed = itertools.islice(arguments, times)
+        start = time.perf_counter()
+        for args, kwargs in timed:
+            call(*args, **kwargs)
+        wait()
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def _seconds_of_one(call: Callable[..., Any], item: Example, wait: Callable[[], None]) -> float:
@@ -127,7 +143,7 @@ def seconds_of(call: Callable[..., Any], inputs: Sequence[Example]) -> float:
     """About how long a call takes, for decisions that need no interval."""
     seconds, times = math.inf, 1
     while True:
-        found = time_calls(call, inputs, times, lambda: None, untimed=min(times, 1000)) / times
+        found = time_calls(call, inputs, times, lambda: None, untimed=min(times, 1000))[0] / times
         if found > SHORT or found > seconds / 2:
             return min(found, seconds)
         # Short calls take longer by themselves than in a row, where caches and threads are warm.

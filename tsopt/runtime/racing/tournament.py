@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing.outcomes import ending_of
-from tsopt.runtime.racing.speedup import UNDECIDED, Timing, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, Timing, ratio, speedup
 from tsopt.runtime.racing.timing import SAMPLE, Remote, positive, rest, time_calls
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
 SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
+IN_A_ROW = 4  # samples of SAMPLE seconds on each turn, or as many calls as fit into their time
 LONG = 0.1  # seconds: longer calls are not preceded by an untimed one, because cold caches hardly matter to them
 DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
@@ -40,6 +42,7 @@ class _Lane:
     call: Callable[..., Any]
     group: int = 1
     untimed: int = 1
+    in_a_row: int = 1
     error: str = ""
     ending: str = "failed"
     samples: list[float] = field(default_factory=list)
@@ -125,7 +128,7 @@ def measure(
         settled = rounds >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
         open_ones = [lanes[name] for name in names[1:]]
         if until_decided:  # nobody waits for what is known of the others
-            open_ones = sorted(open_ones, key=lambda lane: lane.timing.p50)[:1]
+            open_ones = sorted(open_ones, key=lambda lane: -ratio(lane.timing, lanes[baseline].timing))[:1]
         if settled or now > last or (now > end and not _any_undecided(open_ones, lanes[baseline])):
             break
     return {name: lane.timing for name, lane in lanes.items()}
@@ -133,7 +136,8 @@ def measure(
 
 def still_in(timings: Mapping[str, Timing]) -> list[str]:
     """The baseline, which is the first of them, and those that are not certainly slower than the fastest."""
-    best = min(timings.values(), key=lambda item: item.p50)
+    baseline = next(iter(timings.values()))
+    best = max(timings.values(), key=lambda item: ratio(item, baseline))
     return [
         name
         for number, (name, item) in enumerate(timings.items())
@@ -146,7 +150,7 @@ def is_decided(timings: Mapping[str, Timing]) -> bool:
     baseline, *others = timings.values()
     if not others:
         return True
-    best = min(others, key=lambda item: item.p50)
+    best = max(others, key=lambda item: ratio(item, baseline))
     gain, certain = speedup(best, baseline), speedup(best, baseline, confidence=CERTAIN)
     if gain.verdict == UNDECIDED or gain.high > gain.low * max(PRECISE, math.sqrt(max(gain.low, 1 / gain.high))):
         return False
@@ -179,14 +183,16 @@ def _attempt(
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None], calls: int) -> None:
     time_calls(lane.call, inputs[-1:], 1, wait)
-    spent = [time_calls(lane.call, [inputs[i % len(inputs)]], 1, wait) for i in range(calls)]
-    call = max(min(spent), 1e-7)
+    call = max(min(time_calls(lane.call, inputs, 1, wait, samples=calls)), 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
+    lane.in_a_row = max(1, min(IN_A_ROW, int(IN_A_ROW * SAMPLE / call)))
     lane.untimed = 0 if call > LONG else max(1, min(2000, int(SETTLE / call)))
 
 
 def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
-    lane.samples.append(positive(lambda: time_calls(lane.call, inputs, lane.group, wait, lane.untimed)) / lane.group)
+    # The median of a few in a row: what held up one of them for a moment says nothing about the candidate.
+    found = positive(lambda: median(time_calls(lane.call, inputs, lane.group, wait, lane.untimed, lane.in_a_row)))
+    lane.samples.append(found / lane.group)
     if not isinstance(lane.call, Remote):
         rest()
 

@@ -127,10 +127,10 @@ class Isolated:
             self._saved = self.sandbox.directory / name
         return self._saved
 
-    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0) -> float:
-        """How long so many calls in a row take, right after `untimed` others, measured where they are made.
+    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0, samples: int = 1) -> list[float]:
+        """How long `times` calls in a row take, so often in a row, right after `untimed` others.
 
-        They are made on the inputs in turn, in inference mode where the caller is in it.
+        Measured where they are made, on the inputs in turn, in inference mode where the caller is in it.
         """
         new = [item for item in inputs if not any(item is sent for sent in self._sent)]
         if new:
@@ -139,8 +139,8 @@ class Isolated:
             self._ask({"do": "examples", "examples": described})
         places = [next(i for i, sent in enumerate(self._sent) if sent is item) for item in inputs]
         inference = torch.is_inference_mode_enabled()
-        what = {"do": "time", "examples": places, "times": times, "untimed": untimed, "inference": inference}
-        return float(self._ask(what)["seconds"])
+        what = {"do": "time", "examples": places, "times": times, "untimed": untimed, "samples": samples}
+        return [float(value) for value in self._ask({**what, "inference": inference})["seconds"]]
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
         try:

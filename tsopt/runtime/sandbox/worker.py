@@ -222,7 +222,7 @@ class _Candidate:
         return {}
 
     def time(self, message: Message) -> Message:
-        """Seconds of so many calls in a row. Answers once its threads are at rest: the cores are another's now."""
+        """Seconds of so many calls in a row, for each sample. Answers when its threads are at rest: others need the cores."""
         assert self.executable is not None
         names = [item.name for item in self.program.signature.user_inputs]
         inputs = len(names)
@@ -232,7 +232,8 @@ class _Candidate:
         written = any(item.writes in names for item in self.program.signature.writes)
         calls = [Example(tuple(item[:inputs]), written=written) for item in chosen]
         with torch.inference_mode() if message["inference"] else torch.no_grad():
-            seconds = seconds_of_calls(self.executable, calls, message["times"], message["untimed"])
+            counts = message["times"], message["untimed"], message["samples"]
+            seconds = seconds_of_calls(self.executable, calls, *counts)
         rest()
         return {"seconds": seconds}
 
