@@ -192,6 +192,26 @@ def test_torch_keeps_the_layers_that_it_runs_faster(monkeypatch):
     assert caught.value.fix
 
 
+def test_what_was_measured_in_one_process_is_what_runs_in_another(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    asked = []
+
+    def measured(site, *_):
+        asked.append(site)
+        return site.layer.meta["val"].shape[-1] == 8
+
+    monkeypatch.setattr(onednn, "_is_faster", measured)
+    program = tsopt.capture(net(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3), nn.Linear(3, 8)), torch.randn(2, 4))
+    made = tsopt.compile(program, "onednn")
+    made.hand_over(tmp_path)
+    assert len(asked) == 3
+    again = OneDnnBackend().reopen(program, tmp_path)
+    assert len(asked) == 3  # not measured again
+    assert again.notes[0] == made.notes[0] == "2 of 3 layers run with oneDNN, the others with torch"
+    x = torch.randn(2, 4)
+    assert torch.equal(again(x), made(x))
+
+
 @pytest.mark.parametrize(
     ("model", "x"),
     [

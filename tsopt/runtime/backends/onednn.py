@@ -6,8 +6,9 @@ network keeps one memory layout and no conversions are left between its layers.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.calling.executable import Executable
 
+MEASURED = "measured.json"
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
 LOSES_NAN = "a ReLU fused into a layer turns NaN into 0, where PyTorch propagates NaN"
 # Of the largest value: a kernel further away than that is broken, not rounding.
@@ -87,7 +89,12 @@ class OneDnnBackend:
 
     def compile(self, program: Program) -> Executable:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
-        lowered = lower(program)
+        return self._executable(program, lower(program))
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        return self._executable(program, lower(program, json.loads((directory / MEASURED).read_text())))
+
+    def _executable(self, program: Program, lowered: Lowered) -> Executable:
         if not lowered.packed:
             raise NoGain(
                 "torch's own kernels are at least as fast for every layer",
@@ -97,12 +104,16 @@ class OneDnnBackend:
         def save(directory: Path) -> None:
             write_program(program, directory)  # packed weights fit only this machine and are packed again on load
 
+        def hand_over(directory: Path) -> None:
+            (directory / MEASURED).write_text(json.dumps(lowered.faster))
+
         return Executable(
             self.name,
             program.signature,
             torch_runner(lowered.program.module().forward, program.signature, self.threads),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
+            hand_over=hand_over,
             options={"threads": self.threads},
             notes=[
                 f"{lowered.packed} of {lowered.layers} layers run with oneDNN, the others with torch",
@@ -113,19 +124,28 @@ class OneDnnBackend:
 
 @dataclass
 class Lowered:
-    """A program whose layers call oneDNN. It runs, but is no Program any more: packed weights have no type."""
+    """A program whose layers call oneDNN. It runs, but is no Program any more: packed weights have no type.
+
+    Attributes:
+        weights: names of packed weights, by layer.
+        faster: whether oneDNN's kernel is the faster one, by kind of layer.
+    """
 
     program: Program
     layers: int = 0
     packed: int = 0
     weights: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    faster: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+    faster: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
-def lower(program: Program) -> Lowered:
-    """Puts oneDNN's kernel for each layer where it is supported, right, and faster on this machine."""
-    made = Lowered(program.copy())
+def lower(program: Program, faster: Mapping[str, bool] | None = None) -> Lowered:
+    """Puts oneDNN's kernel for each layer where it is supported, right, and faster on this machine.
+
+    Args:
+        faster: what has been measured before.
+    """
+    made = Lowered(program.copy(), faster=dict(faster or {}))
     graph = made.program.graph
     for node in list(graph.nodes):
         if node.target in VIEWS:
@@ -203,7 +223,7 @@ def _lower_layer(made: Lowered, layer: fx.Node) -> None:
     rows = call["input"].meta["val"].shape
     geometry = tuple(str(call[key]) for key in ("stride", "padding", "dilation", "groups") if key in call)
     packing = (str(call["weight"].target), geometry, tuple(rows))
-    kind = (tuple(weight.shape), call["bias"] is None, site.other is None, str(site.activation), geometry, tuple(rows))
+    kind = str((*packing[1:], tuple(weight.shape), call["bias"] is None, site.other is None, site.activation))
     if made.faster.get(kind) is False:
         return
     try:

@@ -222,7 +222,7 @@ class _Candidate:
         return {}
 
     def time(self, message: Message) -> Message:
-        """Seconds of so many calls in a row, for each sample. Answers when its threads are at rest: others need the cores."""
+        """Seconds of so many calls in a row, for each sample. Answers when its threads are at rest."""
         assert self.executable is not None
         names = [item.name for item in self.program.signature.user_inputs]
         inputs = len(names)
