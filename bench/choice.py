@@ -31,6 +31,7 @@ from tsopt.compiler.protect import protected
 from tsopt.runtime.backends.candidate import candidates_for
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.racing.speedup import ratio
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER
 
@@ -86,7 +87,11 @@ def oracle(name: str) -> dict[str, float]:
     inputs = [item.clone() for item in input_sets(example, 7)[:3]]
     with protected(model), torch.inference_mode():
         timings = measure(calls, inputs, seconds=SECONDS)
-    return {title: float(np.median([timings[session].p50 for session in own])) for title, own in sessions.items()}
+    eager = timings[EAGER]
+    return {
+        title: float(np.median([eager.p50 / ratio(timings[session], eager) for session in own]))
+        for title, own in sessions.items()
+    }
 
 
 def raced(name: str) -> dict[str, Any]:
