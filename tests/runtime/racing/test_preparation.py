@@ -32,9 +32,24 @@ def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     assert timed == ["eager", "eager + passes"]
 
 
+@pytest.mark.parametrize(
+    ("later", "status"),
+    [((1.5, 1.5), "not checked"), ((1.5, 1.2), "ok"), ((1.2, 1.5), "ok"), ((1.5, 1.5, 1.2), "not checked")],
+)
+def test_one_that_was_slow_in_a_moment_is_looked_at_in_two_more(run_race, monkeypatch, later, status):
+    looks = iter(later)
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.3)
+    monkeypatch.setattr(preparation, "HOPELESS", 4.0)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.5 if call.backend == "faulty" else 1.0])
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: next(looks))
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    assert row(run_race()).status == status
+
+
 @pytest.mark.parametrize(("pace", "status"), [(1.4, "ok"), (1.6, "not checked")])
 def test_of_long_calls_the_first_ones_tell_more(run_race, monkeypatch, pace, status):
     monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.5)
+    monkeypatch.setattr(preparation, "LOOKS", 0)
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [pace if call.backend == "faulty" else 1.0])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
     assert row(run_race()).status == status
@@ -57,15 +72,15 @@ def test_when_all_are_far_behind_none_is_faster(run_race, monkeypatch):
     assert (found.winner, found.why) == (MODEL, "no candidate is significantly faster")
 
 
-def test_one_that_measures_while_it_compiles_does_so_when_the_others_are_done(run_race, monkeypatch):
+def test_one_that_runs_kernels_while_it_compiles_does_so_when_the_exports_are_done(run_race, monkeypatch):
     told: list[str] = []
-    run_race(progress=told.append)
-    assert [text.split()[1] for text in told if text.startswith("compile")] == ["faulty", "eager"]
-    entry = BackendInfo("faulty", f"{__name__}:FaultyBackend", "faulty", measures=True)
+    run_race(("eager", "faulty"), progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["eager", "faulty"]
+    entry = BackendInfo("faulty", f"{__name__}:FaultyBackend", "faulty", through_onnx=True)
     monkeypatch.setitem(BACKENDS, "faulty", entry)
     told.clear()
-    run_race(progress=told.append)
-    assert [text.split()[1] for text in told if text.startswith("compile")] == ["eager", "faulty"]
+    run_race(("eager", "faulty"), progress=told.append)
+    assert [text.split()[1] for text in told if text.startswith("compile")] == ["faulty", "eager"]
 
 
 @pytest.fixture

@@ -30,9 +30,9 @@ class BackendInfo:
         same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
         lowered: the variants of a program that it runs beside that in `fp32`, made by a pass.
         precisions: that it computes in by itself, as its option `precision`.
-        through_onnx: it takes the exported ONNX model; its files are one, and are read without torch.
+        through_onnx: it takes the exported ONNX model; its files are one, and are read without torch. The export keeps
+            one core busy for seconds, so two of them compile side by side.
         exports: the format of `tsopt export` that its file is.
-        measures: it times kernels while it compiles, so nothing else may run then.
         code: what its files hold, where reading them executes it; empty where they are data.
         needs: libraries that reading its files takes, each with a name that it has where it is whole; none where
             nothing of it is stored.
@@ -49,7 +49,6 @@ class BackendInfo:
     precisions: tuple[str, ...] = ()
     through_onnx: bool = False
     exports: str = ""
-    measures: bool = False
     code: str = ""
     needs: Mapping[str, str] = field(default_factory=lambda: TORCH)
 
@@ -90,7 +89,6 @@ BACKENDS: dict[str, BackendInfo] = {
             "torch + oneDNN",
             "always",
             lowered=HALVES,
-            measures=True,
         ),
         BackendInfo(
             "torchscript",

@@ -16,7 +16,7 @@ PAUSE = 25e-3  # seconds between looks at whether a candidate's threads have com
 # core for 10 ms of them, on a busy machine
 IDLE = 0.2  # cores in use, at most, when they have
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
-MIN_COLD, MAX_COLD, COLD_SECONDS = 4, 8, 1.0  # calls, calls, seconds: how long the first calls are watched
+MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.6  # calls, calls, seconds: how long the first calls are watched
 WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
 SHORT, SAMPLE = 2e-3, 5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
 TRIES = 3  # for a sample, where the clock stands still or goes back
@@ -54,7 +54,11 @@ def first_calls(
     spent = time_calls(call, inputs, 1, wait, samples=MIN_COLD)
     left = COLD_SECONDS - sum(spent)
     more = min(MAX_COLD - MIN_COLD, int(left / max(spent[-1], 1e-7))) if left > 0 else 0
-    return spent + (time_calls(call, _turned(inputs, MIN_COLD), 1, wait, samples=more) if more else [])
+    if more:
+        spent += time_calls(call, _turned(inputs, MIN_COLD), 1, wait, samples=more)
+    while len(spent) < MAX_COLD and WARM_RATIO * spent[-1] <= min(spent[:-1]):  # it still gets faster
+        spent += time_calls(call, _turned(inputs, len(spent)), 1, wait)
+    return spent
 
 
 def _turned(inputs: Sequence[Example], turns: int) -> list[Example]:

@@ -32,6 +32,7 @@ SCATTER = 0.2  # interquartile range over the median: above it the machine is bu
 MAX_BUSY_ROUNDS = 400
 CERTAIN = 99.8  # percent: the intervals are examined repeatedly, and at 95 % one of them would eventually be wrong
 LOOK = 1.15  # times as many rounds as at the last look: the next one
+SHARE_FOR_LEVEL = 0.4  # of the time, to tell candidates apart: an interval half as wide takes four times as long
 SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
 LEVEL = 1.03  # times: candidates within this factor of each other are equally good
 PRECISE = 1.1  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
@@ -119,7 +120,8 @@ def measure(
         if until_decided and rounds >= look:
             look = max(rounds + 1, round(rounds * LOOK))
             left_in = still_in({name: lanes[name].timing for name in left_in})
-            if is_decided({name: lanes[name].timing for name in left_in}):
+            timings = {name: lanes[name].timing for name in left_in}
+            if is_decided(timings, among_level=end - now > seconds * (1 - SHARE_FOR_LEVEL)):
                 break
         for name in names:
             if name not in left_in and not lanes[name].error:
@@ -145,8 +147,12 @@ def still_in(timings: Mapping[str, Timing]) -> list[str]:
     ]
 
 
-def is_decided(timings: Mapping[str, Timing]) -> bool:
-    """Whether more samples would not change who is chosen, by more than LEVEL; the baseline is the first of them."""
+def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True) -> bool:
+    """Whether more samples would not change who is chosen, by more than LEVEL; the baseline is the first of them.
+
+    Args:
+        among_level: False leaves open who is the fastest of those that noise has not told apart.
+    """
     baseline, *others = timings.values()
     if not others:
         return True
@@ -157,7 +163,8 @@ def is_decided(timings: Mapping[str, Timing]) -> bool:
     if certain.low <= 1.0 <= certain.high and not 1 / LEVEL <= certain.low <= certain.high <= LEVEL:
         return False
     # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
-    return all(item is best or speedup(best, item, confidence=SURE).low >= 1 / LEVEL for item in others)
+    behind = [item for item in others if item is not best] if among_level else []
+    return all(speedup(best, item, confidence=SURE).low >= 1 / LEVEL for item in behind)
 
 
 def _standing(rounds: int, lanes: Mapping[str, _Lane], left: float) -> str:
@@ -182,7 +189,8 @@ def _attempt(
 
 
 def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None], calls: int) -> None:
-    time_calls(lane.call, inputs[-1:], 1, wait)
+    if calls > 1:
+        time_calls(lane.call, inputs[-1:], 1, wait)
     call = max(min(time_calls(lane.call, inputs, 1, wait, samples=calls)), 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
     lane.in_a_row = max(1, min(IN_A_ROW, int(IN_A_ROW * SAMPLE / call)))
