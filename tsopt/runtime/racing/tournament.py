@@ -35,7 +35,7 @@ LOOK = 1.15  # times as many rounds as at the last look: the next one
 SHARE_FOR_LEVEL = 0.4  # of the time, to tell candidates apart: an interval half as wide takes four times as long
 SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
 LEVEL = 1.03  # times: candidates within this factor of each other are equally good
-PRECISE = 1.1  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
+PRECISE = 1.2  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
 
 
 @dataclass
