@@ -128,8 +128,8 @@ def optimize(
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
             the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
             and the model runs in eager from then on. 0 turns audits off.
-        progress: True shows the stage and the time, on stderr or in a notebook; a function is called with the name of
-            each step.
+        progress: True shows the stages and how long each took, on stderr or in a notebook; a function is called with the
+            name of each step.
 
     Returns:
         An `Optimized`, or a `Partitioned` if the model was split at graph breaks. A model that cannot be captured in

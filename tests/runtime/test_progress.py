@@ -6,7 +6,7 @@ import re
 from rich.console import Console
 
 import tsopt
-from tsopt.runtime.progress import shown
+from tsopt.runtime.progress import ROWS, shown
 
 
 def test_in_a_log_each_stage_is_a_line_with_the_time():
@@ -22,12 +22,40 @@ def test_in_a_log_each_stage_is_a_line_with_the_time():
     ]
 
 
-def test_on_a_terminal_one_line_names_the_step():
+def on_screen(written: str) -> list[str]:
+    """The last table that was drawn, without escape codes."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written)
+    return [line.strip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
+
+
+def test_on_a_terminal_a_table_shows_what_is_over_and_what_is_being_done():
     file = io.StringIO()
     with shown("net", Console(file=file, force_terminal=True, width=80)) as tell:
-        tell("compile ONNX Runtime (3 of 6)")
-    assert file.getvalue().count("\n") == 1  # when it is over, and the line has gone
-    assert "net" in file.getvalue()
+        for text in ("capture", "pass fold", "compile ONNX Runtime (3 of 6)"):
+            tell(text)
+    *_, capture, passes, now = on_screen(file.getvalue())
+    assert re.fullmatch(r"capture +0\.\d s", capture)
+    assert re.fullmatch(r"passes +0\.\d s", passes)
+    assert re.fullmatch(r"\S net +0 s compile ONNX Runtime \(3 of 6\)", now)
+
+
+def test_a_table_is_one_line_for_each_stage_however_narrow_the_terminal_is():
+    file = io.StringIO()
+    with shown("net", Console(file=file, force_terminal=True, width=30)) as tell:
+        tell("capture")
+        tell("time: round 9, ONNX Runtime ahead of 2 others, at most 4 s left")
+    assert all(len(line) <= 30 for line in on_screen(file.getvalue()))
+
+
+def test_of_a_long_sweep_the_last_stages_are_shown():
+    file = io.StringIO()
+    with shown("net", Console(file=file, force_terminal=True, width=80)) as tell:
+        for number in range(40):
+            tell(f"batch {number}: capture")
+    *_, now = on_screen(file.getvalue())
+    stages = on_screen(file.getvalue())[-ROWS - 1 : -1]
+    assert stages[0].startswith("batch 27: capture")
+    assert "batch 39: capture" in now
 
 
 def test_markup_and_control_characters_of_a_model_are_shown_as_text():

@@ -4,7 +4,7 @@ import pytest
 
 import tsopt
 from tsopt.runtime import stages
-from tsopt.runtime.stages import STAGES, Stages, stage_of
+from tsopt.runtime.stages import STAGES, Stages, stage_of, step_of
 
 
 class Clock:
@@ -40,6 +40,20 @@ def test_before_the_first_step_nothing_has_been_spent(clock):
 def test_a_setting_of_a_sweep_stays_in_front():
     assert stage_of("cpu, 1 thread, batch 1: time: round 3, 4 s left") == "cpu, 1 thread, batch 1: timing"
     assert stage_of("import torch") == "import torch"
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("compile ONNX Runtime (3 of 6)", "ONNX Runtime (3 of 6)"),
+        ("capture", ""),
+        ("time: round 3, 4 s left", "round 3, 4 s left"),
+        ("cpu, 1 thread, batch 1: time: round 3", "round 3"),
+        ("import torch", ""),
+    ],
+)
+def test_what_is_being_done_in_a_stage(text, step):
+    assert step_of(text) == step
 
 
 def test_every_step_of_optimize_belongs_to_a_stage(mlp, mlp_input):

@@ -1,4 +1,4 @@
-"""Shows what `optimize` is doing: a line that changes on a terminal or in a notebook, one for each stage in a log."""
+"""Shows what `optimize` is doing: a live table of its stages on a terminal or in a notebook, lines in a log."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.markup import escape
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
-from tsopt.runtime.stages import stage_of
+from tsopt.runtime.stages import Stages, stage_of, step_of
 from tsopt.runtime.untrusted_text import printable
+
+ROWS = 12  # stages that are shown; a sweep has more
+REFRESH = 4  # times a second: candidates are timed meanwhile
 
 
 @contextmanager
@@ -22,17 +28,46 @@ def shown(title: str, console: Console | None = None) -> Iterator[Callable[[str]
         console: where; stderr when it is None.
     """
     console = console or Console(stderr=True, highlight=False)
-    start, title = time.perf_counter(), printable(title)
+    title = printable(title)
     if not (console.is_terminal or console.is_jupyter):
-        yield _stage_lines(title, start, console)
+        yield _stage_lines(title, time.perf_counter(), console)
         return
+    table = _StageTable(title)
+    with Live(console=console, transient=True, refresh_per_second=REFRESH, get_renderable=table.render) as live:
 
-    def show(text: str) -> None:
-        seconds = time.perf_counter() - start
-        status.update(f"{escape(title)}: {escape(printable(text))} [dim]{seconds:.0f} s[/dim]")
+        def show(text: str) -> None:
+            table.step(text)
+            live.refresh()
 
-    with console.status(escape(title)) as status:
         yield show
+
+
+class _StageTable:
+    """Stages that are over with their seconds, and what is being done in the one that is on."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._start, self._step = title, time.perf_counter(), ""
+        self._stages = Stages()
+        self._spinner = Spinner("dots")
+
+    def step(self, text: str) -> None:
+        self._stages.step(text)
+        self._step = text
+
+    def render(self) -> Table:
+        """The table as it is now."""
+        table = Table.grid(padding=(0, 1))
+        # NOTE: one line each, however narrow the terminal: a wrapped line would make the table jump.
+        for name, justify in (("", "left"), ("stage", "left"), ("seconds", "right"), ("step", "left")):
+            table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        current = stage_of(self._step)
+        ended = [(stage, seconds) for stage, seconds in self._stages.spent() if stage != current]
+        for stage, seconds in ended[-ROWS:]:
+            table.add_row("", Text(printable(stage), style="dim"), Text(f"{seconds:.1f} s", style="dim"), "")
+        seconds = time.perf_counter() - self._start
+        doing = " ".join(filter(None, (current, step_of(self._step))))
+        table.add_row(self._spinner, Text(self._title), Text(f"{seconds:.0f} s"), Text(printable(doing)))
+        return table
 
 
 def _stage_lines(title: str, start: float, console: Console) -> Callable[[str], None]:

@@ -29,6 +29,15 @@ def stage_of(text: str) -> str:
     return f"{setting}: {stage_of(step)}" if colon else text
 
 
+def step_of(text: str) -> str:
+    """What is being done in the stage of a step: `ONNX Runtime (3 of 6)` of `compile ONNX Runtime (3 of 6)`."""
+    found = next((start for start in STAGES if text.startswith(start)), None)
+    if found is not None:
+        return text.removeprefix(found).strip()
+    _, colon, step = text.partition(": ")
+    return step_of(step) if colon else ""
+
+
 class Stages:
     """Seconds for each stage, from the first step that it is told of."""
 
