@@ -128,7 +128,7 @@ def optimize(
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
             the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
             and the model runs in eager from then on. 0 turns audits off.
-        progress: True shows the stages and how long each took, on stderr or in a notebook; a function is called with the
+        progress: True shows the stages and their times, on stderr or in a notebook; a function is called with the
             name of each step.
 
     Returns:

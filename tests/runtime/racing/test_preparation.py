@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.racing.helpers import row
+from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
 from tsopt.runtime.racing import preparation
 from tsopt.runtime.racing import race as race_module
@@ -28,7 +28,7 @@ def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     monkeypatch.setattr(race_module, "measure", lambda calls, *a, **k: timed.extend(calls) or measured(calls, *a, **k))
     found = run_race()
     assert row(found).status == "not checked"
-    assert row(found).reason == "about 1000000000.0 times slower than the best"
+    assert row(found).reason == "about 500000000.0 times slower than the best"
     assert timed == ["eager", "eager + passes"]
 
 
@@ -53,6 +53,17 @@ def test_of_long_calls_the_first_ones_tell_more(run_race, monkeypatch, pace, sta
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [pace if call.backend == "faulty" else 1.0])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
     assert row(run_race()).status == status
+
+
+def test_one_that_is_wrong_leaves_nobody_behind_however_fast_it_is(run_race, monkeypatch):
+    monkeypatch.setattr(preparation, "HOPELESS", 4.0)
+    monkeypatch.setattr(Behaviour, "run", staticmethod(lambda calls, inputs, right: [value + 1 for value in right]))
+    paces = {"faulty": 1e-9, "eager": 1.0}
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [paces[call.backend]])
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: paces[call.backend])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    found = run_race()
+    assert (row(found).status, row(found, "eager + passes").status) == ("wrong", "ok")
 
 
 def test_to_time_all_is_to_time_who_cannot_win_as_well(run_race, monkeypatch):

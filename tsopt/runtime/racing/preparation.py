@@ -62,67 +62,43 @@ def prepare(
 ) -> tuple[list[Row], dict[str, Contender]]:
     """A row for each candidate, and those that are right and fast enough to be timed, by key.
 
-    Candidates are compiled side by side, one for each core; then their first calls are watched, when nothing else
-    computes; then they are checked, the fastest first, as far as they can still win. Where memory is tight, they are
-    compiled one after the other, and only the fastest ones are kept.
+    Those that export to ONNX are compiled first, one for each core, then the others by themselves: these run kernels
+    while they compile. oneDNN's are timed, and the threads of TorchScript wait for each other, for six times as long
+    where an export takes one of two cores. What is compiled is called, when nothing else computes, and what can still
+    win is checked. Where memory is tight, all are compiled by themselves, and only the fastest ones are kept.
 
     Args:
         eager_seconds: about how long a call of the model takes.
     """
     settings = maker.settings
     entries = [_Entry(item, Row(item.title, key=item.key)) for item in settings.candidates]
-    total = len(entries)
-    places = (f"{number + 1} of {total}" for number in range(total))
     first = [entry for entry in entries if not _is_second(entry.candidate, settings)]
-    if maker.is_tight(len(first)):
-        for entry in first:
-            _compile_all([entry], maker, clock, progress, places)
-            _start(entry, maker, clock, judge)
+    under_way = _Preparation(maker, judge, clock, progress, len(entries), eager_seconds)
+    is_tight = maker.is_tight(len(first))
+    for group in _groups(first, by_themselves=is_tight):
+        under_way.admit(group)
+        if is_tight:
             _keep_the_fastest(first)
-    else:
-        _compile_all(first, maker, clock, progress, places)
-        progress("first calls")
-        for entry in first:
-            _start(entry, maker, clock, judge)
     by_key = {entry.candidate.key: entry for entry in first}
     for entry in [entry for entry in entries if entry not in first]:
         plain = by_key[Candidate(entry.candidate.backend).key]
         if _is_needless(plain, judge):
             entries.remove(entry)
-            continue
-        _compile_all([entry], maker, clock, progress, places, plain.contender)
-        _start(entry, maker, clock, judge)
-    if not settings.time_all:
-        _look_again(entries, maker, judge, eager_seconds)
-    best = eager_seconds
-    for entry in sorted(entries, key=lambda entry: entry.call_seconds):
-        if entry.contender is None:
-            continue
-        if entry.call_seconds > best * _hopeless(best) and not settings.time_all:
-            entry.leave(NOT_CHECKED, f"about {entry.call_seconds / best:.1f} times slower than the best")
-            continue
-        progress(f"check {entry.row.name}")
-        _check(entry, maker, clock, judge)
-        if entry.contender is not None:
-            best = min(best, entry.call_seconds)
+        else:
+            under_way.admit([entry], plain.contender)
     found = {entry.row.key: entry.contender for entry in entries if entry.contender is not None}
     return [Row(EAGER), *(entry.row for entry in entries)], found
 
 
-def _hopeless(best: float) -> float:
-    """How many times slower than the best is too slow."""
-    return HOPELESS_IF_LONG if best > LONG else HOPELESS
+def _groups(entries: Sequence[_Entry], *, by_themselves: bool) -> list[list[_Entry]]:
+    """Candidates that are compiled side by side."""
+    together = [] if by_themselves else [entry for entry in entries if _keeps_to_one_core(entry.candidate)]
+    return [*([together] if together else []), *([entry] for entry in entries if entry not in together)]
 
 
-def _look_again(entries: Sequence[_Entry], maker: Maker, judge: Judge, eager_seconds: float) -> None:
-    """More calls of those that would not be checked, in other moments."""
-    for _ in range(LOOKS):
-        best = min([eager_seconds, *(entry.call_seconds for entry in entries)])
-        for entry in entries:
-            made = entry.contender
-            if made is not None and best * _hopeless(best) < entry.call_seconds <= best * HOPELESS:
-                with _called_to_be_timed(entry, maker):
-                    entry.call_seconds = min(entry.call_seconds, seconds_of(made, judge.inputs))
+def _keeps_to_one_core(candidate: Candidate) -> bool:
+    """Whether a candidate is compiled by one thread, for the most part."""
+    return candidate.info.through_onnx
 
 
 def _keep_the_fastest(entries: Sequence[_Entry]) -> None:
@@ -133,104 +109,133 @@ def _keep_the_fastest(entries: Sequence[_Entry]) -> None:
         entry.leave(NOT_CHECKED, f"{behind}, and memory is short")
 
 
-def _compile_all(
-    entries: Sequence[_Entry],
-    maker: Maker,
-    clock: Clock,
-    progress: Progress,
-    places: Iterator[str],
-    files_of: Contender | None = None,
-) -> None:
-    """Compiles candidates: those that export to ONNX first, one for each core, then the others by themselves.
+@dataclass
+class _Preparation:
+    """Takes groups of candidates from their names to a verdict.
 
-    These run kernels while they compile: oneDNN's are timed, and the threads of TorchScript wait for each other, for
-    six times as long where an export takes one of two cores.
+    Attributes:
+        total: how many candidates there are; `begun` of them have had their turn.
+        best: about how long a call of the fastest one takes that is known to be right; at first, of the model.
     """
-    under_way: list[_Entry] = []
-    side_by_side = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ordered = sorted(entries, key=lambda entry: not _keeps_to_one_core(entry.candidate))
-    for number, entry in enumerate(ordered):
-        while under_way and (len(under_way) >= side_by_side or not _keeps_to_one_core(entry.candidate)):
-            _finish(under_way.pop(0), maker)
-        maker.limit(clock, len(ordered) - number)
-        if _begin(entry, maker, clock, progress, next(places), files_of):
-            under_way.append(entry)
-    for entry in under_way:
-        _finish(entry, maker)
 
+    maker: Maker
+    judge: Judge
+    clock: Clock
+    progress: Progress
+    total: int
+    best: float
+    begun: int = 0
 
-def _keeps_to_one_core(candidate: Candidate) -> bool:
-    """Whether a candidate is compiled by one thread, for the most part."""
-    return candidate.info.through_onnx
+    def admit(self, group: Sequence[_Entry], files_of: Contender | None = None) -> None:
+        """Compiles candidates side by side, calls them, and checks them, the fastest first, while they can win.
 
+        Args:
+            files_of: opens the files of this contender instead of compiling; it differs in options only.
+        """
+        self._compile(group, files_of)
+        self.progress("first calls")
+        for entry in group:
+            self._start(entry)
+        all_of_them = self.maker.settings.time_all
+        if not all_of_them:
+            self._look_again(group)
+        for entry in sorted(group, key=lambda entry: entry.call_seconds):
+            if entry.contender is None:
+                continue
+            if self._is_hopeless(entry) and not all_of_them:
+                entry.leave(NOT_CHECKED, f"about {entry.call_seconds / self.best:.1f} times slower than the best")
+                continue
+            self.progress(f"check {entry.row.name}")
+            self._check(entry)
+            if entry.contender is not None:
+                self.best = min(self.best, entry.call_seconds)
 
-def _begin(
-    entry: _Entry, maker: Maker, clock: Clock, progress: Progress, place: str, files_of: Contender | None
-) -> bool:
-    """Starts to compile a candidate; False where there is a reason not to, which its row has then."""
-    if not clock.left:
-        entry.leave("timed out", USED_UP)
-        return False
-    progress(f"compile {entry.row.name} ({place})")
-    try:
-        backend = get_backend(entry.candidate)
-    except BackendError as error:
-        entry.leave("missing", error.why or error.what)
-        return False
-    with _failing_only_the_candidate(entry):
-        refused = backend.unsupported(maker.program(entry.candidate))
-        if refused:
-            reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
-            entry.leave("unsupported", reason)
+    def _is_hopeless(self, entry: _Entry) -> bool:
+        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if self.best > LONG else HOPELESS)
+
+    def _look_again(self, group: Sequence[_Entry]) -> None:
+        """More calls of those that would not be checked, in other moments."""
+        for _ in range(LOOKS):
+            for entry in group:
+                made = entry.contender
+                if made is not None and self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
+                    with _called_to_be_timed(entry, self.maker):
+                        entry.call_seconds = min(entry.call_seconds, seconds_of(made, self.judge.inputs))
+
+    def _compile(self, group: Sequence[_Entry], files_of: Contender | None) -> None:
+        under_way: list[_Entry] = []
+        side_by_side = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        for entry in group:
+            if len(under_way) >= side_by_side:
+                self._finish(under_way.pop(0))
+            self.maker.limit(self.clock, self.total - self.begun)
+            self.begun += 1
+            if self._begin(entry, files_of):
+                under_way.append(entry)
+        for entry in under_way:
+            self._finish(entry)
+
+    def _begin(self, entry: _Entry, files_of: Contender | None) -> bool:
+        """Starts to compile a candidate; False where there is a reason not to, which its row has then."""
+        if not self.clock.left:
+            entry.leave("timed out", USED_UP)
             return False
-        entry.begun = maker.begin(entry.candidate, files_of)
-        return True
-    return False
+        self.progress(f"compile {entry.row.name} ({self.begun} of {self.total})")
+        try:
+            backend = get_backend(entry.candidate)
+        except BackendError as error:
+            entry.leave("missing", error.why or error.what)
+            return False
+        with _failing_only_the_candidate(entry):
+            refused = backend.unsupported(self.maker.program(entry.candidate))
+            if refused:
+                reason = f"{refused[0].why}{f' ({refused[0].where})' if refused[0].where else ''}"
+                entry.leave("unsupported", reason)
+                return False
+            entry.begun = self.maker.begin(entry.candidate, files_of)
+            return True
+        return False
 
+    def _finish(self, entry: _Entry) -> None:
+        with _failing_only_the_candidate(entry):
+            entry.contender, seconds = self.maker.finish(entry.candidate, entry.begun)
+            entry.row = replace(entry.row, compile_seconds=seconds)
 
-def _finish(entry: _Entry, maker: Maker) -> None:
-    with _failing_only_the_candidate(entry):
-        entry.contender, seconds = maker.finish(entry.candidate, entry.begun)
-        entry.row = replace(entry.row, compile_seconds=seconds)
-
-
-def _start(entry: _Entry, maker: Maker, clock: Clock, judge: Judge) -> None:
-    """The first calls of a candidate, timed."""
-    made = entry.contender
-    if made is None or not _in_time(entry, maker, clock):
-        return
-    inputs = judge.inputs
-    with _called_to_be_timed(entry, maker):
-        spent = first_calls(made, inputs, device_wait(inputs[0]))
-        entry.call_seconds = min(spent) if min(spent) > SHORT else min(*spent, seconds_of(made, inputs))
-        entry.row = replace(entry.row, cold=ColdStart.of(spent))
-
-
-def _check(entry: _Entry, maker: Maker, clock: Clock, judge: Judge) -> None:
-    """Compares a candidate with eager."""
-    made, candidate = entry.contender, entry.candidate
-    if made is None or not _in_time(entry, maker, clock):
-        return
-    with _failing_only_the_candidate(entry):
-        exact = is_exact(maker.program(candidate), candidate)
-        verdict = judge.judge(made, exact=exact, precision=candidate.precision)
-        if not verdict.ok and exact:
-            verdict = judge.judge(made)
-            made.notes += ("not bit-equal to eager, which uses different kernels for this model",)
-        made.notes += verdict.notes
-        entry.row = replace(entry.row, accuracy=verdict)
-        if not verdict.ok:
-            entry.leave("wrong", verdict.reason)
+    def _start(self, entry: _Entry) -> None:
+        """The first calls of a candidate, timed."""
+        made = entry.contender
+        if made is None or not self._in_time(entry):
             return
-        entry.row = replace(entry.row, notes=made.notes)
+        inputs = self.judge.inputs
+        with _called_to_be_timed(entry, self.maker):
+            spent = first_calls(made, inputs, device_wait(inputs[0]))
+            entry.call_seconds = min(spent) if min(spent) > SHORT else min(*spent, seconds_of(made, inputs))
+            entry.row = replace(entry.row, cold=ColdStart.of(spent))
 
+    def _check(self, entry: _Entry) -> None:
+        """Compares a candidate with eager."""
+        made, candidate = entry.contender, entry.candidate
+        if made is None or not self._in_time(entry):
+            return
+        with _failing_only_the_candidate(entry):
+            exact = is_exact(self.maker.program(candidate), candidate)
+            verdict = self.judge.judge(made, exact=exact, precision=candidate.precision)
+            if not verdict.ok and exact:
+                verdict = self.judge.judge(made)
+                made.notes += ("not bit-equal to eager, which uses different kernels for this model",)
+            made.notes += verdict.notes
+            entry.row = replace(entry.row, accuracy=verdict)
+            if not verdict.ok:
+                entry.leave("wrong", verdict.reason)
+                return
+            entry.row = replace(entry.row, notes=made.notes)
 
-def _in_time(entry: _Entry, maker: Maker, clock: Clock) -> bool:
-    """Whether there is time left for a candidate; otherwise it is out."""
-    if not clock.left:
-        entry.leave("timed out", USED_UP)
-    maker.limit(clock)
-    return entry.contender is not None
+    def _in_time(self, entry: _Entry) -> bool:
+        """Whether there is time left for a candidate; otherwise it is out."""
+        if not self.clock.left:
+            entry.leave("timed out", USED_UP)
+        self.maker.limit(self.clock)
+        return entry.contender is not None
 
 
 @contextmanager
