@@ -15,11 +15,10 @@ from tests.runtime.helpers import candidates
 from tests.runtime.sandbox.helpers import FAULTY, leftovers, running
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.racing import preparation
+from tsopt.runtime.racing import contenders, preparation
 from tsopt.runtime.racing import race as race_module
-from tsopt.runtime.racing.contenders import Maker, RaceSettings
+from tsopt.runtime.racing.contenders import Maker, RaceSettings, retire
 from tsopt.runtime.racing.outcomes import NoCandidate
-from tsopt.runtime.racing.race import retire
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.sandbox import sandbox as isolation
 from tsopt.runtime.sandbox.processes import descendants
@@ -61,6 +60,17 @@ def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(
         retire(contender)
         assert sandbox.ended(contender._pid, 60.0) is not None
         assert torch.allclose(maker.here(contender, candidate)(mlp_input), mlp(mlp_input), atol=1e-5)
+
+
+@pytest.mark.parametrize(("many", "ended"), [(0, True), (1 << 30, False)])
+def test_where_weights_are_large_the_others_end_before_the_winner_is_opened(mlp_program, monkeypatch, many, ended):
+    monkeypatch.setattr(contenders, "MANY", many)
+    settings = RaceSettings(candidates=candidates("eager", "torchscript"))
+    with Sandbox() as sandbox:
+        maker = Maker({"fp32": mlp_program}, settings, sandbox)
+        winner, other = (maker.finish(item, maker.begin(item))[0] for item in settings.candidates)
+        maker.make_room([other])
+        assert (other.retired, winner.retired) == (ended, False)
 
 
 def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again(

@@ -69,7 +69,8 @@ def choose(
         if few not in judges:
             judges[few] = fresh(few)
         try:
-            executable, failure = _verified(row, candidate, contender, maker, judges[few])
+            others = [item for item in contenders.values() if item is not contender]
+            executable, failure = _verified(row, candidate, contender, maker, judges[few], others)
             status, failure = "wrong", failure or streak(executable)
         except Exception as error:  # whatever it raises, it is out
             ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
@@ -95,13 +96,15 @@ def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Can
 
 
 def _verified(
-    row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge
+    row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge, others: Sequence[Contender]
 ) -> tuple[Executable, str]:
     """The contender in this process, and why it is wrong; empty when it is right."""
     timed = None
     if isinstance(contender, Isolated) and not contender.retired:
         # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
         timed = judge.judge(contender, precision=candidate.precision, few=True)
+    if timed is None or timed.ok:
+        maker.make_room(others)
     executable = maker.here(contender, candidate)
     verdict = judge.judge(executable, precision=candidate.precision) if timed is None or timed.ok else timed
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -28,6 +28,7 @@ from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate
 
 SHARE_OF_FREE = 0.8  # of the memory that is free: what the candidates of a race may take together
 COPIES = 2.0  # times the bytes of the weights: what a compiled candidate takes, engines that pack them included
+MANY = 256 << 20  # bytes of weights: copies of them in processes that are unlikely to be needed are too many
 LEAST_SECONDS = 0.05  # for an answer, however little of the budget is left
 
 Progress = Callable[[str], None]
@@ -110,12 +111,25 @@ class Maker:
             programs = {name: owned(item) if isinstance(item, Program) else item for name, item in programs.items()}
         self._programs = programs
 
+    @property
+    def _weight_bytes(self) -> int:
+        program = self._programs[FP32]
+        return sum(weight.nbytes for weight in program.weights.values()) if isinstance(program, Program) else 0
+
     def is_tight(self, candidates: int) -> bool:
         """Whether the memory is not enough for so many candidates at once, each in a process of its own."""
-        program = self._programs[FP32]
-        if self.sandbox is None or self.memory is None or not isinstance(program, Program):
+        if self.sandbox is None or self.memory is None:
             return False
-        return candidates * COPIES * sum(weight.nbytes for weight in program.weights.values()) > self.memory
+        return candidates * COPIES * self._weight_bytes > self.memory
+
+    def make_room(self, others: Iterable[Contender]) -> None:
+        """Before the winner is opened here: ends the processes of the others, if each holds a lot of weights.
+
+        One that is needed after all is compiled here.
+        """
+        if self._weight_bytes > MANY:
+            for contender in others:
+                retire(contender)
 
     def program(self, candidate: Candidate) -> Program:
         """The program that a candidate runs. Raises NoGain where there is none."""
@@ -188,6 +202,12 @@ def _open(sandbox: Sandbox | None, programs: Variants, memory: int | None) -> st
     except BackendError as error:  # a custom op, which another process does not know; no room for the weights
         return error.why or error.what
     return ""
+
+
+def retire(contender: Callable[..., Any]) -> None:
+    """Gives back what a candidate holds that is not needed any more, where that is a process."""
+    if isinstance(contender, Isolated):
+        contender.retire()
 
 
 def mode_of(program: Program) -> AbstractContextManager[None]:

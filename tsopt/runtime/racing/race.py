@@ -26,6 +26,7 @@ from tsopt.runtime.racing.contenders import (
     Variants,
     device_wait,
     mode_of,
+    retire,
 )
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.preparation import prepare
@@ -131,12 +132,6 @@ def _timed(
     timed = [with_timing(row, timings.get(row.name), base) for row in rows]
     lost = {key: contender.lost for key, contender in contenders.items() if isinstance(contender, Isolated)}
     return [row if (end := lost.get(row.key)) is None else replace(row, status=end.kind) for row in timed]
-
-
-def retire(contender: Callable[..., Any]) -> None:
-    """Gives back what a candidate holds that cannot win, where that is a process."""
-    if isinstance(contender, Isolated):
-        contender.retire()
 
 
 def with_timing(row: Row, timing: Timing | None, base: Timing) -> Row:
