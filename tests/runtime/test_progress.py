@@ -12,13 +12,21 @@ from tsopt.runtime.progress import ROWS, shown
 def test_in_a_log_each_stage_is_a_line_with_the_time():
     file = io.StringIO()
     with shown("net", Console(file=file)) as tell:
-        for text in ("capture", "pass fold", "pass cse", "compile [bold]x[/bold] (1 of 2)", "compile y (2 of 2)"):
+        for text in (
+            "capture",
+            "pass fold",
+            "pass cse",
+            "compile [bold]x[/bold] (1 of 2)",
+            "check x",
+            "compile y (2 of 2)",
+        ):
             tell(text)
     lines = file.getvalue().splitlines()
     assert [re.sub(r"\d+\.\d s", "0 s", line) for line in lines] == [
         "net: capture (0 s)",
         "net: passes (0 s)",
         "net: compile (0 s)",
+        "net: check (0 s)",
     ]
 
 

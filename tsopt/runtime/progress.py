@@ -71,13 +71,12 @@ class _StageTable:
 
 
 def _stage_lines(title: str, start: float, console: Console) -> Callable[[str], None]:
-    last = ""
+    begun: set[str] = set()  # candidates are compiled and checked in turn: each stage is said once
 
     def show(text: str) -> None:
-        nonlocal last
         stage = stage_of(text)
-        if stage != last:
-            last = stage
+        if stage not in begun:
+            begun.add(stage)
             line = f"{title}: {printable(stage)} ({time.perf_counter() - start:.1f} s)"
             console.print(line, markup=False, soft_wrap=True)
 
