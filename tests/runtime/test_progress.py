@@ -39,12 +39,14 @@ def on_screen(written: str) -> list[str]:
 def test_on_a_terminal_a_table_shows_what_is_over_and_what_is_being_done():
     file = io.StringIO()
     with shown("net", Console(file=file, force_terminal=True, width=80)) as tell:
-        for text in ("capture", "pass fold", "compile ONNX Runtime (3 of 6)"):
+        for text in ("capture", "pass fold", "compile x (2 of 6)", "check x", "compile ONNX Runtime (3 of 6)"):
             tell(text)
-    *_, capture, passes, now = on_screen(file.getvalue())
+    *_, title, capture, passes, now, check = on_screen(file.getvalue())
+    assert re.fullmatch(r"net +0 s", title)
     assert re.fullmatch(r"capture +0\.\d s", capture)
     assert re.fullmatch(r"passes +0\.\d s", passes)
-    assert re.fullmatch(r"\S net +0 s compile ONNX Runtime \(3 of 6\)", now)
+    assert re.fullmatch(r"\S compile +0\.\d s ONNX Runtime \(3 of 6\)", now)
+    assert re.fullmatch(r"check +0\.\d s", check)
 
 
 def test_a_table_is_one_line_for_each_stage_however_narrow_the_terminal_is():
@@ -60,9 +62,9 @@ def test_of_a_long_sweep_the_last_stages_are_shown():
     with shown("net", Console(file=file, force_terminal=True, width=80)) as tell:
         for number in range(40):
             tell(f"batch {number}: capture")
-    *_, now = on_screen(file.getvalue())
-    stages = on_screen(file.getvalue())[-ROWS - 1 : -1]
-    assert stages[0].startswith("batch 27: capture")
+    title, first, *_, now = on_screen(file.getvalue())[-ROWS - 1 :]
+    assert title.startswith("net")
+    assert first.startswith("batch 28: capture")
     assert "batch 39: capture" in now
 
 

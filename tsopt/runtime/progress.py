@@ -43,7 +43,7 @@ def shown(title: str, console: Console | None = None) -> Iterator[Callable[[str]
 
 
 class _StageTable:
-    """Stages that are over with their seconds, and what is being done in the one that is on."""
+    """The stages in the order in which they began, with their seconds, and what is being done in the one that is on."""
 
     def __init__(self, title: str) -> None:
         self._title, self._start, self._step = title, time.perf_counter(), ""
@@ -60,13 +60,13 @@ class _StageTable:
         # NOTE: one line each, however narrow the terminal: a wrapped line would make the table jump.
         for name, justify in (("", "left"), ("stage", "left"), ("seconds", "right"), ("step", "left")):
             table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        table.add_row("", Text(self._title), Text(f"{time.perf_counter() - self._start:.0f} s"), "")
         current = stage_of(self._step)
-        ended = [(stage, seconds) for stage, seconds in self._stages.spent() if stage != current]
-        for stage, seconds in ended[-ROWS:]:
-            table.add_row("", Text(printable(stage), style="dim"), Text(f"{seconds:.1f} s", style="dim"), "")
-        seconds = time.perf_counter() - self._start
-        doing = " ".join(filter(None, (current, step_of(self._step))))
-        table.add_row(self._spinner, Text(self._title), Text(f"{seconds:.0f} s"), Text(printable(doing)))
+        for stage, seconds in self._stages.spent()[-ROWS:]:
+            is_on = stage == current
+            cells = [Text(printable(text), style="" if is_on else "dim") for text in (stage, f"{seconds:.1f} s")]
+            doing = Text(printable(step_of(self._step))) if is_on else ""
+            table.add_row(self._spinner if is_on else "", *cells, doing)
         return table
 
 
