@@ -110,9 +110,12 @@ def test_eager_runs_where_parts_are_not_faster(monkeypatch):
 
 def test_parts_that_answer_something_else_lose(monkeypatch):
     real = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda model, **options: lambda *a, **k: {n: v + 1 for n, v in real(model)(*a, **k).items()}
-    )
+
+    def other(model, **options):
+        compiled = real(model, **options)
+        return lambda *a, **k: {name: value + 1 for name, value in compiled(*a, **k).items()}
+
+    monkeypatch.setattr(torch, "compile", other)
     fast = optimized()
     assert (fast.backend, fast.report.row(PARTS).status) == ("eager", "wrong")
 
