@@ -276,6 +276,25 @@ def test_large_weights_are_shared_not_copied_and_outlive_the_program():
     del junk
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_weights_that_the_runtime_cannot_read_as_they_lie_come_from_a_file(full, monkeypatch, tmp_path):
+    """A copy of them would live as long as the session; where no file can be written, it has to."""
+    from tsopt.runtime.onnx import ort
+    from tsopt.runtime.onnx.export import OnnxModel
+
+    given, real = [], ort.open_session
+    monkeypatch.setattr(ort, "COPIES", 1000)
+    monkeypatch.setattr(ort, "open_session", lambda model, *a, **k: given.append(type(model)) or real(model, *a, **k))
+    monkeypatch.setattr(ort.tempfile, "tempdir", str(tmp_path))
+    if full:
+        monkeypatch.setattr(OnnxModel, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
+    model, value = nn.Linear(64, 64).eval(), torch.ones(2, 3, 64)
+    found = tsopt.compile(tsopt.capture(model, value), "onnxruntime")
+    assert given == [bytes if full else str]
+    assert list(tmp_path.glob("tsopt-*")) == []
+    torch.testing.assert_close(found(value), model(value).detach())
+
+
 def test_a_model_that_the_runtime_refuses_is_a_typed_error():
     from tsopt.runtime.onnx.ort import open_session
 

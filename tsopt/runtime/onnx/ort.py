@@ -5,6 +5,7 @@ Can be imported without torch: a bundle needs only ONNX Runtime.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
 CANNOT_RUN = "ONNX Runtime failed to run this call"
+COPIES = 64 << 20  # bytes of weights that may be copied for a session, instead of being mapped from a file
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
@@ -96,12 +98,11 @@ class OnnxRuntimeBackend:
 
         from tsopt.runtime.backends.eager import by_torch
 
-        proto, weights = model.detached()
         options = {
             "threads": self.threads or torch.get_num_threads(),
             **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
         }
-        session = open_session(proto, options, weights, _providers(program.signature))
+        session = _opened(model, options, _providers(program.signature))
         examined = self._examined(program)
         options |= to_options(examined.bounds)
         run = session_runner(session, program.signature)
@@ -168,6 +169,23 @@ def _providers(signature: Signature) -> Sequence[Any]:
 
 def _is_on_gpu(signature: Signature) -> bool:
     return any(device.startswith("cuda") for _, device in signature.devices)
+
+
+def _opened(model: OnnxModel, options: Mapping[str, Any], providers: Sequence[Any]) -> Any:
+    """A session over the program's weights or, where the runtime cannot read many of them as they lie, over a file.
+
+    What the runtime maps from a file it gives back once it has packed it; a copy would live as long as the session.
+    """
+    proto, weights = model.detached()
+    if sum(array.nbytes for array in weights.values() if not array.flags.c_contiguous) > COPIES:
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            path = Path(directory) / FILE
+            try:
+                model.save(path, apart=True)
+            except OSError:  # no room for a file: there may be room for copies
+                return open_session(proto, options, weights, providers)
+            return open_session(str(path), options, providers=providers)
+    return open_session(proto, options, weights, providers)
 
 
 def open_session(
