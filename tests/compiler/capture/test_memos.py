@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -83,3 +84,14 @@ def test_it_is_optimized_as_one_graph(way):
     fast = tsopt.optimize(model, x, backends=("torchscript",), seconds=0.05)
     assert isinstance(fast, tsopt.Optimized)
     torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_caches_that_a_server_has_frozen_before_it_forks_are_found(way):
+    """`gc.freeze()` hides them from the garbage collector's list of objects and of what refers to them."""
+    TABLE[-1] = NESTED["tables"][-1] = (torch.ones(1),)  # an empty dict would not be hidden
+    gc.freeze()
+    model, x = Positions(way).eval(), torch.randn(2, 4)
+    program = tsopt.capture(model, x)
+    torch.testing.assert_close(program.module()(x)[0], model.linear(x) + torch.arange(4.0))
+    torch.testing.assert_close(model(x), program.module()(x)[0])

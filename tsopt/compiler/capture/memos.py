@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import weakref
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 MOST = 64  # tensors that are looked for: each search goes through all objects of the process
+HOLDERS = (functools._lru_cache_wrapper, dict, list)  # what can have got a tensor since it was frozen
+LEAVES = (str, bytes, int, float, bool, type(None))
 
 
 def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
@@ -31,12 +34,16 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
     left = [
         item for item in gc.get_objects() if type(item) is FakeTensor and getattr(item, "fake_mode", None) is alive
     ][:MOST]
+    if not left:
+        return False
+    frozen = _frozen_containers()
     found = False
     todo: list[Any] = list(left)
     seen = {id(left), id(todo), *map(id, left)}
     while todo:
-        item = todo.pop()
-        for holder in gc.get_referrers(item):
+        wave, todo = todo, []
+        seen |= {id(wave), id(todo)}
+        for item, holder in _held_by(wave, frozen):
             if isinstance(holder, functools._lru_cache_wrapper):
                 holder.cache_clear()
                 found = True
@@ -47,4 +54,35 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
             elif type(holder) in (tuple, list) and id(holder) not in seen:
                 seen.add(id(holder))
                 todo.append(holder)
+    return found
+
+
+def _held_by(wave: list[Any], frozen: list[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of an item and what refers to it."""
+    by_id = {id(item): item for item in wave}
+    pairs = [(item, holder) for item in wave for holder in gc.get_referrers(item) if holder is not by_id]
+    for holder in frozen:
+        pairs += [(by_id[id(item)], holder) for item in gc.get_referents(holder) if id(item) in by_id]
+    return pairs
+
+
+def _frozen_containers() -> list[Any]:
+    """Containers that `gc.freeze()` has hidden from `gc.get_referrers`, as servers that fork call it.
+
+    They cannot be listed, but everything that a module of Python leads to can be walked.
+    """
+    if not gc.get_freeze_count():
+        return []
+    known = {id(item) for item in gc.get_objects()}
+    seen = {id(module) for module in sys.modules.values()}
+    todo: list[Any] = list(sys.modules.values())
+    found: list[Any] = []
+    while todo:
+        item = todo.pop()
+        if isinstance(item, HOLDERS) and id(item) not in known:
+            found.append(item)
+        for other in gc.get_referents(item):
+            if id(other) not in seen and not isinstance(other, LEAVES):
+                seen.add(id(other))
+                todo.append(other)
     return found
