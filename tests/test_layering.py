@@ -55,6 +55,7 @@ WITHOUT_TORCH = (
     "compiler/calls/types.py",
     "compiler/calls/result_views.py",
     "compiler/calls/example.py",
+    "runtime/checking/verdict.py",
     "runtime/calling/ambient.py",
     "runtime/bundles/store.py",
     "runtime/backends/backend.py",

@@ -245,6 +245,41 @@ def test_large_inputs_have_a_wider_limit_but_may_not_overflow():
     assert "infinities" in oracle.judge(overflows, precision="fp16").reason
 
 
+def far(away):
+    """A model whose outputs for the example are 100 times as large as for what is drawn like it, and a candidate."""
+
+    def model(x):
+        return x.mean() * torch.ones(4) if x.std() < 1e-3 else x[:4] * 0.01
+
+    return model, lambda x: model(x) + away
+
+
+def test_outputs_near_zero_by_chance_decide_nothing():
+    example = torch.ones(64)
+    model, candidate = far(0.02)
+    made_up = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    assert not compare(candidate(made_up), model(made_up), limit=0.03).ok
+    oracle = Oracle(model, tsopt.example(example), None)
+    oracle.expected = [item for item in oracle.expected if item.inputs.kind in ("example", "drawn-1", "random")]
+    assert oracle.judge(candidate, precision="bf16").ok
+    assert not oracle.judge(far(0.04)[1], precision="bf16").ok
+
+
+def test_small_inputs_are_not_measured_by_the_example():
+    underflows = lambda x: torch.where(x.abs() < 0.05, 0.0, x * 2)  # noqa: E731
+    found = Oracle(lambda x: x * 2, tsopt.example(torch.rand(64) + 1), None).judge(underflows, precision="fp16")
+    assert not found.ok
+    assert "on the tiny input" in found.reason
+
+
+def test_beyond_the_limit_is_not_accurate_enough_and_an_infinity_is_wrong():
+    oracle = Oracle(lambda x: x * 2, tsopt.example(X), None)
+    found = oracle.judge(lambda x: x * 2.1, precision="bf16")
+    assert (found.status, str(found)) == ("not accurate enough", f"not accurate enough: {found.reason}")
+    assert oracle.judge(lambda x: x * 2 / 0, precision="bf16").status == "wrong"
+    assert oracle.judge(lambda x: x * 2, precision="bf16").status == "ok"
+
+
 # ---- who races --------------------------------------------------------------------------------------------
 
 

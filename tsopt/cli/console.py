@@ -26,6 +26,7 @@ STYLES = {
     "undecided": "yellow",
     "slower": "yellow",
     "wrong": "red",
+    "not accurate enough": "yellow",
     "failed": "red",
     "crashed": "red",
     "exited": "red",

@@ -7,6 +7,7 @@ error added, because an RMSE hides one bad element in a million.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ def compare(
     *,
     exact: bool = False,
     limit: float | None = None,
+    size: float = 0.0,
     reference64: Callable[[], torch.Tensor | None] | None = None,
 ) -> Comparison:
     """Compares two tensors.
@@ -53,6 +55,7 @@ def compare(
         exact: require bit-equal values (including the sign of zero and the positions of NaN, not their payload).
         limit: of the relative difference |result - reference| / |reference|, each the root of the sum of squares, for
             what was computed in a lower precision on purpose; of other values 1 % may differ.
+        size: for `limit`, the root mean square that the reference counts as where its own is smaller.
         reference64: gives the float64 value, when the element test has failed.
     """
     kind = _kind(result, reference)
@@ -77,7 +80,7 @@ def compare(
     if places:
         return Comparison(False, "places", difference, places)
     if limit is not None:
-        return _limit_test(_finite(result), _finite(reference), limit, difference)
+        return _limit_test(_finite(result), _finite(reference), limit, size, difference)
     rtol, atol, tol = TOLERANCES[reference.dtype]
     # A copy in float64: differences of float16 values and squares of large float32 values overflow.
     res, ref = _finite(result), _finite(reference)
@@ -100,8 +103,8 @@ def compare(
     return _float64_test(res, ref, truth, atol * scale, tol * scale, difference, failed, reference.dtype)
 
 
-def _limit_test(res: torch.Tensor, ref: torch.Tensor, limit: float, difference: float) -> Comparison:
-    size, away = float(ref.norm()), float((res - ref).norm())
+def _limit_test(res: torch.Tensor, ref: torch.Tensor, limit: float, size: float, difference: float) -> Comparison:
+    size, away = max(float(ref.norm()), size * math.sqrt(ref.numel())), float((res - ref).norm())
     if away <= limit * size:
         return Comparison(True, "limit", difference)
     reason = (

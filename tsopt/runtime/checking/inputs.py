@@ -54,6 +54,9 @@ def exported(program: Program) -> ExportedProgram:
     )
 
 
+OF_THE_SAME_SIZE = ("drawn", "random")  # beginnings of the kinds of inputs that are made up as large as the example
+
+
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
     """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
     `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and `zeros`,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+INACCURATE = "not accurate enough"
 ORDER = ("bits", "element", "float64", "decision", "limit")  # from the strictest test to the weakest
 
 
@@ -25,9 +26,16 @@ class Verdict:
     reason: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def status(self) -> str:
+        """That of a row: `not accurate enough` where a lower precision was asked for, and loses more than it may."""
+        if self.ok:
+            return "ok"
+        return INACCURATE if self.test == "limit" else "wrong"
+
     def __str__(self) -> str:
         if not self.ok:
-            return f"wrong: {self.reason}"
+            return f"{self.status}: {self.reason}"
         how = {
             "bits": "bit-equal",
             "element": "equal within rounding",

@@ -18,7 +18,7 @@ from typing import Any
 from tsopt._version import __version__
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.checking.verdict import ORDER, Verdict
+from tsopt.runtime.checking.verdict import INACCURATE, ORDER, Verdict
 from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
@@ -35,7 +35,8 @@ FORMAT = 2
 MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
-KEPT = ("ok", "wrong", "failed", NOT_CHECKED, MISSING, *REFUSED)  # statuses of rows: another day is as this one was
+# Statuses of rows: another day is as this one was.
+KEPT = ("ok", "wrong", INACCURATE, "failed", NOT_CHECKED, MISSING, *REFUSED)
 
 
 @dataclass(frozen=True, slots=True)

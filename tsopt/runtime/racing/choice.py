@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
 from tsopt.runtime.racing.speedup import UNDECIDED, speedup
@@ -70,8 +71,10 @@ def choose(
             judges[few] = fresh(few)
         try:
             others = [item for item in contenders.values() if item is not contender]
-            executable, failure = _verified(row, candidate, contender, maker, judges[few], others)
-            status, failure = "wrong", failure or streak(executable)
+            executable, verdict = _verified(row, candidate, contender, maker, judges[few], others)
+            status, failure = verdict.status, verdict.reason
+            if verdict.ok:
+                status, failure = "wrong", streak(executable)
         except Exception as error:  # whatever it raises, it is out
             ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
             status = ending if ending in outcomes.LOST else "wrong"
@@ -97,8 +100,8 @@ def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Can
 
 def _verified(
     row: Row, candidate: Candidate, contender: Contender, maker: Maker, judge: Judge, others: Sequence[Contender]
-) -> tuple[Executable, str]:
-    """The contender in this process, and why it is wrong; empty when it is right."""
+) -> tuple[Executable, Verdict]:
+    """The contender in this process, and whether it is right."""
     timed = None
     if isinstance(contender, Isolated) and not contender.retired:
         # The one that was timed first: state that the timing has corrupted shows there, and it crashes there.
@@ -108,7 +111,7 @@ def _verified(
     executable = maker.here(contender, candidate)
     verdict = judge.judge(executable, precision=candidate.precision) if timed is None or timed.ok else timed
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
-    return executable, "" if verdict.ok else verdict.reason
+    return executable, verdict
 
 
 def _why_eager(rows: Sequence[Row]) -> str:

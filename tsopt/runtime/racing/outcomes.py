@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from tsopt.runtime.checking.verdict import INACCURATE
+
 MISSING = "missing"
 OUT_OF_MEMORY, SYSTEM_ERROR = "out of memory", "system error"
 LOST = ("crashed", "exited", "timed out", OUT_OF_MEMORY, SYSTEM_ERROR)  # none of them for what the model computes
 REFUSED = ("unsupported", "no gain")  # for what the model computes, before anything ran
 NOT_CHECKED = "not checked"  # too far behind the best to be of interest
-STATUSES = ("ok", "wrong", "failed", NOT_CHECKED, MISSING, *REFUSED, *LOST)
+STATUSES = ("ok", "wrong", INACCURATE, "failed", NOT_CHECKED, MISSING, *REFUSED, *LOST)
 
 # protobuf raises the last one when it has no room for a message; models of more than 2 GB are written otherwise.
 _NO_ROOM = ("MemoryError", "OutOfMemoryError", "EncodeError")

@@ -226,7 +226,7 @@ class _Preparation:
             made.notes += verdict.notes
             entry.row = replace(entry.row, accuracy=verdict)
             if not verdict.ok:
-                entry.leave("wrong", verdict.reason)
+                entry.leave(verdict.status, verdict.reason)
                 return
             entry.row = replace(entry.row, notes=made.notes)
 
