@@ -16,12 +16,14 @@ from tests.passes.random_calls import Drawn
 from tests.passes.random_programs import RULES, around, programs
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.quantized import in_float
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.verify import output_aliases, verify_program
 from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.passes import STANDARD
+from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.reference64 import Reference64
 
@@ -195,6 +197,29 @@ def test_every_rule_keeps_programs_around_its_pattern(rule, fuzz_factor):
             assert_at_rest(after, passes, Numerics.ROUNDING)
 
     check()
+
+
+def test_quantization_keeps_random_programs_legal(fuzz_factor):
+    """How near the answers are is for a race to judge: values of random programs know no bounds."""
+    quantized = 0
+
+    @campaign(30, fuzz_factor)
+    @given(drawn=st.sampled_from([rule for rule in RULES if "linear" in rule.name]).flatmap(around))
+    def check(drawn):
+        nonlocal quantized
+        before = drawn.program
+        for program in (before, run(before, STANDARD)[0]):
+            after, records = run(program, (DynamicInt8(),), Limits(Numerics.LOSSY))
+            quantized += sum(len(record.done) for record in records)
+            assert (after is program) == (not fired(records))
+            for made in (after, run(after, STANDARD)[0], in_float(after)):
+                verify_program(made, aliases=output_aliases(before))
+                assert shared_memory(made, drawn.inputs) <= shared_memory(before, drawn.inputs)
+                for mine, theirs in zip(evaluate(made, drawn.inputs), evaluate(before, drawn.inputs), strict=True):
+                    assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+
+    check()
+    assert quantized > 10
 
 
 def flat(passes: Sequence[Pass | Repeat]) -> list[Pass]:

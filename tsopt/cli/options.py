@@ -103,7 +103,11 @@ Backends = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option("--precision", metavar="P", help="fp32, or bf16, fp16, tf32 or auto to try lower precisions as well."),
+    typer.Option(
+        "--precision",
+        metavar="P",
+        help="fp32, or bf16, fp16, tf32, int8 or auto (all but int8) to try lower precisions as well.",
+    ),
 ]
 Seed = Annotated[
     int, typer.Option("--seed", callback=_seed, help="Random seed for the model file and for generated inputs.")

@@ -20,6 +20,7 @@ RULE = "fold_constant"
 TOO_LARGE = "the result would be much larger than its inputs"
 TRAPS = "an integer division that raises or crashes the process at run time"
 RAISES = "it raises, and the error is left to run time"
+QUANTIZED = "the weight is quantized, and engines that compute on integers read it as it is"
 
 # Integer ops whose divisor must be looked at before they run: INT_MIN by -1 is a SIGFPE in torch and in ORT.
 DIVIDES = ("div", "divide", "floor_divide", "remainder", "fmod", "true_divide", "__rshift__", "__lshift__")
@@ -72,6 +73,8 @@ class FoldConstants(Pass):
         return Changes(tuple(done), tuple(declined))
 
     def _evaluate(self, node: fx.Node, values: dict[fx.Node, object], source_bytes: int) -> str | None:
+        if ops.is_quantization(node.target):
+            return QUANTIZED
         allowed = min(self.ceiling, max(self.floor, int(self.growth * source_bytes)))
         if sum(_dense_bytes(t) for t in ops.tensors_of(node.meta.get("val"))) > allowed:
             return TOO_LARGE

@@ -21,10 +21,12 @@ from tsopt.compiler.graph.infer import infer
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.compiler.precision_names import FP32, INT8
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain
+from tsopt.passes.quantize.dynamic import DynamicInt8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,14 +76,17 @@ class LowerPrecision(Pass):
 
 
 def in_precision(program: Program, precision: str) -> Program:
-    """The program with its products in `bf16` or `fp16`; itself for `fp32`.
+    """The program with its products in `bf16` or `fp16`, or its linear layers in `int8`; itself for `fp32`.
 
     Raises:
         NoGain: there is no product of float32 values.
     """
     if precision == FP32:
         return program
-    made, _ = run(program, (LowerPrecision(precision),), Limits(Numerics.LOSSY))
+    change: Pass = DynamicInt8(largest_weight()) if precision == INT8 else LowerPrecision(precision)
+    made, _ = run(program, (change,), Limits(Numerics.LOSSY))
+    if made is program and precision == INT8:
+        raise NoGain("the program has no float32 linear layer with a constant weight to run in int8")
     if made is program:
         raise NoGain(f"the program has no float32 matrix products to run in {precision}")
     return made

@@ -56,7 +56,8 @@ SECRET_WRITES = {
 }
 
 # Namespaces whose functional ops do what their schema says; a custom op may log, count or talk to a device.
-KNOWN_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision", "tsopt"})
+QUANTIZATION = "quantized_decomposed"  # a namespace of compositions of ATen ops, without kernels of their own
+KNOWN_PURE = frozenset({"aten", "prims", QUANTIZATION, "torchvision", "tsopt"})
 KNOWN_PURE_OPS = frozenset({"transformers::grouped_mm_fallback"})  # products of experts, in a loop of Python
 
 DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide"})
@@ -133,6 +134,11 @@ def bind(node: fx.Node) -> Arguments:
 def writes(target: object) -> bool:
     """Whether the call changes one of its arguments."""
     return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_quantization(target: object) -> bool:
+    """Whether a call quantizes or dequantizes."""
+    return isinstance(target, OpOverload) and target.namespace == QUANTIZATION
 
 
 def writes_in_secret(node: fx.Node) -> bool:

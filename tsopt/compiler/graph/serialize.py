@@ -9,6 +9,7 @@ ATen ops, and the program is verified before it runs.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import operator
 import os
@@ -337,6 +338,8 @@ def _overload(name: Any) -> Any:
     if str(name).startswith("size.") and str(name)[5:] in ops.NUMBERS:
         return ops.NUMBERS[str(name)[5:]]
     parts = str(name).split(".")
+    if parts[0] == ops.QUANTIZATION:
+        importlib.import_module("torch.ao.quantization.fx._decomposed")  # it registers them
     if len(parts) == 3 and parts[0] in ops.KNOWN_PURE and all(part.isidentifier() for part in parts):
         namespace = getattr(torch.ops, parts[0])
         packet = getattr(namespace, parts[1], None)

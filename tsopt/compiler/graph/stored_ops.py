@@ -85,9 +85,6 @@ REFUSED: dict[str, str] = {
     "segment_reduce": "offsets are not bounds-checked: it can read outside the data",
 }
 
-# Namespaces other than ATen whose ops are compositions of ATen ops, without separate kernels.
-COMPOSED = frozenset({"quantized_decomposed"})
-
 DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 DTYPES = frozenset(getattr(torch, name) for name in SHORT)
 
@@ -111,7 +108,7 @@ def refusal(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> st
     if name in REFUSED:
         return REFUSED[name]
     pointwise = torch.Tag.pointwise in target.tags and not name.startswith("_") and "backward" not in name
-    if not (pointwise or name in LISTED or target._schema.name in CHECKS or target.namespace in COMPOSED):
+    if not (pointwise or name in LISTED or target._schema.name in CHECKS or ops.is_quantization(target)):
         return "it is not on the list of ops that validate their arguments"
     for value in (*args, *kwargs.values()):
         reason = _of_another_kind(value)

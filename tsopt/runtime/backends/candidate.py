@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import FP32, PRECISIONS
+from tsopt.compiler.precision_names import FP32, HALVES, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 
-AUTO = "auto"  # every precision
+AUTO = "auto"  # every floating-point precision
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -111,7 +111,7 @@ def candidates_for(
     Args:
         wanted: texts that `Candidate.parse` reads; `all` for every engine; None for what compiles in seconds and is
             installed.
-        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them.
+        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them but int8.
         on_gpu: whether the model is on a GPU.
 
     Raises:
@@ -139,7 +139,7 @@ def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidat
     """The backends that have lower precisions, once more in each that is asked for."""
     if precision not in (*PRECISIONS, AUTO):
         raise UsageError(f"unknown precision {precision!r}", fix=f"use one of: {', '.join((*PRECISIONS, AUTO))}")
-    asked = PRECISIONS[1:] if precision == AUTO else (precision,) if precision != FP32 else ()
+    asked = ("tf32", *HALVES) if precision == AUTO else (precision,) if precision != FP32 else ()
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if asked and not found:

@@ -19,10 +19,12 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
+from tsopt.compiler.graph.quantized import quantized_linear
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.errors import NoGain
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.backends.onednn_int8 import lower_int8
 from tsopt.runtime.calling.executable import Executable
 
 MEASURED = "measured.json"
@@ -83,7 +85,7 @@ class OneDnnBackend:
         by_strides = next((node for node in program.calls() if node.target in BY_STRIDES), None)
         if by_strides is not None:
             return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} depends on the strides of its input")]
-        if not any(_is_layer(program, node) for node in program.calls()):
+        if not any(_is_layer(program, node) or quantized_linear(program, node) for node in program.calls()):
             return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
         return []
 
@@ -95,7 +97,7 @@ class OneDnnBackend:
         return self._executable(program, lower(program, json.loads((directory / MEASURED).read_text())))
 
     def _executable(self, program: Program, lowered: Lowered) -> Executable:
-        if not lowered.packed:
+        if not lowered.packed and not lowered.on_integers:
             raise NoGain(
                 "torch's own kernels are at least as fast for every layer",
                 fix="no action needed: eager already runs these kernels",
@@ -115,10 +117,7 @@ class OneDnnBackend:
             save=save,
             hand_over=hand_over,
             options={"threads": self.threads},
-            notes=[
-                f"{lowered.packed} of {lowered.layers} layers run with oneDNN, the others with torch",
-                *lowered.notes,
-            ],
+            notes=lowered.said,
         )
 
 
@@ -129,14 +128,26 @@ class Lowered:
     Attributes:
         weights: names of packed weights, by layer.
         faster: whether oneDNN's kernel is the faster one, by kind of layer.
+        quantized: linear layers that the program computes on 8-bit integers; of these, `on_integers` run so.
     """
 
     program: Program
     layers: int = 0
     packed: int = 0
+    quantized: int = 0
+    on_integers: int = 0
     weights: dict[tuple[Any, ...], str] = field(default_factory=dict)
     faster: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def said(self) -> list[str]:
+        """What a report says of it."""
+        layers = f"{self.packed} of {self.layers} layers run with oneDNN, the others with torch"
+        if not self.quantized:
+            return [layers, *self.notes]
+        said = [f"{self.on_integers} of {self.quantized} linear layers run in int8, the others in float32"]
+        return [*said, *([f"in float32, {layers}"] if self.layers else []), *self.notes]
 
 
 def lower(program: Program, faster: Mapping[str, bool] | None = None) -> Lowered:
@@ -146,6 +157,9 @@ def lower(program: Program, faster: Mapping[str, bool] | None = None) -> Lowered
         faster: what has been measured before.
     """
     made = Lowered(program.copy(), faster=dict(faster or {}))
+    made.on_integers, made.quantized = lower_int8(made.program, made.faster)
+    if made.quantized and not made.on_integers:
+        raise NoGain("no linear layer is faster in int8 on this machine")
     graph = made.program.graph
     for node in list(graph.nodes):
         if node.target in VIEWS:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import HALVES
+from tsopt.compiler.precision_names import HALVES, INT8
 from tsopt.errors import BackendError, UsageError
 
 Options = tuple[tuple[str, Any], ...]
@@ -88,7 +88,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "tsopt.runtime.backends.onednn:OneDnnBackend",
             "torch + oneDNN",
             "always",
-            lowered=HALVES,
+            lowered=(*HALVES, INT8),
         ),
         BackendInfo(
             "torchscript",

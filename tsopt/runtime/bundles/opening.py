@@ -79,6 +79,7 @@ def is_loaded_by(cls: type[Loads] | type) -> bool:
 
 
 def _of_program(directory: Path, info: BackendInfo, threads: int | None, signature: Signature) -> Executable:
+    from tsopt.compiler.graph.quantized import in_float
     from tsopt.compiler.graph.serialize import read_program
     from tsopt.compiler.graph.stored_ops import fill_uninitialized
 
@@ -89,6 +90,7 @@ def _of_program(directory: Path, info: BackendInfo, threads: int | None, signatu
             return compile(program, info.name, share_weights=True, **race_options(info.name, threads))
         except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
             log.info("%s: %s", directory, error.what)
+        program = in_float(program)
     return compile(program, PLAIN.name, share_weights=True, threads=threads)
 
 

@@ -1,0 +1,120 @@
+"""The form of quantized layers: what is recognized, what only looks like it, and the way back to float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler.graph import quantized
+from tsopt.compiler.graph.quantized import in_float, largest_weight, quantized_linear
+from tsopt.compiler.graph.serialize import read_program, write_program
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.passes.lower_precision import in_precision
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+@pytest.fixture
+def program(model):
+    return in_precision(tsopt.capture(model, X), "int8")
+
+
+def layers(program):
+    return [layer for node in program.calls() if (layer := quantized_linear(program, node)) is not None]
+
+
+def call(program, name):
+    """The first call of an op of `quantized_decomposed`."""
+    return next(node for node in program.calls() if f"quantized_decomposed.{name}" in str(node.target))
+
+
+def test_a_stored_program_has_its_layers_still(program, tmp_path):
+    write_program(program, tmp_path)
+    found = read_program(tmp_path)
+    assert len(layers(found)) == len(layers(program)) == 2
+    assert torch.equal(found.module()(X)[0], program.module()(X)[0])
+
+
+def _replace_argument(node, position, value):
+    node.args = (*node.args[:position], value, *node.args[position + 1 :])
+
+
+def _zero_points(program):
+    name = layers(program)[0].zeros
+    program.weights[name] = torch.ones_like(program.weights[name])
+
+
+def _one_scale(program):
+    name = layers(program)[0].scales
+    program.weights[name] = program.weights[name][:1]
+
+
+def _short_bias(program):
+    layer = layers(program)[0]
+    layer.bias.meta = {"val": layer.bias.meta["val"][:1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: _replace_argument(call(p, "choose_qparams"), 3, 0.1),
+        lambda p: _replace_argument(call(p, "quantize_per_tensor"), 4, 127),
+        lambda p: _replace_argument(call(p, "quantize_per_tensor"), 1, call(p, "quantize_per_tensor").args[2]),
+        lambda p: _replace_argument(call(p, "dequantize_per_tensor"), 1, call(p, "dequantize_per_tensor").args[2]),
+        lambda p: _replace_argument(call(p, "dequantize_per_tensor"), 3, 1),
+        lambda p: _replace_argument(call(p, "dequantize_per_channel"), 3, 1),
+        lambda p: _replace_argument(call(p, "dequantize_per_channel"), 4, -128),
+        lambda p: _replace_argument(call(p, "choose_qparams"), 0, layers(p)[1].x),
+        _zero_points,
+        _one_scale,
+        _short_bias,
+    ],
+    ids=[
+        "eps",
+        "range",
+        "scale",
+        "other scale",
+        "low",
+        "axis",
+        "weight range",
+        "other value",
+        "zeros",
+        "scales",
+        "bias",
+    ],
+)
+def test_another_form_is_left_to_torch(program, change):
+    """A kernel that takes the form for granted would compute something else, or read past the end of a tensor."""
+    change(program)
+    assert len(layers(program)) == 1
+
+
+def test_back_in_float_it_computes_with_the_rounded_weights(program, model):
+    made = in_float(program)
+    verify_program(made)
+    assert not layers(made)
+    assert not [node for node in made.calls() if "quantized" in str(node.target)]
+    assert [str(made.weights[name].dtype) for name in made.used_weights()] == ["torch.float32"] * 4
+    (answer,) = made.module()(X)
+    assert 0 < (answer - model(X)).norm() < 0.01 * model(X).norm()
+    assert len(layers(program)) == 2  # the one that was given
+
+
+def test_a_program_without_such_layers_is_in_float_already(model):
+    program = tsopt.capture(model, X)
+    assert in_float(program) is program
+
+
+@pytest.mark.parametrize(("vnni", "largest"), [(True, 127), (False, 64)])
+def test_the_largest_weight_depends_on_the_instructions_of_the_processor(monkeypatch, vnni, largest):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
+    assert largest_weight() == largest
+    assert vnni or 2 * quantized.UNSIGNED[1] * largest < 2**15

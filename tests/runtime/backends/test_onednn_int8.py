@@ -1,0 +1,222 @@
+"""Linear layers on integers by oneDNN: exact sums, inputs that no scale fits, and float32 where it is not worth it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import tsopt
+from tsopt.compiler.graph.quantized import quantized_linear
+from tsopt.errors import NoGain
+from tsopt.passes.lower_precision import in_precision
+from tsopt.runtime.backends import onednn_int8
+from tsopt.runtime.backends.onednn import OneDnnBackend, lower
+from tsopt.runtime.backends.onednn_int8 import linear, quantize
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.report import Report, Row
+
+X = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+NAN, INF = float("nan"), float("inf")
+
+
+def has_kernel():
+    try:
+        torch.ops.onednn.qlinear_prepack(torch.ones(4, 4, dtype=torch.int8), [1, 4])
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not has_kernel(), reason="this build of torch has no int8 linear kernel")
+
+
+def _integers_win(ways):
+    for way in ways:
+        way()
+    return [float(position) for position in range(len(ways))]
+
+
+def _floats_win(ways):
+    return [-second for second in _integers_win(ways)]
+
+
+@pytest.fixture
+def integers_win(monkeypatch):
+    """What is chosen must not depend on how busy this machine is; whether a kernel is right is still checked."""
+    monkeypatch.setattr(onednn_int8, "_best", _integers_win)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32, bias=False)).eval()
+
+
+@pytest.fixture
+def program(model):
+    return in_precision(tsopt.capture(model, X), "int8")
+
+
+def calls_of(lowered, target):
+    return [node for node in lowered.program.calls() if node.target is target]
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_layers_run_on_integers_and_compute_what_the_program_says(program, model):
+    lowered = lower(program)
+    assert (lowered.on_integers, lowered.quantized) == (2, 2)
+    assert not any("quantized_decomposed" in str(node.target) for node in lowered.program.calls())
+    (answer,), (wanted,) = lowered.program.module()(X), program.module()(X)
+    torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-5)
+    assert OneDnnBackend().compile(program).notes[0] == "2 of 2 linear layers run in int8, the others in float32"
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_what_several_layers_read_is_quantized_once():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(64, 32), nn.Linear(64, 48)
+
+        def forward(self, x):
+            return self.q(x), self.k(x)
+
+    lowered = lower(in_precision(tsopt.capture(Heads().eval(), X), "int8"))
+    assert len(calls_of(lowered, linear)) == 2
+    assert len(calls_of(lowered, quantize)) == 1
+
+
+def test_sums_of_the_largest_products_are_exact():
+    """64 products of 255 and 127, which saturate where pairs of them are added in 16 bits."""
+    largest = onednn_int8.largest_weight()
+    weight = torch.full((16, 64), largest, dtype=torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(weight, [1, 64])
+    x = torch.full((1, 64), 255, dtype=torch.uint8)
+    answer = linear(x, 1.0, 0, packed, weight, torch.ones(16), torch.zeros(16, dtype=torch.int64), None)
+    assert answer.tolist() == [[64.0 * 255 * largest] * 16]
+
+
+RANGES = {
+    "normal": X,
+    "zeros": X * 0,
+    "one value": torch.full((5, 64), 3.0),
+    "negative": -X.abs(),
+    "symmetric": X.clamp(-1, 1),
+    "far from zero": X + 1000,
+    "large": X * 1e25,
+    "denormal": X * 1e-40,
+}
+
+
+@pytest.mark.parametrize("x", RANGES.values(), ids=RANGES)
+def test_quantization_rounds_to_the_nearest_step(x):
+    integers, scale, zero = quantize(x)
+    assert integers.dtype == torch.uint8
+    error = ((integers.double() - zero) * scale - x.double()).abs().max()
+    assert error <= 0.501 * scale + 1e-6 * x.abs().max()
+    assert (torch.tensor(0.0) / scale + zero) == zero  # 0.0 is exact
+
+
+@pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize("x", RANGES.values(), ids=RANGES)
+def test_inputs_of_any_range_keep_their_accuracy(program, model, x):
+    first = nn.Sequential(model[0])
+    (answer,) = lower(in_precision(tsopt.capture(first, X), "int8")).program.module()(x)
+    wanted = first(x)
+    assert (answer - wanted).double().norm() < 0.03 * wanted.double().norm()
+
+
+@pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize("odd", [NAN, INF, -INF, 1e37])
+def test_what_no_scale_fits_is_computed_in_float(program, model, odd):
+    x = X.index_fill(0, torch.tensor([1]), odd)
+    (answer,), wanted = lower(program).program.module()(x), model(x)
+    assert torch.equal(answer.isnan(), wanted.isnan())
+    assert torch.equal(answer.isinf(), wanted.isinf())
+    rows = [0, 2, 3, 4]
+    assert (answer[rows] - wanted[rows]).norm() < 0.03 * wanted[rows].norm()
+
+
+def test_layers_that_would_not_be_faster_get_their_weights_back(program, monkeypatch):
+    monkeypatch.setattr(onednn_int8, "_best", _floats_win)
+    made = program.copy()
+    assert onednn_int8.lower_int8(made, {}) == (0, 2)
+    assert not any(quantized_linear(made, node) or "quantized" in str(node.target) for node in made.calls())
+    with pytest.raises(NoGain, match="no linear layer is faster in int8 on this machine"):
+        OneDnnBackend().compile(program)
+
+
+def test_what_was_measured_is_not_measured_again(program, monkeypatch):
+    monkeypatch.setattr(onednn_int8, "_best", _integers_win)
+    measured = json.loads(json.dumps(lower(program).faster))
+    monkeypatch.setattr(onednn_int8, "_best", None)
+    assert lower(program, measured).on_integers == 2
+    refused = {kind: False for kind in measured}
+    with pytest.raises(NoGain):
+        lower(program, refused)
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_a_kernel_that_adds_up_something_else_is_out(program, monkeypatch):
+    real = onednn_int8.linear
+    monkeypatch.setattr(onednn_int8, "linear", lambda *args: real(*args) * 1.01)
+    assert onednn_int8.lower_int8(program.copy(), {})[0] == 0
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_weights_that_this_processor_could_not_add_up_run_in_float(program, monkeypatch):
+    """A program that was quantized on a machine with VNNI."""
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    assert any(int(w.abs().max()) > 64 for w in program.weights.values() if w.dtype == torch.int8)
+    assert onednn_int8.lower_int8(program.copy(), {})[0] == 0
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_optimize_races_it(model):
+    fast = tsopt.optimize(
+        model, X, precision="int8", backends=("onednn",), cache=False, isolate=False, seconds=0.05, time_all=True
+    )
+    row = next(row for row in fast.report.rows if row.key == "onednn?precision=int8")
+    assert row.status == "ok"
+    assert row.accuracy.ok
+    assert "2 of 2 linear layers run in int8, the others in float32" in row.notes
+
+
+@pytest.fixture
+def saved(model, tmp_path):
+    """A bundle whose winner runs on integers: a race would choose by the clock."""
+    program = in_precision(tsopt.capture(model, X), "int8")
+    key = "onednn?precision=int8"
+    rows = (Row("eager"), Row("torch + oneDNN, precision int8", key=key))
+    report = Report(
+        model="Sequential", rows=rows, winner_key=key, why="chosen", nodes=(3, 3), environment=environment()
+    )
+
+    def refuse(example):
+        raise tsopt.BackendError("no other form")
+
+    executable = OneDnnBackend().compile(program)
+    executable.precision = "int8"
+    return Optimized(model, program, executable, report, tsopt.example(X), refuse, "capture").save(tmp_path / "m.tsopt")
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_a_bundle_holds_the_integers_and_runs_on_them(model, saved):
+    loaded = tsopt.load(saved)
+    assert loaded.backend == "onednn"
+    assert 0 < (loaded(X) - model(X)).norm() < 0.03 * model(X).norm()
+    stored = load_file(saved / "weights.safetensors")
+    assert [w.dtype for w in stored.values() if w.dim() == 2] == [torch.int8] * 2
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_a_bundle_runs_in_float_where_integers_are_no_gain(model, saved, monkeypatch):
+    monkeypatch.setattr(onednn_int8, "_best", _floats_win)
+    loaded = tsopt.load(saved)
+    assert loaded.backend == "eager"
+    assert (loaded(X) - model(X)).norm() < 0.02 * model(X).norm()

@@ -1,0 +1,166 @@
+"""The form of a quantized linear layer in a Program: what a pass writes, and what engines look for.
+
+It is written with ops of `quantized_decomposed`, which torch can run: the reference for what an engine makes of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.ao.quantization.fx._decomposed  # it registers the ops
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.edit import fresh_name, new_call, new_weight
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program
+
+quantized = torch.ops.quantized_decomposed
+UNSIGNED = (0, 255, torch.uint8)
+SIGNED = (-127, 127, torch.int8)
+SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
+
+LARGEST = 127  # of a weight
+# Without VNNI instructions, two products of an unsigned and a signed byte are added in 16 bits, which saturate
+# silently: 2 * 255 * 64 is below 2^15.
+LARGEST_WITHOUT_VNNI = 64
+
+
+def largest_weight() -> int:
+    """The largest magnitude of an int8 weight whose products with uint8 values this processor adds up exactly."""
+    return LARGEST if torch.cpu._is_vnni_supported() else LARGEST_WITHOUT_VNNI
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """A linear layer on 8-bit integers, with one scale and zero point for the input, which each call computes.
+
+    Attributes:
+        node: the call of `aten.linear`.
+        x: its input before quantization: float32, [..., in].
+        dequantized: the input after quantization and back.
+        weight: name of the int8 weight, [out, in].
+        scales: name of the scales of its rows, float32, [out].
+        zeros: name of its zero points, all 0, int64, [out].
+        bias: float32, [out], or nothing.
+    """
+
+    node: fx.Node
+    x: fx.Node
+    dequantized: fx.Node
+    weight: str
+    scales: str
+    zeros: str
+    bias: fx.Node | None
+
+
+def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
+    """Calls before a layer that quantize a float32 value to uint8, so that 0.0 is exact, and back."""
+
+    def add(target: object, *args: object) -> fx.Node:
+        return new_call(program, layer, layer, target, args, {})
+
+    chosen = add(quantized.choose_qparams.tensor, x, *UNSIGNED[:2], SMALLEST, UNSIGNED[2])
+    scale, zero = (add(operator.getitem, chosen, position) for position in (0, 1))
+    integers = add(quantized.quantize_per_tensor.tensor, x, scale, zero, *UNSIGNED)
+    return add(quantized.dequantize_per_tensor.tensor, integers, scale, zero, *UNSIGNED)
+
+
+def quantize_weight(program: Program, layer: fx.Node, weight: fx.Node, largest: int) -> fx.Node:
+    """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each row."""
+    integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest)
+    parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64)}
+    held = [
+        new_weight(program, weight.next, fresh_name(f"{weight.target}.{name}", program.weights), value)
+        for name, value in parts.items()
+    ]
+    return new_call(program, layer, layer, quantized.dequantize_per_channel.default, (*held, 0, *SIGNED), {})
+
+
+def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The int8 values of a matrix and the scale of each row, the smallest there is for a row of zeros."""
+    scales = (weight.abs().amax(1) / largest).clamp(min=SMALLEST)
+    return (weight / scales[:, None]).round().clamp(-largest, largest).to(torch.int8), scales
+
+
+def quantized_linear(program: Program, node: fx.Node) -> QuantizedLinear | None:
+    """The layer that a call is, if it has exactly this form. A stored program may have any other."""
+    if node.target is not aten.linear.default:
+        return None
+    call = ops.bind(node)
+    dequantized, weight, bias = call["input"], call["weight"], call["bias"]
+    x = _quantized_input(dequantized)
+    if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
+        return None
+    *held, axis, low, high, dtype = weight.args
+    if (axis, low, high, dtype) != (0, *SIGNED) or any(item.op != "get_attr" for item in held) or weight.kwargs:
+        return None
+    names = [str(item.target) for item in held]
+    integers, scales, zeros = (program.weights[name] for name in names)
+    rows = integers.shape[:1]
+    fits = (
+        (integers.dtype, integers.dim(), scales.dtype, scales.shape) == (torch.int8, 2, torch.float32, rows)
+        and (zeros.dtype, zeros.shape, bool(zeros.any())) == (torch.int64, rows, False)
+        and integers.device.type == "cpu"
+        and (bias is None or _type(bias) == (torch.float32, rows))
+        and _type(x)[0] == torch.float32
+    )
+    return QuantizedLinear(node, x, dequantized, names[0], names[1], names[2], bias) if fits else None
+
+
+def restore(program: Program, layer: QuantizedLinear) -> None:
+    """The layer in float32, with the weight that its integers stand for. What it read before may be unused then."""
+    name = fresh_name(f"{layer.weight}.float", program.weights)
+    value = program.weights[layer.weight] * program.weights[layer.scales][:, None]
+    held = new_weight(program, layer.node, name, value)
+    layer.node.args = (layer.x, held, layer.bias)
+    layer.node.kwargs = {}
+
+
+def in_float(program: Program) -> Program:
+    """A copy with every quantized layer in float32; the program itself if there is none."""
+    if not any(quantized_linear(program, node) for node in program.calls()):
+        return program
+    made = program.copy()
+    for node in list(made.calls()):
+        layer = quantized_linear(made, node)
+        if layer is not None:
+            restore(made, layer)
+    erase_dead(made)
+    return made
+
+
+def erase_dead(program: Program) -> None:
+    """Erases the calls that only quantized layers read."""
+    for node in reversed(list(program.graph.nodes)):
+        if not node.users and (ops.is_pure(node) or node.op == "get_attr"):
+            program.graph.erase_node(node)
+
+
+def _quantized_input(dequantized: Any) -> fx.Node | None:
+    """The value that was quantized and read back, if `quantize_input` could have written it."""
+    if not _calls(dequantized, quantized.dequantize_per_tensor.tensor):
+        return None
+    integers, scale, zero, *kind = dequantized.args
+    if not _calls(integers, quantized.quantize_per_tensor.tensor) or tuple(kind) != UNSIGNED or dequantized.kwargs:
+        return None
+    x, *rest = integers.args
+    parts = [item.args for item in (scale, zero) if _calls(item, operator.getitem)]
+    if rest != [scale, zero, *UNSIGNED] or len(parts) != 2 or [part[1] for part in parts] != [0, 1]:
+        return None
+    chosen = parts[0][0]
+    wanted = (x, *UNSIGNED[:2], SMALLEST, UNSIGNED[2])
+    written = _calls(chosen, quantized.choose_qparams.tensor) and chosen.args == wanted
+    return x if written and parts[1][0] is chosen and isinstance(x, fx.Node) else None
+
+
+def _calls(value: Any, target: Any) -> bool:
+    return isinstance(value, fx.Node) and value.op == "call_function" and value.target is target
+
+
+def _type(node: fx.Node) -> tuple[torch.dtype, torch.Size]:
+    value = node.meta["val"]
+    return value.dtype, value.shape

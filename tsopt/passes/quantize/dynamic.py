@@ -1,0 +1,66 @@
+"""Linear layers on 8-bit integers, with scales of the activations that each call computes itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.quantized import LARGEST, erase_dead, quantize_input, quantize_weight
+from tsopt.compiler.precision_names import INT8
+from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicInt8(Pass):
+    """Linear layers of float32 with constant weights, on 8-bit integers. LOSSY.
+
+    Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
+    for the whole tensor.
+
+    Attributes:
+        largest: the largest magnitude of a weight; see `largest_weight`.
+    """
+
+    name = INT8
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+    largest: int = LARGEST
+
+    def run(self, program: Program, limits: Limits) -> Changes:
+        values: dict[fx.Node, fx.Node] = {}  # what is quantized once for all layers that read it
+        weights: dict[str, fx.Node] = {}
+        done = []
+        for node in list(program.graph.nodes):
+            if not is_layer(program, node) or not limits.take():
+                continue
+            done.append(Done("quantize_layer", origin_of(node)))
+            call = ops.bind(node)
+            x, weight = call["input"], call["weight"]
+            name = str(weight.target)
+            if x not in values:
+                values[x] = quantize_input(program, node, x)
+            if name not in weights:
+                weights[name] = quantize_weight(program, node, weight, self.largest)
+            node.args = (values[x], weights[name], call["bias"])
+            node.kwargs = {}
+        if done:
+            erase_dead(program)
+        return Changes(tuple(done), numerics=Numerics.LOSSY if done else Numerics.EXACT)
+
+
+def is_layer(program: Program, node: fx.Node) -> bool:
+    """Whether a call is a linear layer on the CPU with a finite constant weight."""
+    if node.target is not aten.linear.default:
+        return False
+    call = ops.bind(node)
+    weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
+    if weight is None or weight.dtype != torch.float32 or weight.dim() != 2 or weight.device.type != "cpu":
+        return False
+    value = call["input"].meta["val"]
+    return bool(value.dim() > 1 and value.numel() and weight.numel() and weight.isfinite().all())
