@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,44 +25,17 @@ from tsopt.errors import NoGain
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.backends.onednn_int8 import lower_int8
+from tsopt.runtime.backends.onednn_sites import LAYERS, LOSES_NAN, Site, each, sample, site_of
 from tsopt.runtime.calling.executable import Executable
 
 MEASURED = "measured.json"
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
-LOSES_NAN = "a ReLU fused into a layer turns NaN into 0, where PyTorch propagates NaN"
 # Of the largest value: a kernel further away than that is broken, not rounding.
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
-Attribute = tuple[str, list[float], str]
-NOTHING: Attribute = ("none", [], "")
-CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default)
-LAYERS = (*CONVOLUTIONS, aten.linear.default)
 # What reads memory by strides would read other values in another layout.
 BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
-
-
-def _bounds(low: str, high: str) -> Callable[[dict[str, Any]], Attribute | None]:
-    def read(call: dict[str, Any]) -> Attribute | None:
-        ends = [call[low], call[high]]
-        return ("hardtanh", [float(e) for e in ends], "") if all(isinstance(e, (int, float)) for e in ends) else None
-
-    return read
-
-
-# The activations that a layer can apply itself: op -> how oneDNN knows it, from the arguments of the call.
-ACTIVATIONS: dict[Any, Callable[[dict[str, Any]], Attribute | None]] = {
-    aten.relu.default: lambda call: ("relu", [], ""),
-    aten.relu6.default: lambda call: ("hardtanh", [0.0, 6.0], ""),
-    aten.hardtanh.default: _bounds("min_val", "max_val"),
-    aten.clamp.default: _bounds("min", "max"),
-    aten.sigmoid.default: lambda call: ("sigmoid", [], ""),
-    aten.tanh.default: lambda call: ("tanh", [], ""),
-    aten.silu.default: lambda call: ("swish", [], ""),
-    aten.hardswish.default: lambda call: ("hardswish", [], ""),
-    aten.gelu.default: lambda call: ("gelu", [], str(call["approximate"])),
-    aten.leaky_relu.default: lambda call: ("leaky_relu", [float(call["negative_slope"])], ""),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,52 +158,8 @@ def _is_layer(program: Program, node: fx.Node) -> bool:
     return bool(batched and value.dim() > 1 and value.numel() and node.meta["val"].numel())
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """A layer, and what follows it that the layer can do itself."""
-
-    layer: fx.Node
-    end: fx.Node
-    other: fx.Node | None
-    activation: Attribute
-
-    @property
-    def chain(self) -> list[fx.Node]:
-        """The calls that are replaced, in order."""
-        nodes = [self.layer]
-        while nodes[-1] is not self.end:
-            nodes.append(next(iter(nodes[-1].users)))
-        return nodes
-
-
-def _site(layer: fx.Node) -> Site:
-    end, other, activation = layer, None, NOTHING
-    user = _only_user(end)
-    if user is not None and user.target is aten.add.Tensor and ops.bind(user)["alpha"] == 1:
-        operands = [arg for arg in user.args[:2] if arg is not layer]
-        if len(operands) == 1 and isinstance(operands[0], fx.Node) and _alike(operands[0], layer):
-            end, other = user, operands[0]
-            user = _only_user(end)
-    if user is None or user.target not in ACTIVATIONS or not _alike(user, layer):
-        return Site(layer, end, other, activation)
-    found = ACTIVATIONS[user.target](ops.bind(user))
-    # NOTE: the linear kernel with a residual sum takes no activation after it.
-    if found is None or (other is not None and layer.target is aten.linear.default):
-        return Site(layer, end, other, activation)
-    return Site(layer, user, other, found)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    mine, theirs = a.meta.get("val"), b.meta["val"]
-    return isinstance(mine, torch.Tensor) and (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
-
-
 def _lower_layer(made: Lowered, layer: fx.Node) -> None:
-    site = _site(layer)
+    site = site_of(layer)
     call = ops.bind(layer)
     program = made.program
     weight = program.weights[str(call["weight"].target)]
@@ -271,14 +200,10 @@ def _pack(layer: fx.Node, call: dict[str, Any], weight: torch.Tensor) -> torch.T
         rows = torch.Size(sizes[:-1]).numel()
         return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
     spatial = weight.dim() - 2
-    padding, stride, dilation = (_each(call[key], spatial) for key in ("padding", "stride", "dilation"))
+    padding, stride, dilation = (each(call[key], spatial) for key in ("padding", "stride", "dilation"))
     return torch.ops.mkldnn._reorder_convolution_weight(  # type: ignore[no-any-return]
         weight, padding, stride, dilation, call["groups"], sizes
     )
-
-
-def _each(value: Sequence[int], count: int) -> list[int]:
-    return list(value) * count if len(value) == 1 else list(value)
 
 
 def _kernel(
@@ -291,7 +216,7 @@ def _kernel(
             return torch.ops.mkldnn._linear_pointwise.binary, (x, other, weight, bias, "add")
         return torch.ops.mkldnn._linear_pointwise.default, (x, weight, bias, kind, scalars, algorithm)
     spatial = len(site.layer.meta["val"].shape) - 2
-    padding, stride, dilation = (_each(call[key], spatial) for key in ("padding", "stride", "dilation"))
+    padding, stride, dilation = (each(call[key], spatial) for key in ("padding", "stride", "dilation"))
     geometry = (padding, stride, dilation, call["groups"])
     if other is None:
         return torch.ops.mkldnn._convolution_pointwise.default, (x, weight, bias, *geometry, kind, scalars, algorithm)
@@ -305,9 +230,9 @@ def _kernel(
 def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: torch.Tensor) -> bool:
     """Times the layer both ways on random values; a kernel that answers something else is out."""
     draw = torch.Generator().manual_seed(0)
-    x = _sample(tensor_type(call["input"]).shape, weight.dtype, draw)
-    other = None if site.other is None else _sample(tensor_type(site.other).shape, weight.dtype, draw)
-    bias = None if call["bias"] is None else _sample(tensor_type(call["bias"]).shape, weight.dtype, draw)
+    x = sample(tensor_type(call["input"]).shape, weight.dtype, draw)
+    other = None if site.other is None else sample(tensor_type(site.other).shape, weight.dtype, draw)
+    bias = None if call["bias"] is None else sample(tensor_type(call["bias"]).shape, weight.dtype, draw)
     target, args = _kernel(site, call, x, other, packed, bias)
     chain = site.chain
 
@@ -336,13 +261,6 @@ def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: t
                 run()
                 best[position] = min(best[position], time.perf_counter() - start)
     return best[1] < best[0]
-
-
-def _sample(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
-    value = torch.randn(shape, generator=draw).to(dtype)
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    # As the value comes out of the layer before: that is where the conversion is saved.
-    return value.contiguous(memory_format=formats[value.dim()]) if value.dim() in formats else value
 
 
 def _restore_outputs(program: Program) -> None:

@@ -94,7 +94,9 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, float, int]:
 
     One that holds NaN, infinities or values near the end of float32 is returned as it is, with scale 0.
     """
-    low, high = (float(end) for end in torch.aminmax(x))
+    # NOTE: of channels-last values, aminmax would make a copy first.
+    nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    low, high = (float(end) for end in torch.aminmax(x.permute(0, 2, 3, 1) if nhwc else x))
     low, high = min(low, 0.0), max(high, 0.0)
     scale = max((high - low) / HIGHEST, SMALLEST)
     if not scale <= LARGEST_SCALE:
