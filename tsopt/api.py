@@ -84,10 +84,10 @@ def optimize(
             minutes. With `"all"`, an engine that is not installed is a row in the table; one requested by name is an
             error.
         precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
-            `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers on 8-bit integers, with
-            scales that each call computes from its input (on the CPU). These candidates race alongside those in
-            `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most 4.4 % for `int8`,
-            which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
+            `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and 2-D convolutions on
+            8-bit integers, with scales that each call computes from its input (on the CPU). These candidates race
+            alongside those in `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most
+            4.4 % for `int8`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
         frontend: how the model is captured.
 
             - `"auto"`: by torch.export; by TorchScript where control flow is data-dependent; else partitioned; else

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 FP32 = "fp32"  # every value in the dtype that the model gives it
 HALVES = ("bf16", "fp16")
-INT8 = "int8"  # linear layers on 8-bit integers
+INT8 = "int8"  # linear layers and convolutions on 8-bit integers
 PRECISIONS = (FP32, "tf32", *HALVES, INT8)

@@ -76,7 +76,7 @@ class LowerPrecision(Pass):
 
 
 def in_precision(program: Program, precision: str) -> Program:
-    """The program with its products in `bf16` or `fp16`, or its linear layers in `int8`; itself for `fp32`.
+    """The program with its products in `bf16` or `fp16`, or its layers in `int8`; itself for `fp32`.
 
     Raises:
         NoGain: there is no product of float32 values.
@@ -86,7 +86,7 @@ def in_precision(program: Program, precision: str) -> Program:
     change: Pass = DynamicInt8(largest_weight()) if precision == INT8 else LowerPrecision(precision)
     made, _ = run(program, (change,), Limits(Numerics.LOSSY))
     if made is program and precision == INT8:
-        raise NoGain("the program has no float32 linear layer with a constant weight to run in int8")
+        raise NoGain("the program has no float32 linear layer or convolution with a constant weight to run in int8")
     if made is program:
         raise NoGain(f"the program has no float32 matrix products to run in {precision}")
     return made

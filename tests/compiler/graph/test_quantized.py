@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tsopt.compiler.graph import quantized
-from tsopt.compiler.graph.quantized import in_float, largest_weight, quantized_linear
+from tsopt.compiler.graph.quantized import in_float, largest_weight, quantized_layer
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.passes.lower_precision import in_precision
@@ -28,7 +28,7 @@ def program(model):
 
 
 def layers(program):
-    return [layer for node in program.calls() if (layer := quantized_linear(program, node)) is not None]
+    return [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
 
 
 def call(program, name):

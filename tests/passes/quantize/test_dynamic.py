@@ -11,7 +11,7 @@ import tsopt
 from tests.compiler.helpers import Net
 from tsopt.compiler.graph import quantized
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.graph.quantized import quantized_linear, quantized_weight
+from tsopt.compiler.graph.quantized import quantized_layer, quantized_weight
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
@@ -36,7 +36,7 @@ def in_int8(model, *inputs):
 
 
 def layers(program):
-    return [layer for node in program.calls() if (layer := quantized_linear(program, node)) is not None]
+    return [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
 
 
 def relative_error(program, model, *inputs):
@@ -91,19 +91,45 @@ def test_each_layer_takes_fuel_and_is_told_by_its_place():
     assert len(layers(made)) == 1
 
 
+def test_convolutions_are_quantized():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(4, 4, 3, 2, groups=2)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    program = in_int8(model, x)
+    assert [program.weights[layer.weight].shape for layer in layers(program)] == [(4, 3, 3, 3), (4, 2, 3, 3)]
+    assert 0 < relative_error(program, model, x) < 0.02
+
+
+KERNEL = torch.randn(8, 8, 1, 1, generator=torch.Generator().manual_seed(4))
+
+
 @pytest.mark.parametrize(
     "model",
     [
+        lambda self, x: F.conv2d(x[:, :, None, None], x[:, :, None, None]),
+        lambda self, x: F.conv2d(x.t()[:, :, None], KERNEL),
+        lambda self, x: F.conv1d(x[:, :, None], KERNEL[..., 0]),
+        lambda self, x: F.conv3d(x[:, :, None, None, None], KERNEL[..., None]),
         lambda self, x: F.linear(x, x),
         lambda self, x: F.linear(x[0], W),
         lambda self, x: F.linear(x.double(), W.double()),
         lambda self, x: F.linear(x[:0], W),
         lambda self, x: F.linear(x, torch.cat([W[:7], W[7:] * float("inf")])),
     ],
-    ids=["computed weight", "vector", "float64", "empty", "infinite weight"],
+    ids=[
+        "computed kernel",
+        "one image",
+        "conv1d",
+        "conv3d",
+        "computed weight",
+        "vector",
+        "float64",
+        "empty",
+        "infinite weight",
+    ],
 )
 def test_other_layers_stay_as_they_are(model):
-    with pytest.raises(NoGain, match="no float32 linear layer with a constant weight"):
+    with pytest.raises(NoGain, match="no float32 linear layer or convolution"):
         in_int8(model, X)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers on integers by oneDNN: exact sums, inputs that no scale fits, and float32 where it is not worth it."""
+"""Layers on integers by oneDNN: exact sums, inputs that no scale fits, and float32 where it is not worth it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tsopt
-from tsopt.compiler.graph.quantized import quantized_linear
+from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain
 from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends import onednn_int8
 from tsopt.runtime.backends.onednn import OneDnnBackend, lower
-from tsopt.runtime.backends.onednn_int8 import linear, quantize
+from tsopt.runtime.backends.onednn_int8 import quantize, run_layer
+from tsopt.runtime.backends.onednn_sites import ACTIVATIONS as FUSED
+from tsopt.runtime.backends.onednn_sites import NOTHING
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import Report, Row
@@ -73,7 +75,7 @@ def test_layers_run_on_integers_and_compute_what_the_program_says(program, model
     assert not any("quantized_decomposed" in str(node.target) for node in lowered.program.calls())
     (answer,), (wanted,) = lowered.program.module()(X), program.module()(X)
     torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-5)
-    assert OneDnnBackend().compile(program).notes[0] == "2 of 2 linear layers run in int8, the others in float32"
+    assert OneDnnBackend().compile(program).notes[0] == "2 of 2 layers run in int8, the others in float32"
 
 
 @pytest.mark.usefixtures("integers_win")
@@ -87,8 +89,68 @@ def test_what_several_layers_read_is_quantized_once():
             return self.q(x), self.k(x)
 
     lowered = lower(in_precision(tsopt.capture(Heads().eval(), X), "int8"))
-    assert len(calls_of(lowered, linear)) == 2
+    assert len(calls_of(lowered, run_layer)) == 2
     assert len(calls_of(lowered, quantize)) == 1
+
+
+IMAGE = torch.randn(2, 6, 9, 8, generator=torch.Generator().manual_seed(3))
+CONVOLUTIONS = [
+    nn.Conv2d(6, 8, 3),
+    nn.Conv2d(6, 8, 3, stride=2, padding=1, bias=False),
+    nn.Conv2d(6, 4, (3, 1), padding=(2, 1), dilation=2, groups=2),
+    nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    nn.Conv2d(6, 5, 1),
+]
+
+
+@pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize("x", [IMAGE, IMAGE.relu(), IMAGE.contiguous(memory_format=torch.channels_last), IMAGE + 5])
+@pytest.mark.parametrize("layer", CONVOLUTIONS, ids=str)
+def test_a_convolution_adds_up_what_the_program_says(layer, x):
+    """Also at the borders: padding is 0.0, which is the zero point, not 0."""
+    program = in_precision(tsopt.capture(nn.Sequential(layer).eval(), x), "int8")
+    lowered = lower(program)
+    assert lowered.on_integers == 1
+    (answer,), (wanted,) = lowered.program.module()(x), program.module()(x)
+    torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-4)
+    assert answer.stride() == wanted.stride()
+
+
+ACTIVATIONS = [nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.5, 0.25), nn.Tanh(), nn.SiLU(), nn.Hardswish(), nn.GELU()]
+ACTIVATIONS += [nn.GELU("tanh"), nn.LeakyReLU(0.3)]
+
+
+@pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize("odd", [None, NAN])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(("layer", "x"), [(nn.Linear(64, 9), X), (nn.Conv2d(6, 8, 3), IMAGE)], ids=["linear", "conv"])
+def test_an_activation_is_part_of_a_layer_whose_kernel_knows_it(layer, x, activation, odd):
+    program = in_precision(tsopt.capture(nn.Sequential(layer, activation).eval(), x), "int8")
+    lowered = lower(program)
+    left = len([node for node in lowered.program.calls() if node.target in FUSED])
+    assert left == (isinstance(layer, nn.Conv2d) and isinstance(activation, nn.GELU | nn.Tanh | nn.LeakyReLU))
+    if odd is not None:
+        x = x.index_fill(0, torch.tensor([1]), odd)
+        program = tsopt.capture(nn.Sequential(layer, activation).eval(), x)
+    (answer,), (wanted,) = lowered.program.module()(x), program.module()(x)
+    torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-4 if odd is None else 0.03, equal_nan=True)
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_an_activation_that_the_kernel_does_not_know_and_a_residual_sum_stay_behind_the_layer():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return (x + self.b(self.a(x).sigmoid())).relu()
+
+    program = in_precision(tsopt.capture(Block().eval(), X), "int8")
+    lowered = lower(program)
+    assert lowered.on_integers == 2
+    assert len([node for node in lowered.program.calls() if node.target in FUSED]) == 2
+    torch.testing.assert_close(lowered.program.module()(X)[0], program.module()(X)[0], rtol=1e-3, atol=0.02)
 
 
 def test_sums_of_the_largest_products_are_exact():
@@ -97,7 +159,7 @@ def test_sums_of_the_largest_products_are_exact():
     weight = torch.full((16, 64), largest, dtype=torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(weight, [1, 64])
     x = torch.full((1, 64), 255, dtype=torch.uint8)
-    answer = linear(x, 1.0, 0, packed, weight, torch.ones(16), torch.zeros(16, dtype=torch.int64), None)
+    answer = run_layer(x, 1.0, 0, packed, weight, torch.ones(16), torch.zeros(16, dtype=torch.int64), None, (), NOTHING)
     assert answer.tolist() == [[64.0 * 255 * largest] * 16]
 
 
@@ -146,8 +208,8 @@ def test_layers_that_would_not_be_faster_get_their_weights_back(program, monkeyp
     monkeypatch.setattr(onednn_int8, "_best", _floats_win)
     made = program.copy()
     assert onednn_int8.lower_int8(made, {}) == (0, 2)
-    assert not any(quantized_linear(made, node) or "quantized" in str(node.target) for node in made.calls())
-    with pytest.raises(NoGain, match="no linear layer is faster in int8 on this machine"):
+    assert not any(quantized_layer(made, node) or "quantized" in str(node.target) for node in made.calls())
+    with pytest.raises(NoGain, match="no layer is faster in int8 on this machine"):
         OneDnnBackend().compile(program)
 
 
@@ -163,8 +225,8 @@ def test_what_was_measured_is_not_measured_again(program, monkeypatch):
 
 @pytest.mark.usefixtures("integers_win")
 def test_a_kernel_that_adds_up_something_else_is_out(program, monkeypatch):
-    real = onednn_int8.linear
-    monkeypatch.setattr(onednn_int8, "linear", lambda *args: real(*args) * 1.01)
+    real = onednn_int8.run_layer
+    monkeypatch.setattr(onednn_int8, "run_layer", lambda *args: real(*args) * 1.01)
     assert onednn_int8.lower_int8(program.copy(), {})[0] == 0
 
 
@@ -184,7 +246,7 @@ def test_optimize_races_it(model):
     row = next(row for row in fast.report.rows if row.key == "onednn?precision=int8")
     assert row.status == "ok"
     assert row.accuracy.ok
-    assert "2 of 2 linear layers run in int8, the others in float32" in row.notes
+    assert "2 of 2 layers run in int8, the others in float32" in row.notes
 
 
 @pytest.fixture

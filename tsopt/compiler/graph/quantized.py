@@ -1,4 +1,4 @@
-"""The form of a quantized linear layer in a Program: what a pass writes, and what engines look for.
+"""The form of a quantized layer in a Program: what a pass writes, and what engines look for.
 
 It is written with ops of `quantized_decomposed`, which torch can run: the reference for what an engine makes of it.
 """
@@ -23,6 +23,7 @@ UNSIGNED = (0, 255, torch.uint8)
 SIGNED = (-127, 127, torch.int8)
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 
+DIMENSIONS = {aten.linear.default: 2, aten.conv2d.default: 4}  # of a weight
 LARGEST = 127  # of a weight
 # Without VNNI instructions, two products of an unsigned and a signed byte are added in 16 bits, which saturate
 # silently: 2 * 255 * 64 is below 2^15.
@@ -35,15 +36,15 @@ def largest_weight() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedLinear:
-    """A linear layer on 8-bit integers, with one scale and zero point for the input, which each call computes.
+class QuantizedLayer:
+    """A linear layer or a convolution on 8-bit integers, with one scale and zero point for the input in each call.
 
     Attributes:
-        node: the call of `aten.linear`.
-        x: its input before quantization: float32, [..., in].
+        node: the call of `aten.linear` or `aten.conv2d`.
+        x: its input before quantization: float32, [..., in] or [batch, in, height, width].
         dequantized: the input after quantization and back.
-        weight: name of the int8 weight, [out, in].
-        scales: name of the scales of its rows, float32, [out].
+        weight: name of the int8 weight, [out, in] or [out, in / groups, height, width].
+        scales: name of the scales of its outputs, float32, [out].
         zeros: name of its zero points, all 0, int64, [out].
         bias: float32, [out], or nothing.
     """
@@ -70,7 +71,7 @@ def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def quantize_weight(program: Program, layer: fx.Node, weight: fx.Node, largest: int) -> fx.Node:
-    """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each row."""
+    """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each output."""
     integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest)
     parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64)}
     held = [
@@ -81,14 +82,23 @@ def quantize_weight(program: Program, layer: fx.Node, weight: fx.Node, largest: 
 
 
 def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The int8 values of a matrix and the scale of each row, the smallest there is for a row of zeros."""
-    scales = (weight.abs().amax(1) / largest).clamp(min=SMALLEST)
-    return (weight / scales[:, None]).round().clamp(-largest, largest).to(torch.int8), scales
+    """The int8 values and the scale of each output, [out]: the smallest there is where all of its weights are 0."""
+    scales = (weight.abs().flatten(1).amax(1) / largest).clamp(min=SMALLEST)
+    return (weight / _by_output(scales, weight)).round().clamp(-largest, largest).to(torch.int8), scales
 
 
-def quantized_linear(program: Program, node: fx.Node) -> QuantizedLinear | None:
+def dequantized_weight(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values that they stand for."""
+    return integers * _by_output(scales, integers)
+
+
+def _by_output(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return scales.view(-1, *[1] * (weight.dim() - 1))
+
+
+def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     """The layer that a call is, if it has exactly this form. A stored program may have any other."""
-    if node.target is not aten.linear.default:
+    if node.target not in DIMENSIONS:
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
@@ -102,31 +112,37 @@ def quantized_linear(program: Program, node: fx.Node) -> QuantizedLinear | None:
     integers, scales, zeros = (program.weights[name] for name in names)
     rows = integers.shape[:1]
     fits = (
-        (integers.dtype, integers.dim(), scales.dtype, scales.shape) == (torch.int8, 2, torch.float32, rows)
+        (integers.dtype, integers.dim()) == (torch.int8, DIMENSIONS[node.target])
+        and (scales.dtype, scales.shape) == (torch.float32, rows)
         and (zeros.dtype, zeros.shape, bool(zeros.any())) == (torch.int64, rows, False)
         and integers.device.type == "cpu"
         and (bias is None or _type(bias) == (torch.float32, rows))
         and _type(x)[0] == torch.float32
     )
-    return QuantizedLinear(node, x, dequantized, names[0], names[1], names[2], bias) if fits else None
+    return QuantizedLayer(node, x, dequantized, names[0], names[1], names[2], bias) if fits else None
 
 
-def restore(program: Program, layer: QuantizedLinear) -> None:
+def restore(program: Program, layer: QuantizedLayer) -> None:
     """The layer in float32, with the weight that its integers stand for. What it read before may be unused then."""
     name = fresh_name(f"{layer.weight}.float", program.weights)
-    value = program.weights[layer.weight] * program.weights[layer.scales][:, None]
+    value = dequantized_weight(program.weights[layer.weight], program.weights[layer.scales])
     held = new_weight(program, layer.node, name, value)
-    layer.node.args = (layer.x, held, layer.bias)
-    layer.node.kwargs = {}
+    rewire(layer.node, layer.x, held)
+
+
+def rewire(layer: fx.Node, x: fx.Node, weight: fx.Node) -> None:
+    """Another input and another weight for a layer."""
+    layer.args = (x, weight, *list(ops.bind(layer).values())[2:])
+    layer.kwargs = {}
 
 
 def in_float(program: Program) -> Program:
     """A copy with every quantized layer in float32; the program itself if there is none."""
-    if not any(quantized_linear(program, node) for node in program.calls()):
+    if not any(quantized_layer(program, node) for node in program.calls()):
         return program
     made = program.copy()
     for node in list(made.calls()):
-        layer = quantized_linear(made, node)
+        layer = quantized_layer(made, node)
         if layer is not None:
             restore(made, layer)
     erase_dead(made)

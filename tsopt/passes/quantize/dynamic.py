@@ -1,4 +1,4 @@
-"""Linear layers on 8-bit integers, with scales of the activations that each call computes itself."""
+"""Linear layers and convolutions on 8-bit integers, with scales of the activations that each call computes itself."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import LARGEST, erase_dead, quantize_input, quantize_weight
+from tsopt.compiler.graph.quantized import DIMENSIONS, LARGEST, erase_dead, quantize_input, quantize_weight, rewire
 from tsopt.compiler.precision_names import INT8
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicInt8(Pass):
-    """Linear layers of float32 with constant weights, on 8-bit integers. LOSSY.
+    """Linear layers and 2-D convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
 
     Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
     for the whole tensor.
@@ -47,20 +46,21 @@ class DynamicInt8(Pass):
                 values[x] = quantize_input(program, node, x)
             if name not in weights:
                 weights[name] = quantize_weight(program, node, weight, self.largest)
-            node.args = (values[x], weights[name], call["bias"])
-            node.kwargs = {}
+            rewire(node, values[x], weights[name])
         if done:
             erase_dead(program)
         return Changes(tuple(done), numerics=Numerics.LOSSY if done else Numerics.EXACT)
 
 
 def is_layer(program: Program, node: fx.Node) -> bool:
-    """Whether a call is a linear layer on the CPU with a finite constant weight."""
-    if node.target is not aten.linear.default:
+    """Whether a call is such a layer on the CPU, for a batch, with a finite constant weight."""
+    if node.target not in DIMENSIONS:
         return False
     call = ops.bind(node)
     weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
-    if weight is None or weight.dtype != torch.float32 or weight.dim() != 2 or weight.device.type != "cpu":
+    if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
-    value = call["input"].meta["val"]
-    return bool(value.dim() > 1 and value.numel() and weight.numel() and weight.isfinite().all())
+    dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
+    batched = value.dim() == dimensions == 4 or (dimensions == 2 and value.dim() > 1)
+    filled = value.numel() and node.meta["val"].numel() and weight.numel()
+    return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())

@@ -19,7 +19,7 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
-from tsopt.compiler.graph.quantized import quantized_linear
+from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.errors import NoGain
 from tsopt.runtime.backends.backend import Unsupported
@@ -58,7 +58,7 @@ class OneDnnBackend:
         by_strides = next((node for node in program.calls() if node.target in BY_STRIDES), None)
         if by_strides is not None:
             return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} depends on the strides of its input")]
-        if not any(_is_layer(program, node) or quantized_linear(program, node) for node in program.calls()):
+        if not any(_is_layer(program, node) or quantized_layer(program, node) for node in program.calls()):
             return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
         return []
 
@@ -101,7 +101,7 @@ class Lowered:
     Attributes:
         weights: names of packed weights, by layer.
         faster: whether oneDNN's kernel is the faster one, by kind of layer.
-        quantized: linear layers that the program computes on 8-bit integers; of these, `on_integers` run so.
+        quantized: layers that the program computes on 8-bit integers; of these, `on_integers` run so.
     """
 
     program: Program
@@ -119,7 +119,7 @@ class Lowered:
         layers = f"{self.packed} of {self.layers} layers run with oneDNN, the others with torch"
         if not self.quantized:
             return [layers, *self.notes]
-        said = [f"{self.on_integers} of {self.quantized} linear layers run in int8, the others in float32"]
+        said = [f"{self.on_integers} of {self.quantized} layers run in int8, the others in float32"]
         return [*said, *([f"in float32, {layers}"] if self.layers else []), *self.notes]
 
 
@@ -132,7 +132,7 @@ def lower(program: Program, faster: Mapping[str, bool] | None = None) -> Lowered
     made = Lowered(program.copy(), faster=dict(faster or {}))
     made.on_integers, made.quantized = lower_int8(made.program, made.faster)
     if made.quantized and not made.on_integers:
-        raise NoGain("no linear layer is faster in int8 on this machine")
+        raise NoGain("no layer is faster in int8 on this machine")
     graph = made.program.graph
     for node in list(graph.nodes):
         if node.target in VIEWS:
