@@ -171,6 +171,7 @@ RANGES = {
     "symmetric": X.clamp(-1, 1),
     "far from zero": X + 1000,
     "large": X * 1e25,
+    "small": X * 1e-15,
     "denormal": X * 1e-40,
 }
 
@@ -202,6 +203,19 @@ def test_what_no_scale_fits_is_computed_in_float(program, model, odd):
     assert torch.equal(answer.isinf(), wanted.isinf())
     rows = [0, 2, 3, 4]
     assert (answer[rows] - wanted[rows]).norm() < 0.03 * wanted[rows].norm()
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_an_outlier_does_not_cost_the_other_values_their_digits(model):
+    """1000 times the others, it would leave these a quarter of a step."""
+    first = nn.Sequential(model[0])
+    lowered = lower(in_precision(tsopt.capture(first, X), "int8")).program.module()
+    outlier, rows = X.clone(), [0, 2, 3, 4]
+    outlier[1, 3] = 1000.0
+    (answer,), wanted = lowered(outlier), first(outlier)
+    assert (answer[rows] - wanted[rows]).norm() < 0.02 * wanted[rows].norm()
+    assert quantize(outlier)[1] == 0.0
+    assert quantize(X)[1] > 0.0
 
 
 def test_layers_that_would_not_be_faster_get_their_weights_back(program, monkeypatch):

@@ -34,6 +34,10 @@ from tsopt.runtime.backends.onednn_sites import NOTHING, Attribute, each, sample
 HIGHEST = UNSIGNED[1]
 # Of an activation: the kernel scales a sum before it scales it back by the weight's, which could overflow in between.
 LARGEST_SCALE = 1e28
+# Range of an activation over its mean magnitude: there, rounding to steps of the range (an error of a step over the
+# root of 12) leaves 20 dB, below which a layer is kept in float. One outlier among ordinary values does that.
+WIDEST = 255 * math.sqrt(12) / 10
+SAMPLE = 4096  # values
 ROUNDS = 5
 
 
@@ -143,14 +147,19 @@ def _replace(program: Program, site: Int8Site, packed: torch.Tensor, values: dic
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, float, int]:
     """A value as unsigned 8-bit integers, with its scale and its zero point.
 
-    One that holds NaN, infinities or values near the end of float32 is returned as it is, with scale 0.
+    One that holds NaN, infinities, values near the end of float32, or outliers that leave the others too few steps, is
+    returned as it is, with scale 0.
     """
-    # NOTE: of channels-last values, aminmax would make a copy first.
+    # NOTE: of channels-last values, reductions would make a copy first.
     nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
-    low, high = (float(end) for end in torch.aminmax(x.permute(0, 2, 3, 1) if nhwc else x))
+    flat = x.permute(0, 2, 3, 1) if nhwc else x
+    low, high = (float(end) for end in torch.aminmax(flat))
     low, high = min(low, 0.0), max(high, 0.0)
     scale = max((high - low) / HIGHEST, SMALLEST)
-    if not scale <= LARGEST_SCALE:
+    # A sample tells how large an ordinary value is; an odd step goes through the channels.
+    step = x.numel() // SAMPLE | 1
+    magnitude = float((flat.reshape(-1)[::step] if step > 1 else flat).abs().mean())
+    if not scale <= LARGEST_SCALE or high - low > WIDEST * magnitude:
         return x, 0.0, 0
     zero = min(max(round(-low / scale), 0), HIGHEST)
     # Rounded by adding a half; by way of int16, for which torch has vectorized conversions.
