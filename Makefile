@@ -48,6 +48,7 @@ bench: $(READY) ## benchmark real models, eager against compiled and pass by pas
 	$(BIN)/python -m bench.ablation
 	$(BIN)/python -m bench.engines
 	$(BIN)/python -m bench.precision
+	$(BIN)/python -m bench.int8
 	$(BIN)/python -m bench.coverage
 
 clean: ## remove all generated files, including .venv

@@ -68,8 +68,9 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def fastest(row: dict[str, Any], *, low: bool) -> dict[str, Any]:
-    """The fastest right candidate in one of the precisions; eager where none is."""
-    found = [r for r in row["candidates"].values() if r["speedup"] is not None and ("bf16" in r["candidate"]) == low]
+    """The fastest right candidate in fp32, or in the lower precision; eager where none is."""
+    records = row["candidates"].values()
+    found = [r for r in records if r["speedup"] is not None and ("precision" in r["candidate"]) == low]
     right = [r for r in found if r["verdict"] in ("faster", "same", "slower", "undecided")]
     eager: dict[str, Any] = row["candidates"][EAGER]
     return min(right, key=lambda r: r["p50_ms"], default=eager)

@@ -79,6 +79,25 @@ def test_layers_run_on_integers_and_compute_what_the_program_says(program, model
 
 
 @pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (nn.Linear(64, 96), X),
+        (nn.Conv2d(8, 16, 3), torch.randn(1, 8, 9, 9, generator=torch.Generator().manual_seed(0))),
+    ],
+    ids=["linear", "conv2d"],
+)
+def test_a_weight_in_another_memory_order_is_packed_as_it_reads(layer, x):
+    with torch.no_grad():
+        layer.weight.data = layer.weight.transpose(0, 1).contiguous().transpose(0, 1)
+    program = in_precision(tsopt.capture(layer.eval(), x), "int8")
+    lowered = lower(program)
+    assert lowered.on_integers == 1
+    (answer,), (wanted,) = lowered.program.module()(x), program.module()(x)
+    torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("integers_win")
 def test_what_several_layers_read_is_quantized_once():
     class Heads(nn.Module):
         def __init__(self) -> None:

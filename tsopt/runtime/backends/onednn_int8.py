@@ -106,7 +106,8 @@ def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> tuple[int
 def _packed(program: Program, site: Int8Site, faster: MutableMapping[str, bool]) -> torch.Tensor | None:
     """The weight as the kernel reads it, where the kernel is right and faster."""
     layer = site.layer
-    weight, scales = (program.weights[name].detach() for name in (layer.weight, layer.scales))
+    # The kernels read a weight in the order of its memory, whatever its strides say.
+    weight, scales = (program.weights[name].detach().contiguous() for name in (layer.weight, layer.scales))
     shape = tensor_type(layer.x).shape
     kind = str(("int8", tuple(shape), tuple(weight.shape), site.geometry, site.activation, layer.bias is None))
     if faster.get(kind) is False or int(weight.abs().max()) > largest_weight():
