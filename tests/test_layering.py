@@ -1,6 +1,7 @@
 """Who may import whom, and where heavy libraries live.
 
-cli -> sweeps, dynamo, hybrid -> background -> api -> request -> transforms -> passes, runtime -> compiler -> errors.
+cli -> sweeps, dynamo, hybrid -> background -> api -> request -> quantization, transforms -> passes, runtime -> compiler
+-> errors.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ MAY = {
     "passes": {"passes", "compiler", "root"},
     "runtime": {"runtime", "compiler", "root"},
     "transforms": {"transforms", "passes", "runtime", "compiler", "root"},
-    "request": {"request", "transforms", "passes", "runtime", "compiler", "root"},
-    "api": {"api", "request", "transforms", "passes", "runtime", "compiler", "root"},
+    "quantization": {"quantization", "passes", "runtime", "compiler", "root"},
+    "request": {"request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
+    "api": {"api", "request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},
     "dynamo": {"dynamo", "api", "runtime", "compiler", "root"},
     "background": {"background", "api", "runtime", "compiler", "root"},
@@ -82,6 +84,7 @@ WITHOUT_TORCH = (
     "runtime/progress.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
+    "runtime/onnx/int8_weights.py",
     "cli/app.py",
     "cli/console.py",
     "cli/doctor.py",
@@ -90,6 +93,8 @@ WITHOUT_TORCH = (
     "cli/options.py",
     "cli/process.py",
     "cli/bench.py",
+    "cli/quantize.py",
+    "runtime/layer_table.py",
     "cli/verify.py",
 )
 

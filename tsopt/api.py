@@ -15,6 +15,7 @@ from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
+from tsopt.quantization import Int8Options
 from tsopt.request import Request
 from tsopt.runtime.backends.backend import Backend, get_backend
 from tsopt.runtime.backends.backend import compile as compile_by
@@ -41,6 +42,10 @@ def optimize(
     level: int = 2,
     backends: Sequence[str] | Literal["all"] | None = None,
     precision: str | None = None,
+    calibration: Any = None,
+    metric: Callable[[Any], Any] | str | None = None,
+    max_drop: float | None = None,
+    keep_float: Iterable[str] = (),
     frontend: str = "auto",
     passes: Iterable[Pass | Repeat] = STANDARD,
     without: Iterable[str] = (),
@@ -85,9 +90,26 @@ def optimize(
             error.
         precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
             `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and 2-D convolutions on
-            8-bit integers, with scales that each call computes from its input (on the CPU). These candidates race
-            alongside those in `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most
-            4.4 % for `int8`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
+            8-bit integers (on the CPU), with scales that each call computes from its input, or that `calibration`
+            finds. These candidates race alongside those in `"fp32"`. Their outputs are compared by the relative error
+            of a whole tensor: at most 4.4 % for `int8`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
+        calibration: real inputs, from which `"int8"` takes fixed scales, for ONNX Runtime and OpenVINO. Half of them
+            are kept to judge candidates in lower precisions by.
+
+            - A DataLoader or another iterable, of inputs like `example_input` or of (input, target). At most 128 inputs
+              are read; larger batches are cut into the size of the example.
+            - The path of an .npz file, whose arrays have the names of the inputs and a first axis that counts them; or
+              of a directory of .npz and .npy files.
+            - A number of inputs to draw like the example, which say little about real data.
+
+            With it, `"auto"` tries int8 as well.
+        metric: what candidates in lower precisions are judged by: a function of a model that returns a number, of which
+            more is better; `"top1"` or `"cosine"`, the agreement with eager; or `"sqnr"`, the default: a relative error
+            of at most 4.4 % over all inputs that were kept. As many layers run in int8 as this allows; those that lose
+            most stay in float32.
+        max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
+            `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
+        keep_float: layers that stay in float32, by module path, such as `"encoder.layer.3.*"`.
         frontend: how the model is captured.
 
             - `"auto"`: by torch.export; by TorchScript where control flow is data-dependent; else partitioned; else
@@ -146,8 +168,10 @@ def optimize(
     examples = as_examples(example_input)
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
     check_share(audit)
+    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=tuple(keep_float))
+    int8.check()
     settings = RaceSettings(
-        candidates=who_races(examples[0], backends, precision, level),
+        candidates=who_races(examples[0], backends, precision, level, calibrated=calibration is not None),
         threads=threads,
         seconds=seconds,
         seed=seed,
@@ -176,6 +200,7 @@ def optimize(
             frontend=frontend,
             audit=audit,
             dynamic=dynamic,
+            int8=int8,
         )
         return _optimized(request, *examples)
 
@@ -211,11 +236,16 @@ def _told(
 
 
 def who_races(
-    example: Example, backends: Sequence[str] | Literal["all"] | None, precision: str | None, level: int
+    example: Example,
+    backends: Sequence[str] | Literal["all"] | None,
+    precision: str | None,
+    level: int,
+    *,
+    calibrated: bool = False,
 ) -> tuple[Candidate, ...]:
     """The candidates that the options of `optimize` select. Raises UsageError."""
     asked = precision or (AUTO if LEVELS.get(level) == Numerics.LOSSY else FP32)
-    return candidates_for(backends, asked, on_gpu=is_on_gpu(example))
+    return candidates_for(backends, asked, on_gpu=is_on_gpu(example), calibrated=calibrated)
 
 
 def compile(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.precision_names import FP32, INT8_STATIC
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
@@ -27,6 +27,7 @@ from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
 from tsopt.passes.lower_precision import in_precision
+from tsopt.quantization import Int8Options, Quantization, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.calling.audit import Audits, executable_difference
@@ -50,6 +51,10 @@ from tsopt.transforms import passes_in, transform_with_records
 
 log = logging.getLogger("tsopt")
 ONE_BY_ONE = "none is dynamic: TorchDynamo retraces a partitioned model for each size"
+ONLY_FP32_IN_PARTS = (
+    "calibration, metric, max_drop and keep_float apply to a model that is one graph; "
+    "this one is partitioned, and runs in full precision"
+)
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
 
 
@@ -77,6 +82,7 @@ class Request:
 
     Attributes:
         race: how candidates are raced.
+        int8: how layers are quantized, and what candidates in lower precisions are judged by.
         progress: called with the name of each step.
     """
 
@@ -95,6 +101,7 @@ class Request:
     frontend: str
     audit: float
     dynamic: Mapping[str, Mapping[int, str]] | None
+    int8: Int8Options = field(default_factory=Int8Options)
 
     def as_one_graph(self, *examples: Example) -> Optimized:
         """The model as one program. Raises CaptureError if it cannot be captured as one."""
@@ -109,12 +116,13 @@ class Request:
                 examples = tuple(item.apart() for item in examples)
                 example = examples[0]
             made = self._prepared(rehearsal.program(captured), rehearsal, examples)
+            quantized = self._quantized(rehearsal, made.optimized, example)
             outcome = (cached_race if self.cache else race)(
                 rehearsal.model,
                 made.captured,
-                variants(made.optimized, self.race.candidates),
+                variants(made.optimized, self.race.candidates, quantized),
                 example,
-                replace(self.race, held_out=made.ranges.held_out),
+                replace(self.race, held_out=made.ranges.held_out, criterion=quantized.criterion),
                 sandbox=sandbox,
                 progress=self.progress,
             )
@@ -136,8 +144,19 @@ class Request:
             not_isolated_because=outcome.not_isolated_because,
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
+            quantization=quantized.layers,
+            calibration=quantized.calibration,
         )
-        return self._served(example, rehearsal, made, outcome, report)
+        won = INT8_STATIC if outcome.candidate is not None and outcome.candidate.variant == INT8_STATIC else ""
+        found = quantized.variants.get(won)
+        return self._served(example, rehearsal, made, outcome, report, found if isinstance(found, Program) else None)
+
+    def _quantized(self, rehearsal: Rehearsal, program: Program, example: Example) -> Quantization:
+        """The variants in int8 that the candidates run, and what those in lower precisions are judged by."""
+        wanted = {candidate.variant for candidate in self.race.candidates}
+        return quantize(
+            *(rehearsal.model, program, example, wanted, self.int8), seed=self.race.seed, progress=self.progress
+        )
 
     def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> _Prepared:
         """Validates the ranges of sizes, runs the passes, and checks their result at the same sizes."""
@@ -151,9 +170,19 @@ class Request:
         return _Prepared(ranges.program, captured, optimized, tuple(records), checked, time.perf_counter() - start)
 
     def _served(
-        self, example: Example, rehearsal: Rehearsal, made: _Prepared, outcome: Race, report: Report
+        self,
+        example: Example,
+        rehearsal: Rehearsal,
+        made: _Prepared,
+        outcome: Race,
+        report: Report,
+        calibrated: Program | None,
     ) -> Optimized:
-        """The winner of a race behind the model's interface, audited."""
+        """The winner of a race behind the model's interface, audited.
+
+        Args:
+            calibrated: the variant in int8 that the winner runs, if it is the one that calibration has made.
+        """
         called, audits = as_eval(self.model, self.eval_mode), Audits(self.audit)
         if outcome.executable is not None:
             self._warm(audits, outcome.executable, rehearsal, made.reference, example)
@@ -168,6 +197,7 @@ class Request:
             audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
+            quantized=None if calibrated is None else rehearsal.program(calibrated),
         )
 
     @staticmethod
@@ -180,6 +210,8 @@ class Request:
 
     def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
         """The model split at graph breaks, because it is not one graph or because that was requested."""
+        if self.int8 != Int8Options():
+            warn(f"tsopt: {type(self.model).__name__}: {ONLY_FP32_IN_PARTS}", UserWarning)
         script = None
         if self.frontend == "torchscript":
             with training_flags(self.model if self.eval_mode else None, False):
@@ -277,6 +309,8 @@ class Request:
 
     def specialized(self, candidate: Candidate, example: Example) -> Executable:
         """The winner's backend for another signature, verified and briefly raced against eager."""
+        if self.int8 != Int8Options():  # the data, the metric and the layers are those of the first signature
+            candidate = candidate.in_full_precision()
         captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
         optimized, _ = transform_with_records(
@@ -285,7 +319,7 @@ class Request:
         outcome = race(
             rehearsal.model,
             captured,
-            variants(optimized, (candidate,)),
+            variants(optimized, (candidate,), self._quantized(rehearsal, optimized, example)),
             example,
             replace(self.race, candidates=(candidate,), seconds=SHORT_RACE, budget=None),
         )
@@ -305,6 +339,9 @@ class Request:
             on_new_signature=PART["on_new_signature"],
             eval_mode=False,
         )
+        if self.int8 != Int8Options():  # nothing says how much accuracy a part may lose
+            only = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in self.race.candidates))
+            own = replace(own, race=replace(own.race, candidates=only), int8=Int8Options())
         # The whole model is audited, and its weights are watched, by its caller.
         own = replace(own, frontend="export", audit=0.0, progress=ReportedProgress(lambda text: None))
         try:
@@ -317,10 +354,10 @@ class Request:
             ) from error
 
 
-def variants(program: Program, candidates: Iterable[Candidate]) -> dict[str, Program | NoGain]:
+def variants(program: Program, candidates: Iterable[Candidate], quantized: Quantization) -> dict[str, Program | NoGain]:
     """The program and its variants in lower precisions; NoGain for one that would not be faster."""
-    found: dict[str, Program | NoGain] = {FP32: program}
-    for name in {candidate.variant for candidate in candidates} - {FP32}:
+    found: dict[str, Program | NoGain] = {FP32: program, **quantized.variants}
+    for name in {candidate.variant for candidate in candidates} - found.keys():
         try:
             found[name] = in_precision(program, name)
         except NoGain as error:

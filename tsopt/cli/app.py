@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,6 +102,7 @@ def export(
         run(out, subject, timing)
         return
     from tsopt.cli.export import check_formats, directories, targets, write
+    from tsopt.cli.model_file import load_data
 
     formats = [item.value for item in format or [Format.tsopt]]
     places = targets(subject.model, formats, output)
@@ -113,7 +115,7 @@ def export(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.api import optimize
 
-        options |= {"threads": threads, "cache": cache, "progress": tell}
+        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
         fast = optimize(loaded.model, loaded.example_input, **options)
         for kind, path in places.items():
             tell(f"write {path}")
@@ -122,6 +124,52 @@ def export(
     out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
     for directory in new:
         out.say(f"created the directory {directory}")
+    _check_tried(out, fast.report.stopped)
+
+
+@app.command(help="Run layers in int8 where that is faster and accurate enough, save the winner, and show each layer.")
+@grouped
+def quantize(
+    subject: Subject,
+    timing: Timing,
+    threads: Threads = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Output bundle; in the current directory by default.")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", help="Also save the report, layers included, as a .md or .json file."),
+    ] = None,
+    cache: UseCache = True,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    out = _output(json, quiet)
+    from tsopt.cli import quantize
+    from tsopt.cli.export import directories, targets, write
+    from tsopt.cli.model_file import load_data
+
+    (place,) = targets(subject.model, ["tsopt"], output).values()
+    quantize.check_report(report)
+    options = race_options(subject, replace(timing, precision=timing.precision or "int8"))
+    if subject.frontend == "auto":
+        options["frontend"] = "one-graph"
+    with directories(filter(None, (place, report))), out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.api import optimize
+
+        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
+        fast = optimize(loaded.model, loaded.example_input, **options)
+        tell(f"write {place}")
+        write(fast, "tsopt", place, None)
+        process.State.written += (str(place),)
+        if report is not None:
+            quantize.save(fast.report, report)
+            process.State.written += (str(report),)
+    files = [("tsopt", str(place)), *([("report", str(report))] if report else [])]
+    out.report(fast.report.with_files(files))
+    quantize.show(out, fast.report)
     _check_tried(out, fast.report.stopped)
 
 
@@ -165,9 +213,11 @@ def bench(
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = _load(subject.model, subject.input, subject.seed)
+        from tsopt.cli.model_file import load_data
         from tsopt.sweeps import sweep
 
         given = {name: values for name, values in settings.items() if values}
+        options |= load_data(timing)
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
         if output is not None:
             with directories([output]) as new:

@@ -73,7 +73,9 @@ def _look(subject: Subject, timing: Timing, tell: Callable[[str], None]) -> Prev
 
     options = race_options(subject, timing)
     first, *_ = as_examples(loaded.example_input)
-    racing = who_races(first, options.get("backends"), options["precision"], subject.level)
+    racing = who_races(
+        first, options.get("backends"), options["precision"], subject.level, calibrated=bool(timing.calibration)
+    )
     tell("capture")
     try:
         captured = capture(loaded.model, loaded.example_input, **capture_options(subject))

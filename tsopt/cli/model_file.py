@@ -61,6 +61,36 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     )
 
 
+def load_data(timing: Any) -> dict[str, Any]:
+    """`--calibration` and `--metric` as `optimize` takes them.
+
+    Raises:
+        UsageError: no such file or name, or the file raises.
+    """
+    calibration, metric = timing.calibration, timing.metric
+    if calibration is not None:
+        is_count = calibration.isdecimal()
+        calibration = int(calibration) if is_count else _named(calibration, "--calibration", calibration)
+    if metric is not None:
+        metric = _named(metric, "--metric", metric)
+    return {"calibration": calibration, "metric": metric}
+
+
+def _named(spec: str, option: str, otherwise: Any) -> Any:
+    """The object that `FILE.py:NAME` names, or another one for any other text; data may be made by a function."""
+    path, name = split_spec(spec)
+    if path.suffix != ".py":
+        return otherwise
+    if not name:
+        raise UsageError(f"{option} {spec} names a file but no object in it", fix=f"write {option} {path}:NAME")
+    _existing(spec)
+    found = getattr(_execute(path), name, None)
+    if found is None:
+        raise UsageError(f"{path.name} defines no {name!r}", where=str(path), fix=f"check the name in {option}")
+    makes = option == "--calibration" and callable(found) and not hasattr(found, "__iter__")
+    return _call(found, path, name) if makes else found
+
+
 def split_spec(spec: str) -> tuple[Path, str]:
     """`path.py:name` in two; the name is empty if there is none."""
     text, _, name = spec.rpartition(":")

@@ -106,7 +106,34 @@ Precision = Annotated[
     typer.Option(
         "--precision",
         metavar="P",
-        help="fp32, or bf16, fp16, tf32, int8 or auto (all but int8) to try lower precisions as well.",
+        help="fp32, or bf16, fp16, tf32, int8 or auto to try lower precisions as well; auto leaves int8 out "
+        "unless there is --calibration.",
+    ),
+]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="DATA",
+        help="Real inputs for int8: an .npz file, a directory of such files, FILE.py:NAME, or how many to draw.",
+    ),
+]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help="What lower precisions are judged by: sqnr, cosine, top1, or FILE.py:NAME, a function of the model.",
+    ),
+]
+MaxDrop = Annotated[
+    float | None,
+    typer.Option("--max-drop", metavar="X", help="How far the metric may be below that of the model, e.g. 0.01."),
+]
+KeepFloat = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep-float", metavar="PATTERN", help="Layers that stay in float32, e.g. 'encoder.layer.3.*'. Repeatable."
     ),
 ]
 Seed = Annotated[
@@ -163,6 +190,10 @@ class Timing:
 
     backends: Backends = None
     precision: Precision = None
+    calibration: Calibration = None
+    metric: Metric = None
+    max_drop: MaxDrop = None
+    keep_float: KeepFloat = None
     seconds: Seconds = 10.0
     budget: Budget = None
     memory: Memory = None
@@ -236,6 +267,8 @@ def race_options(subject: Subject, timing: Timing) -> dict[str, Any]:
         **capture_options(subject),
         "frontend": subject.frontend,  # `optimize` also knows those that decide what follows a failed capture
         "precision": timing.precision,
+        "max_drop": timing.max_drop,
+        "keep_float": timing.keep_float or (),
         "level": subject.level,
         "seed": subject.seed,
         "without": subject.without or (),

@@ -43,7 +43,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
     worst = 0.0
     answers = run_on_reference(executable, inputs, bundle, failure=BackendError, fix=EXPORT_AGAIN)
     for item, value, reference in zip(returned, answers, expected, strict=True):
-        found = compare(value, reference, executable.precision)
+        found = compare(value, reference, executable)
         worst = max(worst, found.max_difference)
         if not found.ok:
             raise AccuracyError(
@@ -79,17 +79,19 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     return Checked(str(found), seconds)
 
 
-def _comparison() -> Callable[[Any, Any, str], Any]:
-    """Compares two values in a precision: tensors, or arrays if torch is not installed."""
+def _comparison() -> Callable[[Any, Any, Executable], Any]:
+    """Compares what an executable returns with a reference: tensors, or arrays if torch is not installed."""
     if not is_installed("torch"):
         from tsopt.runtime.checking import compare_arrays
 
         limits = compare_arrays.LIMITS
-        return lambda value, wanted, name: compare_arrays.compare_arrays(value, wanted, limit=limits.get(name))
+        return lambda value, wanted, run: compare_arrays.compare_arrays(
+            value, wanted, limit=run.tolerance or limits.get(run.precision)
+        )
     from tsopt.runtime.checking.accuracy import LIMITS
     from tsopt.runtime.checking.compare import compare
 
-    return lambda value, wanted, name: compare(value, wanted, limit=LIMITS.get(name))
+    return lambda value, wanted, run: compare(value, wanted, limit=run.tolerance or LIMITS.get(run.precision))
 
 
 def _load(bundle: Bundle, trust: bool) -> tuple[Executable, float]:

@@ -22,10 +22,10 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import largest_weight
-from tsopt.compiler.precision_names import FP32, INT8
+from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
-from tsopt.errors import NoGain
+from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,9 +80,12 @@ def in_precision(program: Program, precision: str) -> Program:
 
     Raises:
         NoGain: there is no product of float32 values.
+        UsageError: it takes calibration data.
     """
     if precision == FP32:
         return program
+    if precision == INT8_STATIC:
+        raise UsageError(f"{INT8_STATIC} needs calibration data", fix="use tsopt.optimize(..., calibration=...)")
     change: Pass = DynamicInt8(largest_weight()) if precision == INT8 else LowerPrecision(precision)
     made, _ = run(program, (change,), Limits(Numerics.LOSSY))
     if made is program and precision == INT8:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tsopt.runtime.layer_table import lines as layer_lines
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def _tail(report: Report) -> Iterator[str]:
     if report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
         yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
+    yield from layer_lines(report.quantization, report.calibration)
     if report.sizes:
         yield f"sizes: {report.sizes}"
     if report.frontend:

@@ -13,6 +13,7 @@ from tsopt.compiler.rewriting.pass_base import Declined, Done
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.checking.verdict import Verdict
+from tsopt.runtime.layer_table import LAYER_COLUMNS, LayerRecord, by_loss
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
 from tsopt.runtime.racing.speedup import Speedup, Timing
@@ -104,6 +105,8 @@ class Report:
         frontend: how the model was captured, where that was not by torch.export as usual.
         sizes: which sizes may differ from call to call, and at which ones that was tried.
         audits: what was found since, in calls.
+        quantization: a record for each layer that can run in int8, where int8 was asked for.
+        calibration: what was made of the calibration data.
     """
 
     model: str
@@ -125,6 +128,8 @@ class Report:
     frontend: str = ""
     sizes: str = ""
     audits: tuple[str, ...] = ()
+    quantization: tuple[LayerRecord, ...] = ()
+    calibration: str = ""
 
     def row(self, name: str) -> Row:
         """The row with a title, such as `ONNX Runtime`."""
@@ -176,13 +181,15 @@ class Report:
 
     @property
     def markdown(self) -> str:
-        """The table and the passes as GitHub markdown."""
+        """The table, the passes and the layers in int8 as GitHub markdown."""
         lines = [
             printable(f"### {self.model}: {self.winner} wins, {self.why}"),
             "",
             *markdown_table(COLUMNS, [row.cells() for row in ranked(self)]),
         ]
         lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
+        if self.quantization:
+            lines += ["", *markdown_table(LAYER_COLUMNS, [layer.cells() for layer in by_loss(self.quantization)])]
         return "\n".join([*lines, "", str(self.environment)])
 
     def to_json(self) -> dict[str, Any]:
@@ -208,6 +215,8 @@ class Report:
             "files": dict(self.files),
             "signatures": [list(item) for item in self.signatures],
             "audits": list(self.audits),
+            "quantization": [layer.record() for layer in self.quantization],
+            "calibration": self.calibration,
         }
 
     def to_frame(self) -> Any:

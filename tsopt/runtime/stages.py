@@ -10,6 +10,7 @@ STAGES = {
     "capture": "capture",
     "check other sizes": "other sizes",
     "pass ": "passes",
+    "quantize: ": "quantize",
     "part ": "parts",
     "eager": "eager",
     "compile ": "compile",

@@ -5,6 +5,7 @@ It is written with ops of `quantized_decomposed`, which torch can run: the refer
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
 
 quantized = torch.ops.quantized_decomposed
-UNSIGNED = (0, 255, torch.uint8)
+HIGHEST = 255
+UNSIGNED = (0, HIGHEST, torch.uint8)
 SIGNED = (-127, 127, torch.int8)
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 
@@ -36,13 +38,29 @@ def largest_weight() -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class QParams:
+    """How a uint8 stands for a float: scale * (integer - zero), with 0 <= zero <= 255, so that 0.0 is exact."""
+
+    scale: float
+    zero: int
+
+    @classmethod
+    def of_range(cls, low: float, high: float) -> QParams:
+        """Those that cover a range, which is widened to hold 0.0."""
+        low, high = min(low, 0.0), max(high, 0.0)
+        scale = max((high - low) / HIGHEST, SMALLEST)
+        return cls(scale, min(max(round(-low / scale), 0), HIGHEST))
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A linear layer or a convolution on 8-bit integers, with one scale and zero point for the input in each call.
+    """A linear layer or a convolution on 8-bit integers, with one scale and zero point for the input.
 
     Attributes:
         node: the call of `aten.linear` or `aten.conv2d`.
         x: its input before quantization: float32, [..., in] or [batch, in, height, width].
         dequantized: the input after quantization and back.
+        by: its scale and zero point; None where each call computes them.
         weight: name of the int8 weight, [out, in] or [out, in / groups, height, width].
         scales: name of the scales of its outputs, float32, [out].
         zeros: name of its zero points, all 0, int64, [out].
@@ -52,6 +70,7 @@ class QuantizedLayer:
     node: fx.Node
     x: fx.Node
     dequantized: fx.Node
+    by: QParams | None
     weight: str
     scales: str
     zeros: str
@@ -68,6 +87,15 @@ def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
     scale, zero = (add(operator.getitem, chosen, position) for position in (0, 1))
     integers = add(quantized.quantize_per_tensor.tensor, x, scale, zero, *UNSIGNED)
     return add(quantized.dequantize_per_tensor.tensor, integers, scale, zero, *UNSIGNED)
+
+
+def quantize_value(program: Program, value: fx.Node, by: QParams) -> fx.Node:
+    """Calls after a float32 value that quantize it to uint8 by known parameters, and back."""
+    before, kind = value.next, (by.scale, by.zero, *UNSIGNED)
+    while before.op == "placeholder":
+        before = before.next
+    integers = new_call(program, before, value, quantized.quantize_per_tensor.default, (value, *kind), {})
+    return new_call(program, before, value, quantized.dequantize_per_tensor.default, (integers, *kind), {})
 
 
 def quantize_weight(program: Program, layer: fx.Node, weight: fx.Node, largest: int) -> fx.Node:
@@ -102,7 +130,7 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
-    x = _quantized_input(dequantized)
+    x, by = _calibrated_input(dequantized) or (_quantized_input(dequantized), None)
     if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
         return None
     *held, axis, low, high, dtype = weight.args
@@ -119,7 +147,7 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
         and (bias is None or _type(bias) == (torch.float32, rows))
         and _type(x)[0] == torch.float32
     )
-    return QuantizedLayer(node, x, dequantized, names[0], names[1], names[2], bias) if fits else None
+    return QuantizedLayer(node, x, dequantized, by, names[0], names[1], names[2], bias) if fits else None
 
 
 def restore(program: Program, layer: QuantizedLayer) -> None:
@@ -136,6 +164,12 @@ def rewire(layer: fx.Node, x: fx.Node, weight: fx.Node) -> None:
     layer.kwargs = {}
 
 
+def largest_magnitude(program: Program) -> int:
+    """Of the weights of all layers on 8-bit integers; 0 where there is none."""
+    layers = [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
+    return max((int(program.weights[layer.weight].int().abs().max()) for layer in layers), default=0)
+
+
 def in_float(program: Program) -> Program:
     """A copy with every quantized layer in float32; the program itself if there is none."""
     if not any(quantized_layer(program, node) for node in program.calls()):
@@ -149,11 +183,49 @@ def in_float(program: Program) -> Program:
     return made
 
 
+def simulated(program: Program) -> Program:
+    """A copy that gives the same values in float32 operations, which torch runs several times as fast.
+
+    Weights are stored as the floats that their integers stand for; a value is quantized and read back in one call.
+    """
+    made = program.copy()
+    for node in list(made.calls()):
+        found = _calibrated_input(node)
+        if found is not None:
+            x, by = found
+            near: Any = aten.fake_quantize_per_tensor_affine.default
+            fake = new_call(made, node, node, near, (x, by.scale, by.zero, 0, HIGHEST), {})
+            node.replace_all_uses_with(fake)
+        elif node.target is quantized.dequantize_per_channel.default:
+            held: list[Any] = list(node.args[:2])
+            if all(item.op == "get_attr" for item in held):
+                integers, scales = (made.weights[str(item.target)] for item in held)
+                name = fresh_name(f"{held[0].target}.float", made.weights)
+                node.replace_all_uses_with(new_weight(made, node, name, dequantized_weight(integers, scales)))
+    erase_dead(made)
+    return made
+
+
 def erase_dead(program: Program) -> None:
     """Erases the calls that only quantized layers read."""
     for node in reversed(list(program.graph.nodes)):
         if not node.users and (ops.is_pure(node) or node.op == "get_attr"):
             program.graph.erase_node(node)
+
+
+def _calibrated_input(dequantized: Any) -> tuple[fx.Node, QParams] | None:
+    """The value that was quantized and read back, if `quantize_value` could have written it."""
+    if not _calls(dequantized, quantized.dequantize_per_tensor.default):
+        return None
+    integers, *kind = dequantized.args
+    if not _calls(integers, quantized.quantize_per_tensor.default) or dequantized.kwargs or integers.kwargs:
+        return None
+    x, *same = integers.args
+    if same != kind or len(kind) != 5 or tuple(kind[2:]) != UNSIGNED or not isinstance(x, fx.Node):
+        return None
+    scale, zero = kind[:2]
+    sound = isinstance(scale, float) and SMALLEST <= scale < math.inf and type(zero) is int and 0 <= zero <= HIGHEST
+    return (x, QParams(scale, zero)) if sound else None
 
 
 def _quantized_input(dequantized: Any) -> fx.Node | None:

@@ -166,12 +166,12 @@ class _Call:
 
 
 def base_name(node: fx.Node) -> str:
-    """`add` for `aten.add.Tensor`, `getitem`; empty for what is not an ATen call."""
+    """`add` for `aten.add.Tensor`, `getitem`; empty for what is neither an ATen call nor quantizes."""
     if node.target is operator.getitem:
         return "getitem"
     name = node.target._schema.name if ops.is_overload(node.target) else ""  # type: ignore[union-attr]
     namespace, _, base = name.partition("::")
-    return base.strip("_") if namespace == "aten" else ""
+    return base.strip("_") if namespace == "aten" or ops.is_quantization(node.target) else ""
 
 
 # ---- rules --------------------------------------------------------------------------------------------------
@@ -405,6 +405,10 @@ def _constant(name: str) -> Rule:
     return lambda call: call.of(name)
 
 
+def _quantized(call: _Call) -> Range:
+    return Range(call.number("quant_min"), call.number("quant_max"))
+
+
 def _padded(call: _Call) -> Range:
     return call.of("self") | Range(0, 0)
 
@@ -465,6 +469,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: Range(1, 1)),
     **dict.fromkeys(("argmax", "argmin", "argsort"), _place),
     "one_hot": lambda call: FLAG,
+    **dict.fromkeys(("quantize_per_tensor", "quantize_per_channel"), _quantized),
     "bucketize": _count("boundaries"),
     "searchsorted": _count("sorted_sequence"),
     "nonzero": lambda call: Range(0, max(call.values[call.arguments["self"]].shape, default=1)),

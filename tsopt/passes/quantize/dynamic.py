@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import DIMENSIONS, LARGEST, erase_dead, quantize_input, quantize_weight, rewire
+from tsopt.compiler.graph.quantized import LARGEST, erase_dead, quantize_input, quantize_weight, rewire
 from tsopt.compiler.precision_names import INT8
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
+from tsopt.passes.quantize.layers import layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,21 @@ class DynamicInt8(Pass):
     for the whole tensor.
 
     Attributes:
+        only: the names of the layers to quantize; None for all.
         largest: the largest magnitude of a weight; see `largest_weight`.
     """
 
     name = INT8
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     largest: int = LARGEST
+    only: frozenset[str] | None = None
 
     def run(self, program: Program, limits: Limits) -> Changes:
         values: dict[fx.Node, fx.Node] = {}  # what is quantized once for all layers that read it
         weights: dict[str, fx.Node] = {}
         done = []
-        for node in list(program.graph.nodes):
-            if not is_layer(program, node) or not limits.take():
+        for node in layers_of(program):
+            if (self.only is not None and node.name not in self.only) or not limits.take():
                 continue
             done.append(Done("quantize_layer", origin_of(node)))
             call = ops.bind(node)
@@ -50,17 +52,3 @@ class DynamicInt8(Pass):
         if done:
             erase_dead(program)
         return Changes(tuple(done), numerics=Numerics.LOSSY if done else Numerics.EXACT)
-
-
-def is_layer(program: Program, node: fx.Node) -> bool:
-    """Whether a call is such a layer on the CPU, for a batch, with a finite constant weight."""
-    if node.target not in DIMENSIONS:
-        return False
-    call = ops.bind(node)
-    weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
-    if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
-        return False
-    dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
-    batched = value.dim() == dimensions == 4 or (dimensions == 2 and value.dim() > 1)
-    filled = value.numel() and node.meta["val"].numel() and weight.numel()
-    return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import FP32, HALVES, PRECISIONS
+from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 
@@ -83,6 +83,11 @@ class Candidate:
         """Whether one thread is all that is asked of it: such a one is not always tried."""
         return self == Candidate(self.backend, (("threads", 1),))
 
+    def in_full_precision(self) -> Candidate:
+        """The same for the program as it is."""
+        options = tuple(option for option in self.options if option[0] != "precision")
+        return replace(self, options=options, variant=FP32)
+
     def in_precision(self, precision: str) -> Candidate | None:
         """The same in another precision; None if the backend does not support it."""
         if precision in self.info.lowered:
@@ -104,15 +109,21 @@ def _text(value: Any) -> str:
 
 
 def candidates_for(
-    wanted: Sequence[str] | Literal["all"] | None, precision: str = FP32, *, on_gpu: bool = False
+    wanted: Sequence[str] | Literal["all"] | None,
+    precision: str = FP32,
+    *,
+    on_gpu: bool = False,
+    calibrated: bool = False,
 ) -> tuple[Candidate, ...]:
     """The candidates of a race.
 
     Args:
         wanted: texts that `Candidate.parse` reads; `all` for every engine; None for what compiles in seconds and is
             installed.
-        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them but int8.
+        precision: one of PRECISIONS that those who have it race in as well; `auto` for all of them, but for int8 only
+            with calibration data.
         on_gpu: whether the model is on a GPU.
+        calibrated: whether there is calibration data.
 
     Raises:
         UsageError: an unknown precision or backend, or a precision that no selected backend supports.
@@ -121,7 +132,7 @@ def candidates_for(
         racing = tuple(_from_table(on_gpu, everybody=wanted == "all"))
     else:
         racing = tuple(map(Candidate.parse, wanted))
-    return tuple(dict.fromkeys((*racing, *_in_precision(racing, precision))))
+    return tuple(dict.fromkeys((*racing, *_in_precision(racing, precision, calibrated))))
 
 
 def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
@@ -135,14 +146,18 @@ def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
             yield from (Candidate(info.name, options) for options in info.also_on_gpu)
 
 
-def _in_precision(racing: Sequence[Candidate], precision: str) -> tuple[Candidate, ...]:
+def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool) -> tuple[Candidate, ...]:
     """The backends that have lower precisions, once more in each that is asked for."""
     if precision not in (*PRECISIONS, AUTO):
         raise UsageError(f"unknown precision {precision!r}", fix=f"use one of: {', '.join((*PRECISIONS, AUTO))}")
     asked = ("tf32", *HALVES) if precision == AUTO else (precision,) if precision != FP32 else ()
+    if calibrated and precision in (INT8, AUTO):
+        asked = tuple(dict.fromkeys((*asked, INT8, INT8_STATIC)))
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if asked and not found:
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
-        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
+        by_data = precision == INT8 and any(candidate.in_precision(INT8_STATIC) for candidate in plain)
+        more = ", or pass calibration data" if by_data else ""
+        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}{more}")
     return tuple(found)

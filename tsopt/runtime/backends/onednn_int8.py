@@ -89,7 +89,7 @@ def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> tuple[int
     count = found = 0
     for node in list(program.calls()):
         layer = quantized_layer(program, node)
-        if layer is None:
+        if layer is None or layer.by is not None:
             continue
         found += 1
         site = _site(layer)

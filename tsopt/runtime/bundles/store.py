@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
 from tsopt.compiler.calls import signature_json
-from tsopt.compiler.precision_names import FP32, PRECISIONS
+from tsopt.compiler.precision_names import FP32, INT8_STATIC, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
 from tsopt.runtime.bundles import known_bundles
@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 
 REPORT = "report.json"  # what the race found
 MOST_THREADS = 1024
+STORED = (*PRECISIONS, INT8_STATIC)  # what a bundle may have been computed in
+MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
     "threads": lambda value: value is None or (type(value) is int and 1 <= value <= MOST_THREADS),
     "hint": lambda value: value in ("latency", "throughput"),
-    "precision": lambda value: value in PRECISIONS,
+    "precision": lambda value: value in STORED,
     **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
+    "int8_weights": lambda value: type(value) is int and 0 <= value <= 127,
     "bounds": lambda value: isinstance(value, list),  # each one is checked where it is read
 }
 
@@ -165,6 +168,7 @@ def _write_manifest(staging: Path, executable: Executable, report: Report) -> st
         "code": executable.code or info_of(_name_to_store(executable)).is_own,
         "numerics": report.numerics,
         "precision": executable.precision,
+        "tolerance": executable.tolerance,
         "environment": report.environment.to_json(),
         "signature": signature_json.to_json(executable.signature),
         "claims": {"winner": report.winner, "speedup": report.speedup, "verified": str(winner.accuracy or "")},
@@ -206,8 +210,11 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         check_trust(info, directory, trust)
         signature = signature_json.from_json(manifest["signature"])
         precision = manifest.get("precision", FP32)
-        if precision not in PRECISIONS:
+        if precision not in STORED:
             raise damaged(directory, f"unknown precision {str(precision)[:40]!r}")
+        tolerance = manifest.get("tolerance")
+        if tolerance is not None and (type(tolerance) is not float or not 0 < tolerance <= MOST_TOLERANCE):
+            raise damaged(directory, f"invalid tolerance {str(tolerance)[:40]!r}")
         require(info.name)
         new = not known_bundles.is_known(bundle.digest)
         if new and info.through_onnx:
@@ -220,6 +227,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         with _told(directory):
             executable = open_bundle(directory, info.name, options, signature, trust)
             executable.precision, executable.model = precision, str(manifest.get("model", ""))
+            executable.tolerance = tolerance
             return executable
 
     return opened

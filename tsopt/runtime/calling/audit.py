@@ -22,7 +22,6 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import TsoptError, UsageError
@@ -159,7 +158,7 @@ def difference(
     *,
     state: Sequence[torch.Tensor] = (),
     reference: Program | None = None,
-    precision: str = FP32,
+    limit: float | None = None,
     runs_python: bool = False,
 ) -> str | None:
     """How a candidate differs from the model on a call; "" if it does not, None if that cannot be decided.
@@ -169,6 +168,7 @@ def difference(
     Args:
         state: the tensors that calls write besides their inputs.
         reference: the captured program, whose float64 values tell rounding from errors.
+        limit: of the relative error of each output, for a candidate in a lower precision.
         runs_python: the candidate runs Python code of the model, which may change its modules.
 
     Never raises an Exception: the caller has not asked for an audit.
@@ -187,10 +187,10 @@ def difference(
                 return _Answer.of(called, args, kwargs, written)
 
         theirs, mine = answer(model, modules), answer(candidate, modules if runs_python else ())
-        found = theirs.other_than(mine, LIMITS.get(precision))
-        if found and reference is not None and not theirs.error and not mine.error:
+        found = theirs.other_than(mine, limit)
+        if found and limit is None and reference is not None and not theirs.error and not mine.error:
             reference = specialize(reference, sizes_in(reference.signature, call))
-            verdict = Oracle(model, call, reference, only=AUDITED).judge(candidate, precision=precision)
+            verdict = Oracle(model, call, reference, only=AUDITED).judge(candidate)
             return "" if verdict.ok else verdict.reason.replace(f" on the {AUDITED} input", "")
         return found
     except Exception as error:  # whatever the inputs are that cannot be copied or compared
@@ -247,5 +247,5 @@ class _Answer:
 
 def executable_difference(executable: Executable, model: Callable[..., Any], call: Example) -> str | None:
     """`difference` for an executable."""
-    state, reference, precision = executable.state, executable.reference, executable.precision
-    return difference(executable, model, call, state=state, reference=reference, precision=precision)
+    limit = executable.tolerance or LIMITS.get(executable.precision)
+    return difference(executable, model, call, state=executable.state, reference=executable.reference, limit=limit)

@@ -42,6 +42,7 @@ class Executable:
         code: whether reading those files executes code; a bundle then requires trust.
         notes: how the backend differs from eager, for the caller.
         precision: the precision of matrix products, one of PRECISIONS.
+        tolerance: how far a call may be from eager, as a relative error; None for the limit of the precision.
         reference: the captured program, by which audits tell rounding from errors.
         model: the name of the model.
         place: `package.module:Class` of the backend, for bundles of a custom backend.
@@ -60,12 +61,13 @@ class Executable:
         code: bool = False,
         notes: Sequence[str] = (),
         precision: str = FP32,
+        tolerance: float | None = None,
         reference: Program | None = None,
         place: str = "",
         model: str = "",
     ) -> None:
         self.backend, self.place, self.model = backend, place, model
-        self.precision = precision
+        self.precision, self.tolerance = precision, tolerance
         self.signature = signature
         self.save, self.hand_over = save, hand_over or save
         self.options = dict(options or {})
@@ -112,6 +114,7 @@ class Executable:
             code=self.code,
             notes=self.notes,
             precision=self.precision,
+            tolerance=self.tolerance,
             reference=self.reference,
             place=self.place,
             model=self.model,

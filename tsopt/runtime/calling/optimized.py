@@ -15,9 +15,11 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precision_names import INT8_STATIC
 from tsopt.compiler.protect import modules_of
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.backends.table import info_of
 from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
@@ -61,8 +63,9 @@ class Optimized:
         audits: Audits | None = None,
         weights: Weights | None = None,
         share_weights: bool = False,
+        quantized: Program | None = None,
     ) -> None:
-        self.model, self.program, self.report = model, program, report
+        self.model, self.program, self.report, self.quantized = model, program, report, quantized
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
         self._specialize, self._policy = specialize, on_new_signature
@@ -308,15 +311,20 @@ class Optimized:
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program compiled with another backend and verified against the model, for export.
 
+        If the winner runs calibrated int8 layers, so does what is exported, where the backend has them.
+
         Raises:
             BackendError: the backend does not support the program, or fails.
             AccuracyError: it does not compute the same values as the model.
             WeightsChangedError: the model's weights have changed since, and some of the old ones are gone.
         """
         self._check_weights(thoroughly=True)
-        executable = compile(self.program, backend, **options)
+        quantized = self.quantized if INT8_STATIC in info_of(backend).lowered else None
+        executable = compile(quantized or self.program, backend, **options)
+        if quantized is not None and self.executable is not None:
+            executable.precision, executable.tolerance = INT8_STATIC, self.executable.tolerance
         try:
-            verify(self.model, executable, self.example, program=self.program)
+            verify(self.model, executable, self.example, program=self.program, precision=executable.precision)
         except AccuracyError as error:
             if self._weights is None or not self._weights.touched():
                 raise

@@ -20,12 +20,14 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Values, laid_out
-from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError, BackendError
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, compare
+from tsopt.runtime.checking.criterion import RELATIVE_ERROR
 from tsopt.runtime.checking.expected import Expected, answers, difference_in_structure, difference_when_repeated
 from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, ZEROS, InputSet, input_sets
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
@@ -34,7 +36,7 @@ from tsopt.runtime.checking.verdict import ORDER, Verdict
 
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
 # hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, "int8": 4.4e-2}  # the last one is a cosine of 0.999
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys((INT8, INT8_STATIC), RELATIVE_ERROR)}
 WIDER = {"large": 10.0}
 UNUSUAL = "differs from eager on NaN, infinities or denormals"
 TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order
@@ -126,13 +128,22 @@ class Oracle:
         return _Seeded(protected(model, written=state), self.seed, kind)
 
     def judge(
-        self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False
+        self,
+        candidate: Callable[..., Any],
+        *,
+        exact: bool = False,
+        precision: str = FP32,
+        few: bool = False,
+        tolerance: float | None = None,
     ) -> Verdict:
         """The verdict on a candidate.
 
         Args:
             precision: what it computes products in.
             few: on the first input sets only, for one that has been judged on all of them before.
+            tolerance: of the relative error on the example, for a candidate in a lower precision that a Criterion
+                judges on real data. On the other inputs, which are made up, only types, structure and where NaN and
+                infinities are decide then.
 
         Raises:
             Exception: whatever the candidate raises.
@@ -144,9 +155,12 @@ class Oracle:
         for expected in self.expected[: FEW if few else None]:
             kind = expected.inputs.kind
             decides = exact or self.strict_specials or not expected.unusual
-            limit = LIMITS[precision] * WIDER.get(kind, 1.0) if precision in LIMITS else None
+            usual = LIMITS.get(precision)
+            limit = usual and usual * WIDER.get(kind, 1.0)
+            if usual and tolerance is not None:
+                limit = tolerance if kind == "example" else math.inf
             try:
-                found = self._judged(candidate, expected, exact, limit, first)
+                found = self._judged(candidate, expected, exact, limit, usual, first)
             except Exception as error:
                 if decides:
                     raise
@@ -190,9 +204,14 @@ class Oracle:
         expected: Expected,
         exact: bool,
         limit: float | None,
+        usual: float | None,
         first: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> Comparison:
-        """The comparison on one input set. The outputs of the first call are kept in `first`."""
+        """The comparison on one input set. The outputs of the first call are kept in `first`.
+
+        Args:
+            usual: the limit for calls that are repeated: a candidate has to agree with itself.
+        """
         kind = expected.inputs.kind
         with self._frozen(None, self._state, kind):
             call = expected.inputs.clone()
@@ -221,7 +240,7 @@ class Oracle:
             test = max(test, found.test, key=ORDER.index)
         if noted is not None:
             return noted
-        failure = difference_when_repeated(expected, kept, again, exact, limit)
+        failure = difference_when_repeated(expected, kept, again, exact, usual)
         return Comparison(not failure, "type" if failure else test, worst, failure)
 
     def _spoilt(self, expected: Expected, after: Sequence[torch.Tensor], exact: bool, limit: float | None) -> str:
@@ -342,6 +361,8 @@ def verify(
         precision: the precision of the candidate's matrix products; below `fp32`, larger differences are accepted.
         seed: seed of the generated inputs.
 
+    An Executable with a tolerance, because it was accepted on real data, is compared on the example only.
+
     Raises:
         AccuracyError: the candidate does not compute the same values.
         BackendError: the candidate fails.
@@ -352,8 +373,9 @@ def verify(
 
         program = capture(model, example, allow_nan=True)
     oracle = Oracle(model, example, program, seed=seed)
+    tolerance = candidate.tolerance if isinstance(candidate, Executable) else None
     try:
-        verdict = oracle.judge(candidate, exact=exact, precision=precision)
+        verdict = oracle.judge(candidate, exact=exact, precision=precision, tolerance=tolerance)
     except Exception as error:  # the candidate's own failure
         raise BackendError(
             "the candidate fails on an input that the model accepts", why=f"{type(error).__name__}: {error}"

@@ -54,7 +54,8 @@ def compare(
     Args:
         exact: require bit-equal values (including the sign of zero and the positions of NaN, not their payload).
         limit: of the relative difference |result - reference| / |reference|, each the root of the sum of squares, for
-            what was computed in a lower precision on purpose; of other values 1 % may differ.
+            what was computed in a lower precision on purpose; of other values 1 % may differ. Infinite: only types, and
+            where NaN and infinities are, decide.
         size: for `limit`, the root mean square that the reference counts as where its own is smaller.
         reference64: gives the float64 value, when the element test has failed.
     """
@@ -69,7 +70,7 @@ def compare(
         return Comparison(False, "bits", difference, f"not bit-equal, max difference {difference:.3g}")
     if reference.dtype not in TOLERANCES:
         count = int((result != reference).sum())
-        if limit is not None and count <= FLIPPED * reference.numel():
+        if limit is not None and count <= (FLIPPED if math.isfinite(limit) else 1.0) * reference.numel():
             return Comparison(True, "limit", difference)
         return Comparison(
             False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ"
@@ -105,7 +106,7 @@ def compare(
 
 def _limit_test(res: torch.Tensor, ref: torch.Tensor, limit: float, size: float, difference: float) -> Comparison:
     size, away = max(float(ref.norm()), size * math.sqrt(ref.numel())), float((res - ref).norm())
-    if away <= limit * size:
+    if limit == math.inf or away <= limit * size:
         return Comparison(True, "limit", difference)
     reason = (
         f"relative error {away / size:.2%}, limit {limit:.2%}" if size else f"error {away:.3g} where eager has zeros"

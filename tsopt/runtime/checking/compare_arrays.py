@@ -17,7 +17,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "complex128": (1e-7, 1e-7),
     "complex64": (1e-4, 1e-5),
 }
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, "int8": 4.4e-2}  # the last one is a cosine of 0.999
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, "int8": 4.4e-2, "int8-static": 4.4e-2}
 FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 
 

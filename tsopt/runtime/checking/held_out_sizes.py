@@ -6,6 +6,7 @@ A range is accepted if the program was run at both ends and in between, and was 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +24,8 @@ from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.accuracy import LIMITS, Oracle
+from tsopt.runtime.checking.criterion import Criterion
 from tsopt.runtime.checking.verdict import Verdict
 
 BETWEEN = 7  # a size that few models have for other reasons
@@ -46,10 +48,17 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """The verdict on candidates at the sizes of the example, and at all others that were tried."""
+    """The verdict on candidates at the sizes of the example, and at all others that were tried.
+
+    Attributes:
+        criterion: decides how much accuracy a candidate in a lower precision may lose, in place of fixed limits.
+        is_last: whether a criterion that is not cheap is asked, too.
+    """
 
     oracle: Oracle
     held_out: Sequence[HeldOut] = ()
+    criterion: Criterion | None = None
+    is_last: bool = False
 
     @property
     def inputs(self) -> list[Example]:
@@ -59,19 +68,28 @@ class Judge:
     def judge(
         self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False
     ) -> Verdict:
-        """See `Oracle.judge`; `few` leaves the other sizes out as well.
+        """See `Oracle.judge`; `few` leaves the other sizes and the criterion out as well.
 
         Raises:
             Exception: whatever the candidate raises.
         """
-        verdict = self.oracle.judge(candidate, exact=exact, precision=precision, few=few)
+        criterion = self.criterion if precision in LIMITS else None
+        options: dict[str, Any] = {"exact": exact, "precision": precision}
+        if criterion is not None:
+            options["tolerance"] = math.inf
+        verdict = self.oracle.judge(candidate, few=few, **options)
         for item in () if few else self.held_out:
             if not verdict.ok:
                 break
-            found = item.oracle.judge(candidate, exact=exact, precision=precision)
+            found = item.oracle.judge(candidate, **options)
             if not found.ok:
                 verdict = replace(found, reason=f"at {item}: {found.reason}")
-        return verdict
+        if criterion is None or few or not verdict.ok or not (criterion.is_cheap or self.is_last):
+            return verdict
+        judgement = criterion.judge(candidate)
+        if judgement.ok:
+            return replace(verdict, notes=(*verdict.notes, judgement.text))
+        return replace(verdict, ok=False, test="limit", reason=judgement.text)
 
 
 @dataclass(frozen=True, slots=True)

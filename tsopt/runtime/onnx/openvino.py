@@ -18,6 +18,7 @@ from tsopt.errors import BackendError, BundleError, UsageError
 from tsopt.runtime.backends.backend import Unsupported, check_precision, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
+from tsopt.runtime.onnx import int8_weights
 from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class OpenVinoBackend:
             state=state,
             save=save,
             hand_over=lambda place: model.save(place / FILE, apart=True),
-            options=options | to_options(examined.bounds),
+            options=options | to_options(examined.bounds) | int8_weights.to_options(program),
             notes=examined.notes,
             precision=self.precision,
         )
@@ -116,6 +117,7 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     """
     import openvino
 
+    int8_weights.check(options)
     config: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FP32)],
         "PERFORMANCE_HINT": str(options["hint"]).upper(),

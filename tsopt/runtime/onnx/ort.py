@@ -16,6 +16,7 @@ from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
+from tsopt.runtime.onnx import int8_weights
 from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
@@ -80,11 +81,12 @@ class OnnxRuntimeBackend:
         from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.ort_bfloat16 import widened
+        from tsopt.runtime.onnx.ort_int8 import with_integer_products
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
         def lowered(program: Program) -> Program:
             program = program if _is_on_gpu(program.signature) else widened(program)
-            return with_own_operators(four_axes(program)) if self.fused else program
+            return with_own_operators(four_axes(with_integer_products(program))) if self.fused else program
 
         return self._executable(program, to_onnx(through(program, lowered), self.opset))
 
@@ -104,7 +106,7 @@ class OnnxRuntimeBackend:
         }
         session = _opened(model, options, _providers(program.signature))
         examined = self._examined(program)
-        options |= to_options(examined.bounds)
+        options |= to_options(examined.bounds) | int8_weights.to_options(program)
         run = session_runner(session, program.signature)
 
         def save(place: Path) -> None:
@@ -308,5 +310,6 @@ def tensor_maker() -> Callable[[Any], Any] | None:
 
 def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """The runner of a stored model."""
+    int8_weights.check(options)
     run = session_runner(open_session(str(path), options, providers=_providers(signature)), signature)
     return guarded(run, from_options(options, signature), signature)

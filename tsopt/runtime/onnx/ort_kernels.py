@@ -39,9 +39,10 @@ def with_own_operators(program: Program) -> Program:
     return made
 
 
-def _operator(
+def operator_call(
     program: Program, node: fx.Node, name: str, inputs: list[Any], shape: list[int], **attributes: Any
 ) -> fx.Node:
+    """A call of one of the runtime's operators before a node: float32 of a shape."""
     with program.graph.inserting_before(node):
         return program.graph.call_function(
             symbolic,
@@ -86,7 +87,7 @@ def _attention(program: Program, node: fx.Node) -> fx.Node | None:
     flat = [_flat(program, node, part) for part in parts]
     masks = [None, None, bias] if bias is not None else []
     scale = 1 / math.sqrt(width) if call["scale"] is None else float(call["scale"])
-    made = _operator(
+    made = operator_call(
         *(program, node, "com.microsoft::MultiHeadAttention", [*flat, *masks], [batch, length, heads * wide]),
         num_heads=heads,
         scale=scale,
@@ -153,7 +154,9 @@ def _bias(program: Program, node: fx.Node, mask: fx.Node, full: list[int]) -> tu
 
 
 def _silu(program: Program, node: fx.Node) -> fx.Node | None:
-    return _operator(program, node, "com.microsoft::QuickGelu", [node.args[0]], list(node.meta["val"].shape), alpha=1.0)
+    return operator_call(
+        program, node, "com.microsoft::QuickGelu", [node.args[0]], list(node.meta["val"].shape), alpha=1.0
+    )
 
 
 def _rms_norm(program: Program, node: fx.Node) -> fx.Node | None:
@@ -164,7 +167,7 @@ def _rms_norm(program: Program, node: fx.Node) -> fx.Node | None:
     if weight is None:
         weight = _weight(program, node, torch.ones(call["normalized_shape"]), "rms_norm.ones")
     epsilon = torch.finfo(torch.float32).eps if call["eps"] is None else float(call["eps"])
-    return _operator(
+    return operator_call(
         *(program, node, "::SimplifiedLayerNormalization", [call["input"], weight], list(node.meta["val"].shape)),
         axis=-1,
         epsilon=epsilon,

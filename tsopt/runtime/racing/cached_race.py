@@ -44,7 +44,10 @@ def cached_race(
     key = cache.key_of(
         *(captured, cast(Program, programs[FP32]), settings.candidates, settings.threads),
         *(name for name in switches if getattr(settings, name)),
+        *_of_accuracy(programs, settings),
     )
+    if settings.criterion is not None and not settings.criterion.key:
+        key = None  # the user's metric may be another tomorrow
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:
         short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
@@ -61,6 +64,14 @@ def cached_race(
     if key is not None and _is_repeatable(found):
         cache.keep(key, cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time()))
     return found
+
+
+def _of_accuracy(programs: Variants, settings: RaceSettings) -> list[str]:
+    """What a criterion asks for, and the variants that were made for it: both depend on the calibration data."""
+    if settings.criterion is None:
+        return []
+    made = [item.fingerprint() if isinstance(item, Program) else item.what for _, item in sorted(programs.items())]
+    return [settings.criterion.key, *made]
 
 
 def _is_repeatable(found: Race) -> bool:

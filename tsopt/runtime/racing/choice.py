@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.accuracy import LIMITS
 from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
@@ -75,12 +77,15 @@ def choose(
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
+        except UsageError:  # the user's metric fails: that is no fault of the candidate
+            raise
         except Exception as error:  # whatever it raises, it is out
             ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
             status = ending if ending in outcomes.LOST else "wrong"
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
             why = f"{row.speedup} as fast as eager{_level_with(row, faster, candidates)}"
+            rows = [replace(r, notes=executable.notes) if r is row else r for r in rows]
             return Race(tuple(rows), row.key, why, executable, candidate)
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
     return Race(tuple(rows), MODEL, _why_eager(rows), None)
@@ -110,6 +115,8 @@ def _verified(
         maker.make_room(others)
     executable = maker.here(contender, candidate)
     verdict = judge.judge(executable, precision=candidate.precision) if timed is None or timed.ok else timed
+    if judge.criterion is not None and candidate.precision in LIMITS and verdict.ok:
+        executable.tolerance = judge.criterion.tolerance(executable)
     executable.notes = tuple(dict.fromkeys((*executable.notes, *row.notes, *verdict.notes)))
     return executable, verdict
 

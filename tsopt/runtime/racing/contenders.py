@@ -21,6 +21,7 @@ from tsopt.errors import BackendError, NoGain
 from tsopt.runtime.backends.backend import Reopens, compile, get_backend, named, race_options
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking.criterion import Criterion
 from tsopt.runtime.checking.held_out_sizes import HeldOut
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, Isolated
 from tsopt.runtime.sandbox.processes import available_memory
@@ -46,6 +47,7 @@ class RaceSettings:
             its own gets an equal share of what is left, one in this process is not begun when nothing is.
         memory: bytes that the candidates may take together; None: a share of what is free.
         held_out: other sizes that every candidate has to be right at.
+        criterion: how much accuracy a candidate in a lower precision may lose; None: the limits of its precision.
         check_indices: candidates look at the indices of each call, whatever that costs.
         strict_specials: a candidate that differs from eager on NaN and infinities is wrong.
         time_all: no candidate is left out or leaves because it cannot win.
@@ -61,6 +63,7 @@ class RaceSettings:
     budget: float | None = None
     memory: int | None = None
     held_out: Sequence[HeldOut] = ()
+    criterion: Criterion | None = None
     check_indices: bool = False
     strict_specials: bool = False
     time_all: bool = False

@@ -66,7 +66,7 @@ def race(
     clock = Clock(settings.budget)
     progress("eager")
     ask = partial(Oracle, model, example, captured, strict_specials=settings.strict_specials)
-    judge = Judge(ask(seed=settings.seed), settings.held_out)
+    judge = Judge(ask(seed=settings.seed), settings.held_out, settings.criterion)
     before = torch.get_num_threads()
     try:
         if settings.threads is not None:
@@ -84,7 +84,11 @@ def race(
             rows,
             contenders,
             # Fresh inputs: what the race measured must not be all that is right.
-            lambda few: Judge(ask(seed=settings.seed + 1, few=few), () if few else settings.held_out),
+            lambda few: Judge(
+                *(ask(seed=settings.seed + 1, few=few), () if few else settings.held_out),
+                criterion=settings.criterion,
+                is_last=True,
+            ),
             partial(unsteady, model=model, example=example, seed=settings.seed, seconds=STREAK * settings.seconds),
             progress,
         )

@@ -1,0 +1,171 @@
+"""Calibration data as calls of the model: what is read, cut, left out, and refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tsopt
+from tests.compiler.helpers import Net
+from tsopt.compiler.calls.calibration import MOST, read_calibration
+from tsopt.compiler.calls.example import as_example
+from tsopt.errors import UsageError
+
+X = torch.zeros(2, 3)
+
+
+def read(data, model=None, example=X):
+    program = tsopt.capture(model or nn.Linear(3, 1).eval(), example)
+    return read_calibration(data, program.signature, as_example(example))
+
+
+def first(calibration):
+    """The first argument of each call."""
+    return [call.args[0] if call.args else next(iter(call.kwargs.values())) for call in calibration.calls]
+
+
+def rows(count, start=0):
+    return torch.arange(start, start + 3 * count, dtype=torch.float32).reshape(count, 3)
+
+
+def test_an_iterable_of_inputs():
+    found = read([rows(2), rows(2, 6)])
+    assert [x.tolist() for x in first(found)] == [rows(2).tolist(), rows(2, 6).tolist()]
+    assert found.read == "2 inputs"
+
+
+def test_every_other_input_is_held_out():
+    found = read([rows(2, i) for i in range(5)])
+    assert [call.args[0][0, 0].item() for call in found.observed] == [0, 2, 4]
+    assert [call.args[0][0, 0].item() for call in found.held_out] == [1, 3]
+
+
+def test_a_single_input_is_for_both():
+    found = read([rows(2)])
+    assert found.observed == found.held_out == found.calls
+
+
+def test_larger_batches_are_cut_and_their_rest_is_dropped():
+    found = read([rows(5)])
+    assert [x.tolist() for x in first(found)] == [rows(2).tolist(), rows(2, 6).tolist()]
+
+
+def test_a_smaller_batch_is_refused():
+    with pytest.raises(UsageError, match="calibration input 0 does not fit the model") as caught:
+        read([rows(1)])
+    assert "has shape [1, 3], expected [2, 3]" in str(caught.value)
+
+
+def test_targets_are_left_out():
+    loader = DataLoader(TensorDataset(rows(8), torch.arange(8)), batch_size=4)
+    found = read(loader)
+    assert [tuple(x.shape) for x in first(found)] == [(2, 3)] * 4
+    assert found.read == "4 inputs; read as (input, target), targets left out"
+
+
+def test_two_inputs_are_no_input_and_target():
+    model = Net(lambda self, a, b: a + b)
+    found = read([(rows(2), rows(2))], model, (X, X))
+    assert len(found.calls[0].args) == 2
+    assert found.read == "1 input"
+
+
+def test_keyword_inputs_and_what_is_left_out_of_them():
+    model = Net(lambda self, a, b: a + b)
+    example = {"a": X, "b": X}
+    found = read([{"a": rows(2), "b": rows(2), "labels": torch.arange(2)}], model, example)
+    assert list(found.calls[0].kwargs) == ["a", "b"]
+    assert found.read == "1 input; labels left out"
+
+
+def test_an_example_is_a_call():
+    assert read([tsopt.example(rows(2))]).read == "1 input"
+
+
+def test_numpy_arrays_are_inputs():
+    assert torch.equal(first(read([rows(2).numpy()]))[0], rows(2))
+
+
+def test_an_endless_iterable_is_read_only_so_far():
+    def endless():
+        while True:
+            yield rows(2)
+
+    assert len(read(endless()).calls) == MOST
+
+
+def test_an_npz_file_by_the_names_of_inputs(tmp_path):
+    model = Net(lambda self, a, b: a + b)
+    np.savez(tmp_path / "data.npz", a=rows(4).numpy(), b=rows(4).numpy(), labels=np.arange(4))
+    found = read(str(tmp_path / "data.npz"), model, {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)})
+    assert [x.tolist() for x in first(found)] == [[row] for row in rows(4).tolist()]
+    assert found.read == "4 inputs; labels left out"
+
+
+def test_an_npz_file_without_names_and_a_directory(tmp_path):
+    np.savez(tmp_path / "a.npz", rows(2).numpy())
+    np.save(tmp_path / "b.npy", rows(1, 6).numpy())
+    (tmp_path / "notes.txt").write_text("not data")
+    found = read(tmp_path, example=torch.zeros(1, 3))
+    assert [x.tolist() for x in first(found)] == [[row] for row in rows(3).tolist()]
+
+
+def test_sizes_that_may_differ_are_taken_as_they_are():
+    program = tsopt.capture(nn.Linear(3, 1).eval(), X, dynamic={"input": {0: "batch"}})
+    found = read_calibration([rows(5), rows(7)], program.signature, as_example(X))
+    assert [len(x) for x in first(found)] == [5, 7]
+
+
+class Broken:
+    def __iter__(self):
+        yield rows(2)
+        raise RuntimeError("the disk is gone")
+
+
+def pickled(path):
+    np.save(path / "data.npy", np.array([{}], dtype=object), allow_pickle=True)
+    return path / "data.npy"
+
+
+def uneven(path):
+    np.savez(path / "data.npz", a=np.zeros((2, 3)), b=np.zeros((3, 3)))
+    return path / "data.npz"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "calibration is empty"),
+        (rows(2), "calibration is a Tensor, not a collection of inputs"),
+        (3.5, "calibration is a float, not a collection of inputs"),
+        ({"a": rows(2)}, "calibration is a dict, not a collection of inputs"),
+        (Broken(), "calibration raises RuntimeError after 1 item\n  where: tests.*\n  why: the disk is gone"),
+        ([rows(2) * float("nan")], "calibration input 0 contains NaN"),
+        ([rows(2), rows(2) / 0], "calibration input 1 contains (NaN|infinities)"),
+        ([rows(2).double()], "calibration input 0 does not fit the model\n  why: .*is float64, expected float32"),
+        (["a"], "calibration input 0 does not fit the model"),
+        ([torch.zeros(2, 4)], r"has shape \[2, 4\], expected \[2, 3\]"),
+        ([torch.tensor(1.0)], r"has shape \[\], expected \[2, 3\]"),
+        ("nothing.npz", "calibration cannot be read: nothing.npz\n  why: no such file or directory"),
+        (lambda path: path, "there is no .npy or .npz file in it"),
+        (pickled, "calibration cannot be read: .*data.npy"),
+        (uneven, "differ in the size of their first axis\n  why: a \\[2, 3\\], b \\[3, 3\\]"),
+    ],
+    ids=lambda value: re.sub(r"\W+", " ", value)[:30] if isinstance(value, str) else None,
+)
+def test_what_cannot_be_used_is_refused(tmp_path, data, message):
+    data = data(tmp_path) if callable(data) else data
+    with pytest.raises(UsageError, match=message) as caught:
+        read(data)
+    assert "\n  fix: " in str(caught.value)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / "data.npz").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(UsageError, match="calibration cannot be read"):
+        read(tmp_path / "data.npz")

@@ -1,0 +1,41 @@
+"""Small networks to quantize, and inputs for them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(count: int, seed: int = 0) -> list[torch.Tensor]:
+    return [torch.randn(1, 3, 8, 8, generator=seeded(seed + i)) for i in range(count)]
+
+
+class Residual(nn.Module):
+    """Two convolutions around a residual sum, pooling, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.inner = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = (x + self.inner(x)).relu()
+        return self.head(self.pool(x).mean((2, 3)))
+
+
+def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for size, following in pairwise(sizes):
+        layers += [nn.Linear(size, following), nn.GELU()]
+    return nn.Sequential(*layers[:-1]).eval()

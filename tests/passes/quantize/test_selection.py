@@ -1,0 +1,34 @@
+"""The fewest layers to keep in float32, in few trials."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tsopt.passes.quantize.selection import fewest_kept
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 54, 100])
+@pytest.mark.parametrize("needed", [0, 1, 5, 53, 99, 100])
+def test_the_fewest_that_are_accepted_are_found(count, needed):
+    tried = []
+
+    def is_accepted(kept):
+        tried.append(kept)
+        return kept >= needed
+
+    found = fewest_kept(count, 0, is_accepted)
+    assert found == min(needed, count)
+    assert len(tried) == len(set(tried)) <= math.log2(count) + 2
+    assert found == count or found in tried
+
+
+def test_what_is_kept_in_any_case_is_not_asked_about():
+    tried = []
+    assert fewest_kept(10, 4, lambda kept: tried.append(kept) or True) == 4
+    assert tried == [4]
+
+
+def test_all_kept_is_not_tried():
+    assert fewest_kept(3, 3, lambda kept: pytest.fail("nothing is quantized")) == 3

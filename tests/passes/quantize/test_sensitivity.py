@@ -1,0 +1,68 @@
+"""What a layer loses: by itself, and by channel."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.graph.quantized import QParams
+from tsopt.passes.quantize.layers import layers_of
+from tsopt.passes.quantize.sensitivity import Loss, losses_of
+
+
+def losses(model, calls, qparams=None, largest=127):
+    program = tsopt.capture(model, calls[0])
+    layers = layers_of(program)
+    found = losses_of(
+        *(program, layers, [(x,) for x in calls]), qparams=qparams, largest=largest, progress=lambda text: None
+    )
+    return program, {layer.meta["module"]: found[layer.name] for layer in layers}
+
+
+def test_ordinary_layers_lose_little():
+    _, found = losses(Residual().eval(), images(4))
+    assert set(found) == {"stem", "inner", "head"}
+    assert all(35 < loss.sqnr < 60 for loss in found.values())
+
+
+def test_the_worst_layer_is_the_one_with_an_outlier_in_each_row():
+    model = mlp(16, 16, 16, 16)
+    with torch.no_grad():
+        model[2].weight[:, 0] = 200.0  # all other weights of a row have few steps left
+        model[2].weight[:, 1] = -200.0
+    _, found = losses(model, [torch.randn(8, 16, generator=seeded(1))])
+    assert min(found, key=lambda name: found[name].sqnr) == "2"
+
+
+def test_fewer_bits_lose_more():
+    wide, narrow = (
+        losses(mlp(32, 32), [torch.randn(8, 32, generator=seeded(0))], largest=n)[1]["0"] for n in (127, 31)
+    )
+    assert wide.sqnr > narrow.sqnr + 6
+
+
+def test_a_range_that_cuts_values_is_a_loss():
+    x = torch.randn(64, 8, generator=seeded(0))
+    model = nn.Linear(8, 4).eval()
+    program = tsopt.capture(model, x)
+    (layer,) = layers_of(program)
+    by = {node.name: QParams.of_range(-0.5, 0.5) for node in program.graph.nodes if node.op == "placeholder"}
+    found = losses_of(program, [layer], [(x,)], qparams=by, largest=127, progress=lambda text: None)
+    assert found[layer.name].sqnr < 10
+
+
+def test_the_mean_error_of_a_channel_is_its_shift():
+    loss = Loss(torch.tensor([4.0, -2.0], dtype=torch.float64), squares=12.0, size=1000.0, count=2)
+    assert loss.shift.tolist() == [-2.0, 1.0]
+    # 12 of noise, of which 4 * 2 + 1 * 2 go with the shift
+    assert loss.sqnr == pytest.approx(10 * math.log10(1000 / 2))
+
+
+def test_a_layer_without_error_loses_nothing():
+    assert Loss(torch.zeros(1, dtype=torch.float64), 0.0, 1.0, 1).sqnr == math.inf
+    assert Loss(torch.zeros(1, dtype=torch.float64), 1.0, 0.0, 1).sqnr == -math.inf

@@ -1,0 +1,172 @@
+"""Calibrated layers: their form, what is shared, their biases, and that other passes leave them alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import Residual, images, seeded
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.graph.quantized import QParams, quantized, quantized_layer, simulated
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
+from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.sensitivity import losses_of
+from tsopt.passes.quantize.static import StaticInt8
+
+
+def calibrated(model, *calls, only=None, shifts=None, largest=127, fuel=None):
+    """The model in int8, with parameters from these calls; and the program that was given."""
+    program = tsopt.transform(tsopt.capture(model if isinstance(model, nn.Module) else Net(model), calls[0]))
+    values = readers_of_integers(layers_of(program))
+    ordered = [node for node in program.graph.nodes if node in values]
+    qparams = qparams_of(ordered, observe(program, [(x,) for x in calls], ordered, lambda text: None))
+    change = StaticInt8(qparams, shifts or {}, only, largest)
+    made, _ = run(program, (change,), Limits(Numerics.LOSSY, fuel=fuel))
+    verify_program(made)
+    return made, program
+
+
+def layers(program):
+    return [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
+
+
+def relative_error(program, model, x):
+    with torch.no_grad():
+        (answer,), wanted = program.module()(x), model(x)
+    return float((answer - wanted).norm() / wanted.norm())
+
+
+def test_all_layers_are_quantized_by_known_parameters():
+    model, calls = Residual().eval(), images(4)
+    made, _ = calibrated(model, *calls)
+    assert len(layers(made)) == 3
+    assert all(layer.by is not None for layer in layers(made))
+    assert made.numerics == Numerics.LOSSY
+    assert 0 < relative_error(made, model, calls[0]) < 0.03
+
+
+def test_a_value_is_quantized_once_for_all_who_read_it():
+    made, _ = calibrated(Residual().eval(), *images(2))
+    relu = next(node for node in made.calls() if node.target is aten.relu.default)
+    (only,) = relu.users
+    assert only.target is quantized.quantize_per_tensor.default
+
+
+def test_other_calls_get_the_same_parameters():
+    model, calls = Residual().eval(), images(2)
+    made, _ = calibrated(model, *calls)
+    run_it = made.module()
+    with torch.no_grad():
+        far = run_it(calls[0] * 1000)[0]
+        assert torch.equal(far, run_it(calls[0] * 2000)[0]), "what is beyond the range is cut"
+
+
+def test_only_the_chosen_layers_are_quantized():
+    program = tsopt.transform(tsopt.capture(Residual().eval(), images(1)[0]))
+    first, *_ = layers_of(program)
+    made, _ = calibrated(Residual().eval(), *images(2), only=frozenset({first.name}))
+    (layer,) = layers(made)
+    assert layer.node.meta["module"] == "stem"
+
+
+def test_a_layer_whose_input_has_no_parameters_stays_as_it_is():
+    program = tsopt.capture(nn.Linear(4, 2).eval(), torch.ones(1, 4))
+    made, _ = run(program, (StaticInt8({}),), Limits(Numerics.LOSSY))
+    assert made.numerics == Numerics.EXACT
+    assert not layers(made)
+
+
+def test_each_layer_takes_fuel():
+    assert len(layers(calibrated(Residual().eval(), *images(1), fuel=2)[0])) == 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_mean_error_is_taken_off_by_the_bias(bias):
+    torch.manual_seed(1)
+    model = nn.Linear(64, 8, bias=bias).eval()
+    with torch.no_grad():
+        model.weight += 0.3  # errors of the weights add up to a mean for inputs that are not centered
+    x = torch.rand(256, 64, generator=seeded(0))
+    _, program = calibrated(model, x)
+    (layer,) = layers_of(program)
+    by = {node.name: QParams.of_range(0, 1) for node in program.graph.nodes if node.op == "placeholder"}
+    loss = losses_of(program, [layer], [(x,)], qparams=by, largest=15, progress=lambda text: None)[layer.name]
+    shifts = {layer.name: loss.shift}
+    errors = []
+    for given in ({}, shifts):
+        made, _ = calibrated(model, x, shifts=given, largest=15)
+        with torch.no_grad():
+            errors.append((made.module()(x)[0] - model(x)).mean(0).abs().max())
+    assert errors[1] < errors[0] / 20
+
+
+def test_a_computed_bias_is_left():
+    rows = torch.randn(2, 4, generator=seeded(3))
+    x = torch.randn(1, 4, generator=seeded(4))
+    model = Net(lambda self, x: F.linear(x, rows, x[0, :2]))
+    program = tsopt.capture(model, x)
+    (layer,) = layers_of(program)
+    made, _ = calibrated(model, x, shifts={layer.name: torch.ones(2)})
+    assert relative_error(made, model, x) < 0.05
+
+
+def test_a_weight_that_two_layers_share_is_stored_once():
+    weight = torch.randn(8, 8, generator=seeded(0)) / 3
+    made, _ = calibrated(
+        lambda self, x: F.linear(F.linear(x, weight).relu(), weight), torch.randn(3, 8, generator=seeded(1))
+    )
+    assert len({layer.weight for layer in layers(made)}) == 1
+    assert len(layers(made)) == 2
+
+
+def test_passes_afterwards_leave_the_integers_alone():
+    model, calls = Residual().eval(), images(2)
+    made, _ = calibrated(model, *calls)
+    again = tsopt.transform(made)
+    assert [layer.weight for layer in layers(again)] == [layer.weight for layer in layers(made)]
+
+
+def test_the_same_in_float32_operations():
+    model, calls = Residual().eval(), images(2)
+    made, _ = calibrated(model, *calls)
+    fast = simulated(made)
+    verify_program(fast)
+    assert not any("quantized_decomposed" in str(node.target) for node in fast.calls())
+    with torch.no_grad():
+        mine, theirs = fast.module()(calls[1])[0], made.module()(calls[1])[0]
+    assert float((mine - theirs).norm() / theirs.norm()) < 0.02
+    assert layers(made), "the program that was given is left"
+
+
+def test_zero_padding_is_exact():
+    kernel = torch.randn(4, 3, 3, 3, generator=seeded(0))
+    x = torch.rand(1, 3, 6, 6, generator=seeded(1)) + 5  # far from 0, which still has to be one of the steps
+    made, _ = calibrated(lambda self, x: F.conv2d(x, kernel, padding=2), x)
+    model = Net(lambda self, x: F.conv2d(x, kernel, padding=2))
+    assert relative_error(made, model, x) < 0.02
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda self, x: F.conv2d(x, torch.ones(2, 3, 1, 1).zero_()),
+        lambda self, x: F.conv2d(x * 0, KERNEL),
+        lambda self, x: F.conv2d(x * 1e-42, KERNEL),
+    ],
+    ids=["weights of 0", "values of 0", "denormal values"],
+)
+def test_nothing_but_zeros_is_no_nan(model):
+    made, _ = calibrated(model, *images(1))
+    with torch.no_grad():
+        assert made.module()(images(1)[0])[0].isfinite().all()
+
+
+KERNEL = torch.randn(2, 3, 1, 1, generator=seeded(5))

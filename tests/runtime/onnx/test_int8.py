@@ -1,0 +1,137 @@
+"""Calibrated int8 in ONNX Runtime and OpenVINO: exact sums, fused kernels, and files from another processor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.passes.quantize.test_static import calibrated
+from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.errors import BackendError
+from tsopt.passes.quantize.static import StaticInt8
+from tsopt.runtime.backends.backend import compile as compile_by
+from tsopt.runtime.onnx import int8_weights
+from tsopt.runtime.onnx.ort_int8 import with_integer_products
+from tsopt.runtime.racing import environment
+
+ENGINES = ("onnxruntime", "openvino")
+
+
+def compiled(made, engine):
+    return compile_by(made, engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_sums_are_exact(engine, kind):
+    """The probe of 64 products of 255 and 127, which kernels that add pairs in 16 bits get wrong."""
+    weight, largest = torch.full((4, 64), 127.0), largest_weight()
+    x = torch.full((1, 64), 255.0)
+    if kind == "conv":
+        weight, x = weight[:, :, None, None], x[:, :, None, None].expand(1, 64, 3, 3).contiguous()
+    layer = F.linear if kind == "linear" else F.conv2d
+    made, _ = calibrated(lambda self, x: layer(x, weight), x, largest=largest)
+    found = compiled(made, engine)(x)
+    assert torch.allclose(found, torch.full_like(found, 64 * 255 * 127.0), rtol=1e-6), "2,072,640 each"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Residual().eval(), images(1)[0]),
+        (mlp(16, 32, 8), torch.randn(5, 16, generator=seeded(0))),
+        (mlp(16, 32, 8), torch.randn(2, 5, 16, generator=seeded(0))),
+    ],
+    ids=["convolutions", "rows", "sequences"],
+)
+def test_engines_compute_what_the_program_says(engine, model, x):
+    made, _ = calibrated(model, x, largest=largest_weight())
+    with torch.no_grad():
+        wanted, eager = made.module()(x)[0], model(x)
+    found = compiled(made, engine)(x)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    assert float((found - eager).norm() / eager.norm()) < 0.04
+
+
+@pytest.mark.parametrize(("bias", "count"), [(True, 7), (False, 6)])
+def test_linear_layers_are_the_runtimes_own_operator(bias, count):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4, bias=bias).eval()
+    made, _ = calibrated(model, torch.randn(3, 8, generator=seeded(0)))
+    lowered = with_integer_products(made)
+    (call,) = (node for node in lowered.graph.nodes if node.args and "MatMulIntegerToFloat" in str(node.args[0]))
+    assert len(call.args[1]) == count
+    assert not any("linear" in str(node.target) for node in lowered.graph.nodes)
+
+
+def test_one_outlier_channel_keeps_the_accuracy():
+    model = mlp(32, 64, 8)
+    with torch.no_grad():
+        model[2].weight[:, 0] /= 1000  # what follows expects a channel a thousand times as large
+        model[0].weight[0] *= 1000
+    x = torch.randn(64, 32, generator=seeded(0))
+    found = tsopt.optimize(
+        *(model, x[:1]),
+        precision="int8",
+        calibration=[x[i : i + 1] for i in range(64)],
+        backends=("openvino",),
+        seconds=0.1,
+        isolate=False,
+        cache=False,
+    )
+    with torch.no_grad():
+        answer = torch.cat([found(x[i : i + 1]) for i in range(64)])
+        error = float((answer - model(x)).norm() / model(x).norm())
+    assert error < 0.044
+
+
+@pytest.fixture
+def without_vnni(monkeypatch):
+    here = environment.environment()
+    flags = tuple(flag for flag in here.flags if flag not in int8_weights.EXACT)
+    monkeypatch.setattr(environment, "environment", lambda: type(here)(**{**here.to_json(), "flags": flags}))
+
+
+def bundle_of(engine, tmp_path, largest):
+    made, _ = calibrated(Residual().eval(), *images(1), largest=largest)
+    executable = compiled(made, engine)
+    (tmp_path / "files").mkdir()
+    executable.save(tmp_path / "files")
+    return executable, tmp_path / "files"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_large_weights_are_refused_where_sums_would_saturate(engine, tmp_path, without_vnni):
+    executable, files = bundle_of(engine, tmp_path, 127)
+    assert executable.options["int8_weights"] == 127
+    backend = tsopt.runtime.backends.table.info_of(engine).load()
+    with pytest.raises(BackendError, match="wrong sums on this processor\n  why: they go up to 127"):
+        backend.load_runner(files, executable.signature, json.loads(json.dumps(executable.options)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_of_seven_bits_load_anywhere(engine, tmp_path, without_vnni):
+    executable, files = bundle_of(engine, tmp_path, 64)
+    backend = tsopt.runtime.backends.table.info_of(engine).load()
+    run = backend.load_runner(files, executable.signature, executable.options)
+    assert torch.equal(run([images(1)[0]])[0], executable(images(1)[0]))
+
+
+def test_a_program_in_float32_says_nothing_of_integers():
+    program = tsopt.capture(Residual().eval(), images(1)[0])
+    assert int8_weights.to_options(program) == {}
+    assert "int8_weights" not in compile_by(program, "onnxruntime").options
+    int8_weights.check({})
+
+
+def test_a_layer_without_parameters_stays_in_float32():
+    program = tsopt.capture(Net(lambda self, x: F.linear(x, torch.ones(2, 3))), torch.ones(1, 3))
+    assert StaticInt8({}).qparams == {}
+    assert with_integer_products(program).text == program.text

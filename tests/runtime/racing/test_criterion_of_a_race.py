@@ -1,0 +1,175 @@
+"""What real data and the user's metric decide in a race, in the bundle of its winner, and in its audits."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+
+import tsopt
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.runtime.racing.helpers import fast_timings
+from tsopt.errors import AccuracyError, BundleError
+from tsopt.runtime.calling.audit import executable_difference
+
+TITLE = "OpenVINO, precision int8-static"
+
+
+@pytest.fixture
+def int8_wins(monkeypatch):
+    fast_timings(monkeypatch, TITLE)
+
+
+def optimized(model=None, example=None, *, backends=("openvino",), **options):
+    model = Residual().eval() if model is None else model
+    example = images(1)[0] if example is None else example
+    given = {"precision": "int8", "calibration": images(16), "seconds": 0.1, "isolate": False, "cache": False} | options
+    return tsopt.optimize(model, example, backends=backends, **given)
+
+
+def test_the_winner_runs_in_int8_and_says_by_what_it_was_judged(int8_wins):
+    model = Residual().eval()
+    fast = optimized(model)
+    assert fast.report.winner == TITLE
+    assert fast.report.numerics == "LOSSY"
+    assert any(
+        note.startswith("relative error ") and "on 8 inputs, limit 4.40%" in note for note in fast.report.winning.notes
+    )
+    assert "int8: 3 of 3 layers in int8; lowest SQNR" in str(fast.report)
+    assert fast.report.calibration == "16 inputs"
+    x = images(1, 50)[0]
+    with torch.no_grad():
+        assert float((fast(x) - model(x)).norm() / model(x).norm()) < 0.05
+    assert [item["name"] for item in json.loads(json.dumps(fast.report.to_json()))["quantization"]] == [
+        "stem",
+        "inner",
+        "head",
+    ]
+    assert "| head | linear |" in fast.report.markdown
+
+
+def test_an_example_that_is_not_like_the_data_does_not_decide(int8_wins):
+    assert optimized(example=images(1)[0] * 1000).report.winner == TITLE
+
+
+def test_what_loses_too_much_on_the_data_is_not_accurate_enough(int8_wins, monkeypatch):
+    monkeypatch.setattr("tsopt.quantization.SAFE", 1e9)
+    monkeypatch.setattr("tsopt.runtime.checking.criterion.RELATIVE_ERROR", 1e-4)
+    row = optimized().report.row(TITLE)
+    assert row.status in ("not accurate enough", "no gain")
+    assert "relative error" in row.reason
+
+
+def test_the_metric_has_the_last_word(int8_wins):
+    model, inputs = Residual().eval(), torch.cat(images(8, 90))
+    with torch.no_grad():
+        wanted = model(inputs)
+
+    def likeness(candidate):
+        return -float((candidate(inputs) - wanted).abs().max())
+
+    fine = optimized(model, metric=likeness, max_drop=10.0)
+    assert fine.report.winner == TITLE
+    assert any(note.startswith("metric -0.0") for note in fine.report.winning.notes)
+    strict = optimized(model, metric=likeness, max_drop=1e-7)
+    assert strict.report.winner != TITLE
+    assert all(layer.kept for layer in strict.report.quantization)
+
+
+def test_a_metric_that_only_the_engine_fails_refuses_it(int8_wins, monkeypatch):
+    """The program as torch runs it is fine, the engine's executable is not."""
+    monkeypatch.setattr("tsopt.quantization.compile", lambda program, backend, **_: "simulated")
+    found = optimized(
+        metric=lambda m: 1.0 if getattr(m, "_called", m) == "simulated" or _is_model(m) else 0.5, max_drop=0.1
+    )
+    assert found.report.row(TITLE).status == "not accurate enough"
+    assert "metric 0.5, eager 1: a drop of 0.5, limit 0.1" in found.report.row(TITLE).reason
+
+
+def _is_model(candidate):
+    return not isinstance(getattr(candidate, "_called", candidate), tsopt.Executable)
+
+
+def test_audits_accept_what_the_data_has_shown(int8_wins):
+    model = Residual().eval()
+    fast = optimized(model)
+    exe = fast.executable
+    assert 0.044 <= exe.tolerance < 0.2
+    assert executable_difference(exe, model, tsopt.example(images(1, 70)[0])) == ""
+    assert "relative error" in executable_difference(exe, model, tsopt.example(images(1, 70)[0] * 50))
+
+
+def test_a_bundle_keeps_the_tolerance(int8_wins, tmp_path):
+    model = Residual().eval()
+    fast = optimized(model, images(1)[0] * 1.5)
+    place = fast.save(tmp_path / "m.tsopt")
+    loaded = tsopt.load(place)
+    assert (loaded.precision, loaded.tolerance) == ("int8-static", fast.executable.tolerance)
+    assert torch.equal(loaded(images(1)[0]), fast(images(1)[0]))
+    tsopt.verify(model, loaded, images(1)[0], precision=loaded.precision)
+    with pytest.raises(AccuracyError, match="relative error"):
+        tsopt.verify(model, loaded, images(1)[0] * 1e4, precision=loaded.precision)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 2.0, 1, "0.1", True, [0.1]])
+def test_a_tolerance_that_nobody_has_written_is_refused(int8_wins, tmp_path, value):
+    from tsopt.runtime.bundles.members import MANIFEST, digest_of
+
+    place = optimized().save(tmp_path / "m.tsopt")
+    manifest = json.loads((place / MANIFEST).read_text())
+    manifest["tolerance"] = value
+    manifest["sha256"] = digest_of({key: item for key, item in manifest.items() if key != "sha256"})
+    (place / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match="invalid tolerance"):
+        tsopt.load(place, probe=False)
+
+
+def test_the_onnx_file_of_an_int8_winner_is_int8(int8_wins, tmp_path):
+    import onnx
+
+    fast = optimized(backends=("openvino", "onnxruntime"))
+    fast.verified("onnxruntime", fused=False).save(tmp_path / "m.onnx")
+    ops = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
+    assert ops.count("QuantizeLinear") >= 3
+    assert fast.verified("torchscript").precision == "fp32"
+
+
+def test_another_signature_runs_in_full_precision(int8_wins, monkeypatch):
+    fast = optimized()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast(torch.cat(images(3)))
+    assert not any("int8" in outcome for _, outcome in fast.report.signatures)
+
+
+def test_a_partitioned_model_runs_in_full_precision_and_says_so():
+    class Broken(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(8, 8)
+
+        def forward(self, x):
+            y = self.inner(x)
+            return y * 2 if float(y.sum()) > 0 else y
+
+    calls = [torch.randn(1, 8, generator=seeded(i)) for i in range(4)]
+    with pytest.warns(UserWarning, match="this one is partitioned, and runs in full precision"):
+        optimized(Broken().eval(), calls[0], calibration=calls, frontend="parts", backends=("onednn",))
+
+
+def test_the_cache_knows_the_data(int8_wins, monkeypatch, tmp_path):
+    monkeypatch.setenv("TSOPT_CACHE_DIR", str(tmp_path))
+    from tsopt.runtime.racing import cached_race
+
+    keys = []
+    monkeypatch.setattr(cached_race.cache, "find", lambda key, *_: keys.append(key))
+    optimized(cache=True)
+    optimized(cache=True)
+    optimized(cache=True, calibration=[x * 2 for x in images(16)])
+    optimized(cache=True, max_drop=0.5)
+    assert keys[0] == keys[1]
+    assert len(set(keys)) == 3
+    optimized(cache=True, metric=lambda m: 1.0)
+    assert len(keys) == 4, "a function may be another one tomorrow"

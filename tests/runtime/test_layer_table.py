@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from tsopt.runtime.layer_table import LAYER_COLUMNS, LayerRecord, by_loss, lines, summary
+
+GOOD = LayerRecord("stem", "stem, m.py:3", "conv2d", 41.26, 6912, 1984)
+BAD = LayerRecord("head", "head, m.py:9", "linear", 12.0, 4000, 1400, "SQNR below 20 dB")
+OTHER = LayerRecord("tail", "", "linear", None, 4000, 1400, "its input is not finite")
+
+
+def test_a_row_has_a_cell_for_each_column():
+    assert dict(zip(LAYER_COLUMNS, GOOD.cells(), strict=True)) == {
+        "layer": "stem",
+        "op": "conv2d",
+        "SQNR dB": "41.3",
+        "KB fp32": "6.9",
+        "KB int8": "2.0",
+        "runs in": "int8",
+        "because": "",
+    }
+    assert OTHER.cells()[2:] == ("-", "4.0", "1.4", "fp32", "its input is not finite")
+
+
+def test_what_loses_most_comes_first():
+    assert by_loss([OTHER, GOOD, BAD]) == [BAD, GOOD, OTHER]
+
+
+def test_a_report_says_how_many_run_in_int8_and_why_others_do_not():
+    assert summary([GOOD, BAD]) == "1 of 2 layers in int8; lowest SQNR 41.3 dB (stem)"
+    many = [LayerRecord(f"l{i}", "", "linear", 10.0, 1, 1, "SQNR below 20 dB") for i in range(5)]
+    assert lines([GOOD, *many, OTHER], "9 inputs") == [
+        "int8: 1 of 7 layers in int8; lowest SQNR 41.3 dB (stem)",
+        "calibration: 9 inputs",
+        "in float32, because SQNR below 20 dB: l0, l1, l2 and 2 more",
+        "in float32, because its input is not finite: tail",
+    ]
+    assert lines([], "9 inputs") == []
+
+
+def test_json_has_no_infinity():
+    assert LayerRecord("a", "", "linear", float("inf"), 1, 1).record()["sqnr"] is None
+    assert BAD.record()["kept"] == "SQNR below 20 dB"

@@ -1,0 +1,223 @@
+"""Quantization as a whole: what is chosen, what is kept in float32 and why, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.calls.example import as_example
+from tsopt.compiler.graph.quantized import quantized_layer
+from tsopt.errors import NoGain, UsageError
+from tsopt.quantization import Int8Options, quantize
+from tsopt.runtime.backends.candidate import Candidate, candidates_for
+
+BOTH = ("int8", "int8-static")
+
+
+def quantized(model, example, *, wanted=BOTH, progress=None, **options):
+    program = tsopt.transform(tsopt.capture(model, example))
+    tell = progress or (lambda text: None)
+    return quantize(model, program, as_example(example), wanted, Int8Options(**options), progress=tell)
+
+
+def layers(program):
+    return [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
+
+
+def hard():
+    """A network of which one layer loses much in int8: two weights of each row are much larger than the others."""
+    model = mlp(32, 32, 32, 32, 8)
+    with torch.no_grad():
+        model[4].weight[:, 0], model[4].weight[:, 1] = 300.0, -300.0
+        model[2].weight[0], model[2].weight[1] = model[2].weight[0], model[2].weight[0]
+        model[2].bias[1] = model[2].bias[0]
+    return model
+
+
+def rows(count, size=32):
+    return [torch.randn(1, size, generator=seeded(i)) for i in range(count)]
+
+
+def test_both_variants_are_made_and_every_layer_is_reported():
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(8))
+    assert {name: len(layers(program)) for name, program in found.variants.items()} == {"int8": 3, "int8-static": 3}
+    assert [layer.name for layer in found.layers] == ["stem", "inner", "head"]
+    assert all(layer.sqnr > 30 and not layer.kept for layer in found.layers)
+    assert (found.layers[0].bytes_float, found.layers[0].bytes_int8) == (8 * 27 * 4, 8 * 27 + 8 * 4)
+    assert found.calibration == "8 inputs"
+
+
+def test_without_data_only_the_dynamic_variant_is_made():
+    found = quantized(Residual().eval(), images(1)[0], wanted=("int8",))
+    assert list(found.variants) == ["int8"]
+    assert found.criterion is None
+    assert found.calibration == ""
+
+
+def test_nothing_is_made_where_nothing_is_asked_for():
+    found = quantized(Residual().eval(), images(1)[0], wanted=("fp32", "bf16"))
+    assert (found.variants, found.criterion, found.layers) == ({}, None, ())
+
+
+def test_a_criterion_judges_other_precisions_too():
+    assert quantized(Residual().eval(), images(1)[0], wanted=("bf16",), metric="cosine").criterion is not None
+
+
+def test_the_layer_that_loses_most_stays_in_float32():
+    found = quantized(hard(), rows(1)[0], calibration=rows(16))
+    kept = {layer.name: layer.kept for layer in found.layers if layer.kept}
+    assert kept == {"4": "SQNR below 20 dB"}
+    assert len(layers(found.variants["int8-static"])) == 3
+
+
+def test_the_criterion_keeps_more_layers_in_float32():
+    model = mlp(16, 16, 16, 8)
+    calls = rows(16, 16)
+    generous = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=0.5)
+    strict = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=4e-6)
+    assert len(layers(generous.variants["int8-static"])) == 3
+    kept = [layer for layer in strict.layers if layer.kept == "all layers together lose too much"]
+    assert kept
+    program = strict.variants["int8-static"]
+    assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))
+
+
+def test_a_limit_that_nothing_meets_keeps_all_in_float32():
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(8), metric="cosine", max_drop=0.0)
+    for made in found.variants.values():
+        assert isinstance(made, NoGain)
+        assert "no layer can run in int8: cosine similarity to eager 0.9999" in made.what
+    assert all(layer.kept for layer in found.layers)
+
+
+def test_layers_that_the_user_names_stay_in_float32():
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(4), keep_float=("inner", "he*"))
+    assert {layer.name: layer.kept for layer in found.layers} == {
+        "stem": "",
+        "inner": "keep_float 'inner'",
+        "head": "keep_float 'he*'",
+    }
+    assert all(len(layers(made)) == 1 for made in found.variants.values())
+
+
+def test_a_pattern_names_all_that_is_within():
+    model = nn.Sequential(mlp(8, 8, 8), mlp(8, 8))
+    found = quantized(model.eval(), rows(1, 8)[0], calibration=rows(4, 8), keep_float=("0",))
+    assert [layer.name for layer in found.layers if layer.kept] == ["0.0", "0.2"]
+
+
+def test_a_layer_is_known_by_its_own_name_after_a_norm_was_folded_into_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    found = quantized(model, images(1)[0], calibration=images(4))
+    assert [layer.name for layer in found.layers] == ["0"]
+    by_norm = quantized(model, images(1)[0], calibration=images(4), keep_float=("1",))
+    assert by_norm.layers[0].kept == "keep_float '1'"
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(
+        UsageError, match="keep_float 'body' matches no layer\n  why: the layers are: stem, inner, head"
+    ):
+        quantized(Residual().eval(), images(1)[0], calibration=images(2), keep_float=("body",))
+
+
+def test_a_model_without_layers_gains_nothing():
+    found = quantized(nn.ReLU().eval(), rows(1)[0], calibration=rows(2))
+    assert all(isinstance(made, NoGain) for made in found.variants.values())
+    assert found.layers == ()
+
+
+def test_a_number_of_inputs_is_drawn_and_said_to_be():
+    found = quantized(Residual().eval(), images(1)[0], calibration=6)
+    assert found.calibration == "6 inputs drawn like the example, which say little about real data"
+    assert len(layers(found.variants["int8-static"])) == 3
+
+
+@pytest.mark.parametrize("count", [0, -1, True])
+def test_a_number_of_inputs_is_at_least_one(count):
+    with pytest.raises(UsageError, match="calibration must be at least 1"):
+        Int8Options(calibration=count).check()
+
+
+def test_progress_says_what_is_done():
+    said: list[str] = []
+    quantized(Residual().eval(), images(1)[0], calibration=images(4), wanted=("int8-static",), progress=said.append)
+    assert said[0] == "quantize: observe 1 of 4"
+    assert "quantize: measure 2 of 2" in said
+    assert said[-1] == "quantize: 3 of 3 layers"
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 2)).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    quantized(model, images(1)[0], calibration=images(4), metric=lambda m: float(m(images(1)[0]).sum() * 0), max_drop=1)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_same_data_gives_the_same_program():
+    found = {
+        quantized(Residual().eval(), images(1)[0], calibration=images(8))
+        .variants["int8-static"]
+        .fingerprint(contents=True)
+        for _ in range(3)
+    }
+    assert len(found) == 1
+
+
+def test_a_metric_that_fails_is_the_users_error():
+    def metric(model):
+        raise FileNotFoundError("labels.csv")
+
+    with pytest.raises(UsageError, match="the metric raises FileNotFoundError"):
+        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], precision="int8", metric=metric, backends=("onednn",), seconds=0.1)
+
+
+def test_sizes_that_may_differ_are_calibrated_at_those_of_the_data():
+    model = Residual().eval()
+    program = tsopt.transform(tsopt.capture(model, images(1)[0], dynamic={"x": {0: "batch"}}))
+    data = [torch.cat(images(3, i)) for i in range(4)]
+    found = quantize(model, program, as_example(images(1)[0]), BOTH, Int8Options(calibration=data))
+    made = found.variants["int8-static"]
+    with torch.no_grad():
+        (answer,), wanted = made.module()(data[0]), model(data[0])
+    assert float((answer - wanted).norm() / wanted.norm()) < 0.04
+
+
+# ---- candidates ---------------------------------------------------------------------------------------------
+
+
+def test_data_adds_the_calibrated_candidates():
+    def keys(precision, calibrated):
+        found = candidates_for(("onednn", "onnxruntime", "openvino"), precision, calibrated=calibrated)
+        return [candidate.key for candidate in found if "int8" in candidate.key]
+
+    static = ["onnxruntime?precision=int8-static", "openvino?precision=int8-static"]
+    assert keys("int8", False) == ["onednn?precision=int8"]
+    assert keys("int8", True) == keys("auto", True) == ["onednn?precision=int8", *static]
+    assert keys("auto", False) == []
+    assert keys("bf16", True) == []
+
+
+def test_a_backend_that_needs_data_says_so():
+    with pytest.raises(
+        UsageError, match=r"no selected backend supports int8\n  fix: add one of: onednn, or pass calibration"
+    ):
+        candidates_for(("openvino",), "int8")
+
+
+def test_compile_cannot_calibrate():
+    with pytest.raises(UsageError, match="int8-static needs calibration data"):
+        tsopt.compile(tsopt.capture(mlp(4, 4), rows(1, 4)[0]), "openvino?precision=int8-static")
+
+
+def test_a_candidate_in_full_precision():
+    for key in ("openvino?precision=int8-static", "openvino?precision=bf16", "openvino"):
+        assert Candidate.parse(key).in_full_precision() == Candidate("openvino")
+    assert Candidate.parse("onnxruntime?threads=1").in_full_precision().key == "onnxruntime?threads=1"

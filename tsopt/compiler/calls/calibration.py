@@ -1,0 +1,265 @@
+"""Calibration data as users have it: a DataLoader, an iterable, arrays in files; read as calls of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.graph.origin import user_frame
+from tsopt.errors import SignatureError, UsageError
+
+MOST = 128  # calls: more of them change the ranges hardly at all
+FORMS = (
+    "pass a DataLoader, an iterable of inputs or of (input, target), the path of an .npz file or of a directory of "
+    ".npy and .npz files, or a number of inputs to draw"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Calls of a model on real data, each with the sizes of the example.
+
+    Attributes:
+        calls: at most MOST.
+        read: what was made of the data, for the report.
+    """
+
+    calls: tuple[Example, ...]
+    read: str
+
+    @property
+    def observed(self) -> tuple[Example, ...]:
+        """Every other call: what scales are chosen by."""
+        return self.calls[::2]
+
+    @property
+    def held_out(self) -> tuple[Example, ...]:
+        """The others: what candidates are judged by. The same one if there is only one."""
+        return self.calls[1::2] or self.calls
+
+
+def read_calibration(data: Any, signature: Signature, example: Example) -> Calibration:
+    """Reads calibration data, as much of it as is needed.
+
+    A batch that is a multiple of the example's is cut into pieces of that size along the first axis of every input.
+
+    Args:
+        data: a DataLoader or another iterable of calls, each like an `example_input`, or of (input, target); or a path.
+        signature: of the captured program.
+        example: a call of it.
+
+    Raises:
+        UsageError: there is none, it cannot be read, does not fit the signature, or holds NaN or infinities.
+    """
+    reader = _Reader(signature, example)
+    calls: list[Example] = []
+    for number, item in enumerate(_items(data)):
+        calls += islice(reader.calls(item, number), MOST - len(calls))
+        if len(calls) >= MOST:
+            break
+    if not calls:
+        raise UsageError("calibration is empty", why="it holds no input", fix=FORMS)
+    inputs = f"{len(calls)} {'input' if len(calls) == 1 else 'inputs'}"
+    return Calibration(tuple(calls), "; ".join((inputs, *reader.notes)))
+
+
+def _items(data: Any) -> Iterator[Any]:
+    """The items, one by one; an error of the iterable names its place."""
+    if isinstance(data, (str, Path)):
+        yield from _from_files(Path(data))
+        return
+    if isinstance(data, (torch.Tensor, Example, Mapping)) or not isinstance(data, Iterable):
+        raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
+    count = 0
+    try:
+        for item in data:
+            yield item
+            count += 1
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"calibration raises {type(error).__name__} after {count} {'item' if count == 1 else 'items'}",
+            where=user_frame(error),
+            why=str(error)[:300] or None,
+            fix="check that the data can be read to its end",
+        ) from error
+
+
+def _from_files(path: Path) -> Iterator[Any]:
+    """The calls in an .npz file, one for each index of its arrays' first axis; or in the files of a directory."""
+    files = sorted(item for item in path.iterdir() if item.suffix in (".npz", ".npy")) if path.is_dir() else [path]
+    if not path.exists() or not files:
+        what = "there is no .npy or .npz file in it" if path.exists() else "no such file or directory"
+        raise UsageError(f"calibration cannot be read: {path}", why=what, fix=FORMS)
+    for file in files:
+        try:
+            loaded = np.load(file, allow_pickle=False)
+            arrays = dict(loaded) if isinstance(loaded, Mapping) else {"arr_0": loaded}
+        except (OSError, ValueError, EOFError, BadZipFile) as error:
+            raise UsageError(
+                f"calibration cannot be read: {file}",
+                why=str(error)[:200],
+                fix="write it with numpy.savez or numpy.save",
+            ) from error
+        yield from _stacked(file, arrays)
+
+
+def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
+    """One call for each index of the first axis, without that axis in batches of one: `_Reader` adds it back."""
+    lengths = {array.shape[:1] for array in arrays.values()}
+    if len(lengths) != 1 or not arrays or lengths == {()}:
+        sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        raise UsageError(
+            f"the arrays in {file} differ in the size of their first axis",
+            why=sizes or "there is none",
+            fix="save arrays whose first axis counts the inputs: numpy.savez(file, x=images)",
+        )
+    unnamed = all(name.startswith("arr_") for name in arrays)
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    for index in range(lengths.pop()[0]):
+        one = {name: tensor[index : index + 1] for name, tensor in tensors.items()}
+        yield tuple(one.values()) if unnamed else _Named(one)
+
+
+class _Named(dict[str, Any]):
+    """Inputs by the names that the signature gives them."""
+
+
+class _Reader:
+    """Makes calls of items.
+
+    Attributes:
+        notes: what was left out of them, for the report.
+    """
+
+    def __init__(self, signature: Signature, example: Example) -> None:
+        self._signature, self._leaves = signature, flatten((example.args, example.kwargs))[0]
+        self._example = example
+        self.notes: list[str] = []
+        self._pending: list[Example] = []
+
+    def calls(self, item: Any, number: int) -> Iterator[Example]:
+        """The calls that an item is, or is cut into."""
+        failure: SignatureError | None = None
+        for made, note in self._readings(item):
+            try:
+                fitting = list(fitted(self._signature, made))
+            except SignatureError as error:
+                failure = failure or error
+                continue
+            if note and note not in self.notes:
+                self.notes.append(note)
+            for call in fitting:
+                _check_finite(call, number)
+                yield call
+            return
+        raise UsageError(
+            f"calibration input {number} does not fit the model",
+            why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
+            fix="give inputs like example_input; their first axis may be a multiple of the example's",
+        )
+
+    def _readings(self, item: Any) -> Iterator[tuple[Example, str]]:
+        """What an item may mean, the likeliest first, with what is left out of it."""
+        if isinstance(item, Example):
+            yield item, ""
+            return
+        if isinstance(item, _Named):
+            yield from self._by_name(item)
+            return
+        if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
+            wanted = {name: value for name, value in item.items() if name in self._example.kwargs}
+            others = [name for name in item if name not in wanted]
+            yield Example((), dict(item)), ""
+            if wanted and others:
+                yield Example((), wanted), f"{', '.join(others)} left out"
+            if self._example.args and not self._example.kwargs:
+                yield from self._by_name(_Named(item))
+            return
+        if isinstance(item, (list, tuple)):
+            yield self._as_the_example(tuple(item)), ""
+            if len(item) == 2:
+                for made, _ in self._readings(item[0]):
+                    yield made, "read as (input, target), targets left out"
+            return
+        if type(item).__module__ == "numpy":
+            item = torch.from_numpy(np.ascontiguousarray(item))
+        yield self._as_the_example((item,)), ""
+
+    def _as_the_example(self, values: tuple[Any, ...]) -> Example:
+        """Values in the places of the example's arguments, positional or by keyword."""
+        if not self._example.args and len(values) == len(self._example.kwargs):
+            return Example((), dict(zip(self._example.kwargs, values, strict=True)))
+        return Example(values)
+
+    def _by_name(self, item: Mapping[str, Any]) -> Iterator[tuple[Example, str]]:
+        names = [one.name for one in self._signature.user_inputs]
+        if set(names) <= set(item):
+            _, structure = flatten((self._example.args, self._example.kwargs))
+            args, kwargs = unflatten(structure, [item[name] for name in names])
+            others = [name for name in item if name not in names]
+            yield Example(args, kwargs), f"{', '.join(others)} left out" if others else ""
+        yield Example((), dict(item)), ""
+
+
+def fitted(signature: Signature, call: Example) -> list[Example]:
+    """A call as calls of the sizes that a signature has: itself, or its pieces along the first axis of every input.
+
+    What is left of a batch that is not a multiple is dropped.
+
+    Raises:
+        SignatureError: it does not fit in other ways.
+    """
+    try:
+        signature.bind(call.args, call.kwargs)
+        return [call]
+    except SignatureError:
+        leaves, structure = flatten((call.args, call.kwargs))
+        parts = pieces(signature, leaves)
+        if not parts:
+            raise
+    made = [Example(*unflatten(structure, part)) for part in parts]
+    signature.bind(made[0].args, made[0].kwargs)
+    return made
+
+
+def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
+    """Tensors cut along their first axes into the sizes that a signature has; none where they are not so."""
+    kinds = [item.type for item in signature.user_inputs]
+    if len(kinds) != len(leaves) or not leaves:
+        return []
+    if any(
+        not isinstance(leaf, torch.Tensor) or not leaf.dim() or not kind.shape
+        for leaf, kind in zip(leaves, kinds, strict=True)
+    ):
+        return []
+    counts = {len(leaf) // kind.shape[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind.shape[0]}
+    if len(counts) != 1 or not (count := counts.pop()):
+        return []
+    return [
+        [leaf[index * kind.shape[0] : (index + 1) * kind.shape[0]] for leaf, kind in zip(leaves, kinds, strict=True)]
+        for index in range(count)
+    ]
+
+
+def _check_finite(call: Example, number: int) -> None:
+    leaves, _ = flatten((call.args, call.kwargs))
+    for leaf in leaves:
+        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
+            what = "NaN" if bool(leaf.isnan().any()) else "infinities"
+            raise UsageError(
+                f"calibration input {number} contains {what}",
+                why="no scale can be computed from it",
+                fix="leave this input out",
+            )

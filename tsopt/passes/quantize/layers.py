@@ -1,0 +1,94 @@
+"""Which layers can be computed on 8-bit integers, and which values they then read and return as integers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.quantized import DIMENSIONS
+
+# An engine ends a convolution with these itself: the integers are those of what follows.
+BOUNDING = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default)
+# What returns values of its input: it keeps their parameters, so that the engine need not change the integers.
+MOVING = (
+    *(aten.max_pool2d.default, aten.reshape.default, aten.view.default, aten._unsafe_view.default),
+    *(aten.flatten.using_ints, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.contiguous.default, aten.clone.default),
+    *(aten.pixel_shuffle.default, aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec),
+)
+
+PADDING = (aten.pad.default, aten.constant_pad_nd.default)
+
+
+def layers_of(program: Program) -> list[fx.Node]:
+    """The calls that can be quantized, in their order."""
+    return [node for node in program.graph.nodes if is_layer(program, node)]
+
+
+def is_layer(program: Program, node: fx.Node) -> bool:
+    """Whether a call is a linear layer or a 2-D convolution on the CPU, for a batch, with a finite constant weight."""
+    if node.target not in DIMENSIONS:
+        return False
+    call = ops.bind(node)
+    weight = program.weights.get(str(call["weight"].target)) if call["weight"].op == "get_attr" else None
+    if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return False
+    dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
+    batched = value.dim() == dimensions == 4 or (dimensions == 2 and value.dim() > 1)
+    filled = value.numel() and node.meta["val"].numel() and weight.numel()
+    return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())
+
+
+def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The values that are integers where these layers are quantized, each with the calls that read it so.
+
+    These are the inputs of the layers; the results of convolutions, which engines compute on integers only where the
+    result is quantized too; and both operands of a sum of such a result with another image.
+    """
+    found: dict[fx.Node, list[fx.Node]] = {}
+
+    def reads(user: fx.Node, value: fx.Node) -> None:
+        if user.op != "output" and user not in found.setdefault(value, []):
+            found[value].append(user)
+
+    for layer in layers:
+        reads(layer, ops.bind(layer)["input"])
+        if layer.target is aten.conv2d.default:
+            end = end_of(layer)
+            for user in end.users:
+                reads(user, end)
+                for operand in _operands_of_sum(user):
+                    reads(user, operand)
+    return found
+
+
+def end_of(layer: fx.Node) -> fx.Node:
+    """The layer, or the bounding activation that alone reads it."""
+    users = list(layer.users)
+    return users[0] if len(users) == 1 and users[0].target in BOUNDING and _is_bounded(users[0]) else layer
+
+
+def is_moved(node: fx.Node) -> bool:
+    """Whether a call returns values of its first argument, or zeros."""
+    if node.target in PADDING:
+        return not ops.bind(node)["value"] and ops.bind(node).get("mode", "constant") == "constant"
+    return node.target in MOVING
+
+
+def _is_bounded(node: fx.Node) -> bool:
+    """Whether the bounds are numbers, not values of the program."""
+    return len(node.all_input_nodes) == 1
+
+
+def _operands_of_sum(node: fx.Node) -> list[fx.Node]:
+    """Both operands of a sum of two images of the same size."""
+    if node.target is not aten.add.Tensor or ops.bind(node)["alpha"] != 1 or len(node.all_input_nodes) != 2:
+        return []
+    values = [operand.meta["val"] for operand in node.all_input_nodes]
+    alike = values[0].shape == values[1].shape and all(value.dtype == torch.float32 for value in values)
+    return list(node.all_input_nodes) if alike and values[0].dim() == 4 else []

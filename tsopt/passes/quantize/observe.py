@@ -1,0 +1,129 @@
+"""What the values of a program are on calibration data, and by which parameters 8 bits hold them best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.quantized import HIGHEST, QParams
+from tsopt.passes.quantize.layers import is_moved
+
+BINS = 2048  # of a histogram
+SHRUNK = tuple(1 - step / 50 for step in range(48))  # of a range: from all of it to a twenty-fifth
+
+Call = Sequence[torch.Tensor]  # flat inputs in signature order, state included
+
+
+class Watched(fx.Interpreter):
+    """Runs a program, and shows the values of some nodes as they are computed.
+
+    Args:
+        watch: called with the name of a node and its value.
+        names: of the nodes to watch.
+    """
+
+    def __init__(self, program: Program, watch: Callable[[str, Any], None], names: Collection[str]) -> None:
+        super().__init__(program.module())
+        self._watch, self._names = watch, frozenset(names)
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node.name in self._names:
+            self._watch(node.name, value)
+        return value
+
+
+@dataclass
+class Observed:
+    """A value on all calibration data.
+
+    Attributes:
+        low, high: of its elements, over all calls; infinite or NaN where one of them is.
+        counts: of its elements other than 0, in BINS equal parts from low to high. 0.0 is always exact.
+    """
+
+    low: float = math.inf
+    high: float = -math.inf
+    counts: torch.Tensor | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def widen(self, value: torch.Tensor) -> None:
+        low, high = map(float, torch.aminmax(value))
+        if math.isnan(low) or math.isnan(self.low):  # once NaN, always NaN: `min` and `max` may drop it
+            low = high = self.low = self.high = math.nan
+        self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def count(self, value: torch.Tensor) -> None:
+        if self.is_finite and self.low < self.high:
+            found = torch.histc(value[value != 0].float(), BINS, self.low, self.high).double()
+            self.counts = found if self.counts is None else self.counts + found
+
+    def qparams(self) -> QParams:
+        """Those with the least mean squared error: rounding within the range that they cover, and cutting beyond it."""
+        if self.counts is None:
+            return QParams.of_range(self.low, self.high)
+        width = (self.high - self.low) / BINS
+        centers = self.low + (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
+        best, least = QParams.of_range(self.low, self.high), math.inf
+        for share in SHRUNK:
+            tried = QParams.of_range(self.low * share, self.high * share)
+            low, high = -tried.zero * tried.scale, (HIGHEST - tried.zero) * tried.scale
+            # A bin may lie across an end: what is cut off it is at most half of its width.
+            cut = ((low - centers).clamp(min=0) + (centers - high).clamp(min=0)).square()
+            inside = self.counts[(centers >= low) & (centers <= high)].sum()
+            error = float((self.counts * cut).sum() + inside * tried.scale**2 / 12)
+            if error < least:
+                best, least = tried, error
+        return best
+
+
+def observe(
+    program: Program, calls: Iterable[Call], nodes: Iterable[fx.Node], progress: Callable[[str], None]
+) -> dict[str, Observed]:
+    """What some values of a program are on calibration data, by the names of their nodes.
+
+    Each call is computed twice: for the ends of each value, and for its histogram between them.
+    """
+    found = {node.name: Observed() for node in nodes}
+    calls = list(calls)
+    rounds: tuple[Callable[[Observed, torch.Tensor], None], ...] = (Observed.widen, Observed.count)
+    for number, record in enumerate(rounds):
+
+        def watch(name: str, value: torch.Tensor, record: Callable[[Observed, torch.Tensor], None] = record) -> None:
+            record(found[name], value.detach())
+
+        watched = Watched(program, watch, found)
+        for position, call in enumerate(calls):
+            progress(f"{number * len(calls) + position + 1} of {len(rounds) * len(calls)}")
+            with torch.no_grad():
+                watched.run(*call)
+    return found
+
+
+def qparams_of(nodes: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, QParams]:
+    """The parameters of each value that is finite; what is moved keeps those of what it was moved from."""
+    found: dict[str, QParams] = {}
+    for node in nodes:  # in their order, so that a source comes first
+        if observed[node.name].is_finite:
+            source = _source(node)
+            found[node.name] = found.get(source.name) or observed[node.name].qparams()
+    return found
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The value that a value was moved from; itself where it was not."""
+    while is_moved(node):
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            break
+        node = source
+    return node

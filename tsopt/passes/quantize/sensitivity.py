@@ -1,0 +1,110 @@
+"""What each layer loses on 8-bit integers, measured layer by layer on calibration data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.quantized import HIGHEST, QParams, dequantized_weight, quantized_weight
+from tsopt.passes.quantize.observe import Call
+
+
+@dataclass
+class Loss:
+    """The error of a layer's result, summed up over calls, where its input and its weight are quantized.
+
+    Attributes:
+        errors: of each output channel, summed up, float64, [out].
+        squares: of all errors; `size`: of all results without quantization.
+        count: results of each output channel.
+    """
+
+    errors: torch.Tensor
+    squares: float = 0.0
+    size: float = 0.0
+    count: int = 0
+
+    @property
+    def shift(self) -> torch.Tensor:
+        """What makes the mean error of each output channel 0 when it is added: float32, [out]."""
+        return (-self.errors / max(self.count, 1)).float()
+
+    @property
+    def sqnr(self) -> float:
+        """Signal to quantization noise of the shifted result, in dB: 10 log10 of the ratio of their sums of squares."""
+        noise = self.squares - float(self.errors.square().sum()) / max(self.count, 1)
+        if noise <= 0:
+            return math.inf
+        return 10 * math.log10(self.size / noise) if self.size > 0 else -math.inf
+
+
+class Measured(fx.Interpreter):
+    """Runs a program in float32, and computes each layer a second time on quantized values.
+
+    Args:
+        qparams: of the input of each layer, by its name; None where each call finds its own.
+        largest: the largest magnitude of a weight.
+    """
+
+    def __init__(
+        self, program: Program, layers: Sequence[fx.Node], qparams: Mapping[str, QParams] | None, largest: int
+    ) -> None:
+        super().__init__(program.module())
+        self._qparams = qparams
+        self._layers = {layer.name: layer for layer in layers}
+        weights = {str(ops.bind(layer)["weight"].target) for layer in layers}
+        self._weights = {name: quantized_weight(program.weights[name].detach(), largest) for name in weights}
+        self.losses: dict[str, Loss] = {}
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        layer = self._layers.get(node.name)
+        if layer is not None:
+            args, kwargs = self.fetch_args_kwargs_from_env(node)
+            self._measure(layer, value, args, kwargs)
+        return value
+
+    def _measure(self, layer: fx.Node, value: torch.Tensor, args: Any, kwargs: Any) -> None:
+        x, _, *others = args
+        by = self._qparams_of(layer, x)
+        integers, scales = self._weights[str(ops.bind(layer)["weight"].target)]
+        near = torch.fake_quantize_per_tensor_affine(x.contiguous(), by.scale, by.zero, 0, HIGHEST)
+        target: Any = layer.target
+        errors = target(near, dequantized_weight(integers, scales), *others, **kwargs).double() - value
+        channel = 1 if errors.dim() == 4 else errors.dim() - 1
+        by_channel = errors.movedim(channel, 0).flatten(1)
+        loss = self.losses.setdefault(layer.name, Loss(torch.zeros(len(by_channel), dtype=torch.float64)))
+        loss.errors += by_channel.sum(1)
+        loss.squares += float(errors.square().sum())
+        loss.size += float(value.double().square().sum())
+        loss.count += by_channel.shape[1]
+
+    def _qparams_of(self, layer: fx.Node, x: torch.Tensor) -> QParams:
+        if self._qparams is not None:
+            return self._qparams[ops.bind(layer)["input"].name]
+        return QParams.of_range(*map(float, torch.aminmax(x)))
+
+
+def losses_of(
+    program: Program,
+    layers: Sequence[fx.Node],
+    calls: Iterable[Call],
+    *,
+    qparams: Mapping[str, QParams] | None,
+    largest: int,
+    progress: Callable[[str], None],
+) -> dict[str, Loss]:
+    """The loss of each layer, by its name, with the values before it as they are in float32."""
+    measured, calls = Measured(program, layers, qparams, largest), list(calls)
+    for number, call in enumerate(calls, 1):
+        progress(f"{number} of {len(calls)}")
+        with torch.no_grad():
+            measured.run(*call)
+    return measured.losses

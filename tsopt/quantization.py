@@ -1,0 +1,289 @@
+"""Variants of a program on 8-bit integers: calibrated, with the layers that would lose too much left in float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.calls.calibration import Calibration, read_calibration
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.origin import origin_of, origins_of
+from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.quantized import QParams, largest_weight, simulated
+from tsopt.compiler.graph.values import laid_out
+from tsopt.compiler.precision_names import INT8, INT8_STATIC
+from tsopt.compiler.protect import protected
+from tsopt.compiler.rewriting.pass_base import Limits, Pass
+from tsopt.compiler.rewriting.pipeline import run
+from tsopt.errors import NoGain, UsageError
+from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.observe import Call, observe, qparams_of
+from tsopt.passes.quantize.selection import fewest_kept
+from tsopt.passes.quantize.sensitivity import Loss, losses_of
+from tsopt.passes.quantize.static import StaticInt8
+from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
+from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, input_sets
+from tsopt.runtime.layer_table import LayerRecord
+
+LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
+MEASURED = 8  # calls that the loss of each layer is measured on
+JUDGED = 16  # calls that a choice of layers is judged by
+SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
+NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Options:
+    """What the user says of int8 and of accuracy; see `optimize`."""
+
+    calibration: Any = None
+    metric: Callable[[Any], Any] | str | None = None
+    max_drop: float | None = None
+    keep_float: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises UsageError for options that mean nothing."""
+        check_metric(self.metric, self.max_drop)
+        count = self.calibration
+        if isinstance(count, bool) or (isinstance(count, int) and count < 1):
+            raise UsageError(
+                f"calibration must be at least 1, got {count}", fix="pass how many inputs to draw, or data"
+            )
+
+    @property
+    def judges(self) -> bool:
+        """Whether they say what a candidate in a lower precision is judged by."""
+        return self.calibration is not None or self.metric is not None or self.max_drop is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantized variants of a program, and what they are judged by.
+
+    Attributes:
+        variants: by name; NoGain where nothing would be quantized.
+        criterion: of candidates in lower precisions; None: the limits of their precision.
+        layers: what became of each layer, in the variant that calibration has made, else in the other one.
+        calibration: what was made of the user's data; empty without any.
+    """
+
+    variants: dict[str, Program | NoGain] = field(default_factory=dict)
+    criterion: Criterion | None = None
+    layers: tuple[LayerRecord, ...] = ()
+    calibration: str = ""
+
+
+def quantize(
+    model: Callable[..., Any],
+    program: Program,
+    example: Example,
+    wanted: Collection[str],
+    options: Int8Options,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Quantization:
+    """Quantizes a program in the ways that are wanted.
+
+    Args:
+        model: what candidates are compared with; it is called on the data.
+        wanted: names of variants, of which those in int8 are made.
+
+    Raises:
+        UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
+    """
+    wanted = [name for name in (INT8_STATIC, INT8) if name in wanted]
+    if not wanted and not options.judges:
+        return Quantization()
+    data = _data(program, example, options, seed)
+    with protected(model, written=program.state.values()), torch.no_grad():
+        judging = data.held_out[:JUDGED]
+        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature)
+        made = _Quantizer(program, data, criterion, options, progress)
+        variants: dict[str, Program | NoGain] = {}
+        layers: tuple[LayerRecord, ...] = ()
+        for name in wanted:
+            variants[name], found = made.variant(name)
+            layers = layers or found
+    said = "" if options.calibration is None else data.read
+    return Quantization(variants, criterion if options.judges else None, layers, said)
+
+
+def _data(program: Program, example: Example, options: Int8Options, seed: int) -> Calibration:
+    """The calibration data; without any, the example and values made up like it."""
+    if options.calibration is not None and not isinstance(options.calibration, int):
+        return read_calibration(options.calibration, program.signature, example)
+    if options.calibration is None:
+        sets = [item for item in input_sets(example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))]
+        # Of so few, all are for both.
+        return _Shared(tuple(item.example for item in sets), "no data")
+    count, made = int(options.calibration), [example]
+    while len(made) < count:
+        seed += 1
+        made += [item.example for item in input_sets(example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+    calls = tuple(made[:count])
+    return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared(Calibration):
+    """Calls that are both observed and held out."""
+
+    @property
+    def observed(self) -> tuple[Example, ...]:
+        return self.calls
+
+    @property
+    def held_out(self) -> tuple[Example, ...]:
+        return self.calls
+
+
+class _Quantizer:
+    """Makes the variants of one program."""
+
+    def __init__(
+        self,
+        program: Program,
+        data: Calibration,
+        criterion: Criterion,
+        options: Int8Options,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.program, self.data, self.criterion = program, data, criterion
+        self.progress = progress
+        self.layers = layers_of(program)
+        self.kept = _kept(self.layers, options.keep_float)
+        self.largest = largest_weight()
+        self._losses: dict[str, Loss] = {}
+
+    def variant(self, name: str) -> tuple[Program | NoGain, tuple[LayerRecord, ...]]:
+        """A variant, and what became of its layers."""
+        if not self.layers:
+            return NoGain(NO_LAYER), ()
+        qparams = self._calibrated() if name == INT8_STATIC else None
+        # Scales of all calls together lose at least as much as those of each call: the same order will do for both.
+        losses = self._losses = self._losses or self._measured(qparams)
+        reasons = {layer.name: reason for layer in self.layers if (reason := self._reason(layer))}
+        order = sorted(
+            (layer for layer in self.layers if layer.name in losses),
+            key=lambda layer: (layer.name not in reasons, losses[layer.name].sqnr),
+        )
+
+        def pass_for(kept: int) -> Pass:
+            only = frozenset(layer.name for layer in order[kept:])
+            if qparams is None:
+                return DynamicInt8(self.largest, only)
+            return StaticInt8(qparams, {key: loss.shift for key, loss in losses.items()}, only, self.largest)
+
+        kept, said = self._fewest(pass_for, len(order), sum(layer.name in reasons for layer in order))
+        reasons = dict.fromkeys((layer.name for layer in order[:kept]), "all layers together lose too much") | reasons
+        records = tuple(self._record(layer, reasons.get(layer.name, "")) for layer in self.layers)
+        if kept == len(order):
+            return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
+        made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
+        return made, records
+
+    def _calibrated(self) -> dict[str, QParams]:
+        """The parameters of the values that are integers, where these are finite."""
+        values = readers_of_integers(self.layers)
+        ordered = [node for node in self.program.graph.nodes if node in values]
+        calls = [_flat(self.program, call) for call in self.data.observed]
+        return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
+
+    def _measured(self, qparams: Mapping[str, QParams] | None) -> dict[str, Loss]:
+        """What each layer loses whose input has parameters."""
+        known = [layer for layer in self.layers if qparams is None or ops.bind(layer)["input"].name in qparams]
+        calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
+        tell = self._telling("measure")
+        return losses_of(self.program, known, calls, qparams=qparams, largest=self.largest, progress=tell)
+
+    def _telling(self, what: str) -> Callable[[str], None]:
+        return lambda text: self.progress(f"quantize: {what} {text}")
+
+    def _reason(self, layer: fx.Node) -> str:
+        """Why a layer stays in float32 whatever the whole loses."""
+        if layer in self.kept:
+            return f"keep_float {self.kept[layer]!r}"
+        loss = self._losses.get(layer.name)
+        if loss is None:
+            return "its input is not finite"
+        return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
+
+    def _fewest(self, pass_for: Callable[[int], Pass], count: int, at_least: int) -> tuple[int, str]:
+        """How many layers to keep in float32, and what the criterion last said of too few."""
+        said = ""
+
+        def is_accepted(kept: int) -> bool:
+            nonlocal said
+            self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
+            made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
+            judgement = self.criterion.judge(compile(simulated(made), "eager", share_weights=True))
+            if not judgement.ok or judgement.loss > SAFE * judgement.limit:
+                said = judgement.text
+                return False
+            return True
+
+        return fewest_kept(count, at_least, is_accepted), said
+
+    def _record(self, layer: fx.Node, kept: str) -> LayerRecord:
+        loss = self._losses.get(layer.name)
+        weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
+        return LayerRecord(
+            name=_module_of(layer),
+            where=origin_of(layer),
+            op=ops.name_of(layer).removeprefix("aten."),
+            sqnr=None if loss is None or math.isinf(loss.sqnr) else loss.sqnr,
+            bytes_float=weight.nbytes,
+            bytes_int8=weight.numel() + 4 * len(weight),
+            kept=kept,
+        )
+
+
+def _kept(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx.Node, str]:
+    """The layers that patterns of `keep_float` match, with the pattern: a module path, or one above it."""
+    found: dict[fx.Node, str] = {}
+    for pattern in patterns:
+        matching = [layer for layer in layers if any(_matches(path, pattern) for path in _paths(layer))]
+        if not matching:
+            names = list(dict.fromkeys(map(_module_of, layers)))
+            raise UsageError(
+                f"keep_float {pattern!r} matches no layer",
+                why=f"the layers are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else NO_LAYER,
+                fix="use a module path, or a pattern such as 'encoder.layer.3.*'",
+            )
+        found |= {layer: pattern for layer in matching if layer not in found}
+    return found
+
+
+def _paths(layer: fx.Node) -> list[str]:
+    """The modules that a layer stands for: its own, and for example that of a batch norm folded into it."""
+    return [origin.partition(",")[0] for origin in origins_of(layer)]
+
+
+def _module_of(layer: fx.Node) -> str:
+    """The module that the weight belongs to; the name of the value where that is not known."""
+    weight = str(ops.bind(layer)["weight"].target)
+    own = [path for path in _paths(layer) if weight.startswith(f"{path}.")]
+    return max(own, key=len, default=layer.meta.get("module") or layer.name)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[: count + 1]), pattern) for count in range(len(parts)))
+
+
+def _flat(program: Program, call: Example) -> Call:
+    """The inputs of a call in graph order, as the program's views expect them in memory."""
+    leaves = program.signature.bind(call.args, call.kwargs)
+    if program.signature.dims:
+        return (*leaves, *(program.state[item.name] for item in program.signature.state_inputs))
+    return laid_out(program, leaves)

@@ -1,0 +1,293 @@
+"""How much accuracy a candidate in a lower precision may lose on real data, and whether it loses more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tsopt.compiler.calls.calibration import pieces
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Signature
+from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.graph.origin import user_frame
+from tsopt.errors import SignatureError, UsageError
+from tsopt.runtime.checking.compare import FLIPPED
+
+Called = Callable[..., Any]
+
+RELATIVE_ERROR = 4.4e-2  # of all outputs together, in L2 norms: a cosine of 0.999, an SQNR of 27 dB
+ROUNDING = 1e-9  # of a drop: 0.98 - 0.97 is a little more than 0.01
+MAX_DROP = 0.01  # of a metric
+SQNR, COSINE, TOP1 = "sqnr", "cosine", "top1"
+BUILT_IN = (SQNR, COSINE, TOP1)
+WIDER = 4.0  # times the largest relative error on the data: what an audit of a real call accepts
+WIDEST = 1.0  # of these: at most an error as large as the output
+STEADY = 0.1  # of `max_drop`: how far two values of a metric for the same model may be apart
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a candidate loses, and whether that is too much.
+
+    loss: a relative error, or the drop of a metric; `limit`: how much is accepted.
+    text: `relative error 6.2 % on 16 inputs, limit 4.4 %`.
+    """
+
+    ok: bool
+    loss: float
+    limit: float
+    text: str
+
+
+class Criterion(Protocol):
+    """The judge of candidates in lower precisions.
+
+    Attributes:
+        is_cheap: whether it needs only the data, so that it can judge every candidate.
+        key: what it asks for, as a text; empty for what no text tells.
+    """
+
+    is_cheap: bool
+    key: str
+
+    def judge(self, candidate: Called) -> Judgement:
+        """The judgement on a candidate, which is called like the model."""
+
+    def tolerance(self, candidate: Called) -> float:
+        """The relative error that a call of an accepted candidate may have: a multiple of the largest on the data."""
+
+
+class Likeness:
+    """How close the outputs are to eager's on some inputs.
+
+    Args:
+        metric: `sqnr`: the relative error of each output over all inputs; `cosine`: of each output with eager's, as
+            vectors, the mean over the inputs; `top1`: the share of rows whose largest value is where eager has it.
+        max_drop: how far `cosine` or `top1` may be below 1.
+    """
+
+    is_cheap = True
+
+    def __init__(self, model: Called, data: Sequence[Example], metric: str, max_drop: float) -> None:
+        self._data, self._metric, self._max_drop = data, metric, max_drop
+        self._wanted = [_floats(model, call) for call in data]
+        self._inputs = f"{len(data)} {'input' if len(data) == 1 else 'inputs'}"
+        self.key = f"{metric} {max_drop}"
+
+    def judge(self, candidate: Called) -> Judgement:
+        found = [_floats(candidate, call) for call in self._data]
+        if self._metric == SQNR:
+            error = _relative_error(found, self._wanted)
+            text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
+            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text)
+        value = (_cosine if self._metric == COSINE else _top1)(found, self._wanted)
+        name = "cosine similarity to eager" if self._metric == COSINE else "top-1 agreement with eager"
+        text = f"{name} {value:.6g} on {self._inputs}, at least {1 - self._max_drop:.6g} is required"
+        return Judgement(1 - value <= self._max_drop + ROUNDING, 1 - value, self._max_drop, text)
+
+    def tolerance(self, candidate: Called) -> float:
+        errors = [
+            _relative_error([_floats(candidate, call)], [wanted])
+            for call, wanted in zip(self._data, self._wanted, strict=True)
+        ]
+        return min(
+            WIDEST, max(RELATIVE_ERROR, WIDER * max((error for error in errors if math.isfinite(error)), default=0.0))
+        )
+
+
+class Metric:
+    """The user's own metric, of which more is better.
+
+    Args:
+        model: what the drop is measured from.
+        metric: called with what is called like the model; returns a number.
+        max_drop: how far the metric may be below that of the model.
+        signature: of the candidates: larger batches are cut into the sizes that it has.
+        data: inputs that say how far single calls are from eager.
+
+    Raises:
+        UsageError: the metric raises, returns something other than a finite number, or differs from call to call.
+    """
+
+    is_cheap = False
+    key = ""
+
+    def __init__(
+        self,
+        model: Called,
+        metric: Callable[[Any], Any],
+        max_drop: float,
+        signature: Signature,
+        data: Sequence[Example],
+    ) -> None:
+        self._metric, self._max_drop, self._signature = metric, max_drop, signature
+        self.tolerance = Likeness(model, data, SQNR, 0.0).tolerance
+        self._of_model = self._measured(model)
+        again = self._measured(model)
+        if abs(again - self._of_model) > STEADY * max_drop:
+            raise UsageError(
+                "the metric differs from call to call",
+                why=f"it returned {self._of_model:g} and {again:g} for the same model, and max_drop is {max_drop:g}",
+                fix="make it deterministic: fix the seed and the data that it uses",
+            )
+
+    def judge(self, candidate: Called) -> Judgement:
+        value = self._measured(InPieces(candidate, self._signature))
+        drop = self._of_model - value
+        text = f"metric {value:g}, eager {self._of_model:g}: a drop of {max(drop, 0):.4g}, limit {self._max_drop:g}"
+        return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text)
+
+    def _measured(self, called: Called) -> float:
+        try:
+            with torch.no_grad():
+                value = self._metric(called)
+            number = float(value)
+        except Exception as error:
+            raise UsageError(
+                f"the metric raises {type(error).__name__}",
+                where=user_frame(error),
+                why=str(error)[:300] or None,
+                fix="pass a function that takes a model and returns a number, of which more is better",
+            ) from error
+        if not math.isfinite(number):
+            raise UsageError(f"the metric returns {number}", fix="return a finite number, of which more is better")
+        return number
+
+
+class InPieces:
+    """A candidate as a metric may use it: for larger batches too, and with the methods of a module in eval mode."""
+
+    training = False
+
+    def __init__(self, called: Called, signature: Signature) -> None:
+        self._called, self._signature = called, signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._called(*args, **kwargs)
+        except SignatureError:
+            leaves, structure = flatten((args, kwargs))
+            parts = pieces(self._signature, leaves)
+            rest = (
+                [leaf[len(parts) * len(first) :] for leaf, first in zip(leaves, parts[0], strict=True)] if parts else []
+            )
+            if not parts or any(len(part) for part in rest):
+                raise
+        results = []
+        for part in parts:
+            mine, keywords = unflatten(structure, part)
+            results.append(flatten(self._called(*mine, **keywords)))
+        joined = [torch.cat(values) for values in zip(*(leaves for leaves, _ in results), strict=True)]
+        return unflatten(results[0][1], joined)
+
+    forward = __call__
+
+    def eval(self) -> InPieces:
+        return self
+
+
+def criterion_of(
+    model: Called,
+    data: Sequence[Example],
+    metric: Callable[[Any], Any] | str | None,
+    max_drop: float | None,
+    signature: Signature,
+) -> Criterion:
+    """The judge that the options ask for.
+
+    Without a metric, `max_drop` is of the top-1 agreement if the first output is rows of scores, and otherwise of the
+    cosine. Without both, the relative error decides.
+    """
+    if callable(metric):
+        return Metric(model, metric, MAX_DROP if max_drop is None else max_drop, signature, data)
+    if metric is None:
+        metric = SQNR if max_drop is None else _usual(model, data)
+    return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop)
+
+
+def check_metric(metric: Any, max_drop: float | None) -> None:
+    """Raises UsageError for options that mean nothing."""
+    if metric is not None and not callable(metric) and metric not in BUILT_IN:
+        raise UsageError(f"unknown metric {metric!r}", fix=f"use one of: {', '.join(BUILT_IN)}, or pass a function")
+    if max_drop is not None and not 0 <= max_drop < math.inf:
+        raise UsageError(
+            f"max_drop must be 0 or more, got {max_drop}", fix="pass how much the metric may drop, e.g. 0.01"
+        )
+    if metric == SQNR and max_drop is not None:
+        raise UsageError(
+            "max_drop has no meaning for the metric 'sqnr'",
+            why=f"its limit is a relative error of {RELATIVE_ERROR:.1%}",
+            fix=f"use the metric {COSINE!r} or {TOP1!r}, or pass a function",
+        )
+
+
+def _usual(model: Called, data: Sequence[Example]) -> str:
+    first = next(iter(_floats(model, data[0])), None)
+    return TOP1 if first is not None and first.dim() == 2 and first.shape[1] > 1 else COSINE
+
+
+def _floats(called: Called, call: Example) -> list[torch.Tensor]:
+    """The outputs of a call, in float64; those that are not floating-point numbers as they are."""
+    given, structure = flatten((call.args, call.kwargs))
+    args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
+    with torch.no_grad():
+        leaves, _ = flatten(called(*args, **kwargs))
+    return [leaf.detach().double() if leaf.is_floating_point() else leaf.detach().clone() for leaf in leaves]
+
+
+def _relative_error(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+    """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
+
+    Of whole numbers more than a hundredth may not differ.
+    """
+    worst = 0.0
+    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+        pairs = list(zip(mine, theirs, strict=True))
+        if any(a.shape != b.shape for a, b in pairs):
+            return math.inf
+        if not theirs[0].is_floating_point():
+            flipped = sum(int((a != b).sum()) for a, b in pairs) / max(1, sum(b.numel() for b in theirs))
+            worst = max(worst, math.inf if flipped > FLIPPED else 0.0)
+            continue
+        # Infinities and NaN are compared elsewhere: they have to be where eager has them.
+        finite = [(a, b) for a, b in ((a[b.isfinite()], b[b.isfinite()]) for a, b in pairs)]
+        away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
+        size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
+        worst = max(worst, away / size if size else math.inf if away else 0.0)
+    return worst if worst == worst else math.inf
+
+
+def _cosine(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+    """The mean over inputs of the cosine of each floating-point output with eager's; of the output that is worst."""
+    means = []
+    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
+        if theirs[0].is_floating_point():
+            values = [_cosine_of(a, b) for a, b in zip(mine, theirs, strict=True)]
+            means.append(sum(values) / len(values))
+    return min(means, default=1.0)
+
+
+def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.shape != b.shape:
+        return -1.0
+    a, b = a.flatten(), b.flatten()
+    size = float(a.norm() * b.norm())
+    if not size:
+        return 1.0 if torch.equal(a, b) else 0.0
+    value = float(a @ b) / size
+    return value if value == value else -1.0
+
+
+def _top1(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+    """The share of rows of the first floating-point output whose largest value is where eager has it."""
+    same = count = 0
+    for mine, theirs in zip(found, wanted, strict=True):
+        position = next((i for i, leaf in enumerate(theirs) if leaf.is_floating_point() and leaf.dim()), None)
+        if position is not None and mine[position].shape == theirs[position].shape:
+            same += int((mine[position].argmax(-1) == theirs[position].argmax(-1)).sum())
+            count += theirs[position][..., 0].numel()
+    return same / count if count else 0.0

@@ -1,0 +1,40 @@
+"""Whether this processor adds up the products of a model's int8 weights exactly.
+
+Without instructions for 8-bit integers, engines add two products in 16 bits, which saturate silently: a bundle that was
+written where there are such instructions would be wrong elsewhere. Imports no torch, for bundles do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tsopt.errors import BackendError
+from tsopt.runtime.racing import environment
+
+if TYPE_CHECKING:
+    from tsopt.compiler.graph.program import Program
+
+OPTION = "int8_weights"  # of an executable: the largest magnitude of its int8 weights
+EXACT = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp")
+NARROW = 64  # 2 * 255 * 64 is below 2^15
+
+
+def to_options(program: Program) -> dict[str, int]:
+    """What a bundle says of its int8 weights; nothing where it has none."""
+    from tsopt.compiler.graph.quantized import largest_magnitude
+
+    largest = largest_magnitude(program)
+    return {OPTION: largest} if largest else {}
+
+
+def check(options: Mapping[str, Any]) -> None:
+    """Raises BackendError where the sums of stored weights could saturate on this processor."""
+    largest = options.get(OPTION, 0)
+    if largest <= NARROW or not set(environment.environment().flags).isdisjoint(EXACT):
+        return
+    raise BackendError(
+        "the int8 weights of this bundle would give wrong sums on this processor",
+        why=f"they go up to {largest}, and without VNNI instructions sums of products above {NARROW} saturate",
+        fix="export the model again on a machine of this kind, which takes weights of 7 bits",
+    )
