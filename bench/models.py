@@ -151,12 +151,17 @@ MODELS: dict[str, Case] = {
         lambda: transformers.BertModel(transformers.BertConfig()),
         lambda: tsopt.example(input_ids=tokens(128), attention_mask=torch.ones(1, 128, dtype=torch.int64)),
     ),
+    "distilbert": Case(
+        lambda: transformers.DistilBertModel(transformers.DistilBertConfig()),
+        lambda: tsopt.example(input_ids=tokens(128), attention_mask=torch.ones(1, 128, dtype=torch.int64)),
+    ),
     "gpt2": Case(
         lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False)),
         lambda: tsopt.example(tokens(64)),
     ),
     "vit_b16": Case(lambda: transformers.ViTForImageClassification(transformers.ViTConfig()), image),
     "llama_160m": Case(llama, lambda: tsopt.example(tokens(64))),
+    "llama_160m_token": Case(llama, lambda: tsopt.example(tokens(1))),
     "efficientnet_b0": Case(efficientnet, image),
     "convnext_tiny": Case(lambda: transformers.ConvNextForImageClassification(transformers.ConvNextConfig()), image),
     "swin_tiny": Case(lambda: transformers.SwinForImageClassification(transformers.SwinConfig()), image),

@@ -146,7 +146,7 @@ def test_a_number_of_inputs_is_at_least_one(count):
 def test_progress_says_what_is_done():
     said: list[str] = []
     quantized(Residual().eval(), images(1)[0], calibration=images(4), wanted=("int8-static",), progress=said.append)
-    assert said[0] == "quantize: observe 1 of 4"
+    assert said[:5] == [*(f"quantize: read {count} inputs" for count in (1, 2, 3, 4)), "quantize: observe 1 of 4"]
     assert "quantize: measure 2 of 2" in said
     assert said[-1] == "quantize: 3 of 3 layers"
 

@@ -36,7 +36,8 @@ from tsopt.runtime.layer_table import LayerRecord
 
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
-JUDGED = 16  # calls that a choice of layers is judged by
+TRIED = 8  # calls that each choice of layers is tried on
+JUDGED = 16  # calls that candidates are judged by
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
 NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
 
@@ -104,11 +105,10 @@ def quantize(
     wanted = [name for name in (INT8_STATIC, INT8) if name in wanted]
     if not wanted and not options.judges:
         return Quantization()
-    data = _data(program, example, options, seed)
+    data = _data(program, example, options, seed, progress)
     with protected(model, written=program.state.values()), torch.no_grad():
-        judging = data.held_out[:JUDGED]
-        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature)
-        made = _Quantizer(program, data, criterion, options, progress)
+        criterion = criterion_of(model, data.held_out[:JUDGED], options.metric, options.max_drop, program.signature)
+        made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress)
         variants: dict[str, Program | NoGain] = {}
         layers: tuple[LayerRecord, ...] = ()
         for name in wanted:
@@ -118,10 +118,14 @@ def quantize(
     return Quantization(variants, criterion if options.judges else None, layers, said)
 
 
-def _data(program: Program, example: Example, options: Int8Options, seed: int) -> Calibration:
+def _data(
+    program: Program, example: Example, options: Int8Options, seed: int, progress: Callable[[str], None]
+) -> Calibration:
     """The calibration data; without any, the example and values made up like it."""
     if options.calibration is not None and not isinstance(options.calibration, int):
-        return read_calibration(options.calibration, program.signature, example)
+        return read_calibration(
+            *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
+        )
     if options.calibration is None:
         sets = [item for item in input_sets(example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))]
         # Of so few, all are for both.
@@ -164,6 +168,7 @@ class _Quantizer:
         self.kept = _kept(self.layers, options.keep_float)
         self.largest = largest_weight()
         self._losses: dict[str, Loss] = {}
+        self._kept_before = 0
 
     def variant(self, name: str) -> tuple[Program | NoGain, tuple[LayerRecord, ...]]:
         """A variant, and what became of its layers."""
@@ -184,7 +189,10 @@ class _Quantizer:
                 return DynamicInt8(self.largest, only)
             return StaticInt8(qparams, {key: loss.shift for key, loss in losses.items()}, only, self.largest)
 
-        kept, said = self._fewest(pass_for, len(order), sum(layer.name in reasons for layer in order))
+        # What the first variant could not do, the other one is not asked to: it only starts from there.
+        at_least = max(self._kept_before, sum(layer.name in reasons for layer in order))
+        kept, said = self._fewest(pass_for, len(order), at_least)
+        self._kept_before = kept if kept < len(order) else 0
         reasons = dict.fromkeys((layer.name for layer in order[:kept]), "all layers together lose too much") | reasons
         records = tuple(self._record(layer, reasons.get(layer.name, "")) for layer in self.layers)
         if kept == len(order):

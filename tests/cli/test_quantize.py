@@ -38,7 +38,9 @@ def test_the_layers_are_shown_and_a_bundle_is_written(tsopt, write, tmp_path, da
 
 def test_json_has_the_layers(tsopt, write, tmp_path):
     write(WITH_DATA)
-    ran = tsopt("quantize", "m.py", *QUICKLY, "--calibration", "m.py:data", "--keep-float", "2", "--json", "--report", "q.json")
+    ran = tsopt(
+        "quantize", "m.py", *QUICKLY, "--calibration", "m.py:data", "--keep-float", "2", "--json", "--report", "q.json"
+    )
     assert ran.code == 0, ran.err
     assert [(item["name"], item["kept"]) for item in ran.json["quantization"]] == [("0", ""), ("2", "keep_float '2'")]
     assert json.loads((tmp_path / "q.json").read_text())["quantization"] == ran.json["quantization"]

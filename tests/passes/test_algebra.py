@@ -278,3 +278,44 @@ def test_exact_rules_alone_run_at_level_one():
 @pytest.mark.parametrize("model", [lambda x: x * 1.0, lambda x: x / 1])
 def test_complex_factors_of_one_decline_with_the_reason(model):
     check_declines(algebra.times_one, model, torch.tensor([1 + 2j]), algebra.COMPLEX)
+
+
+# ---- pooling of a whole image -----------------------------------------------------------------------------
+
+IMAGE = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: nn.functional.avg_pool2d(x, (4, 5)),
+        lambda x: nn.functional.avg_pool2d(x, 9, ceil_mode=True),
+        lambda x: nn.functional.avg_pool2d(x[0], (4, 5), count_include_pad=False),
+    ],
+    ids=["exact", "larger", "one image"],
+)
+def test_a_pool_of_the_whole_image_is_its_mean(pool):
+    assert check(algebra.pool_of_all, pool, IMAGE).done == {"pool_of_all"}
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda x: nn.functional.avg_pool2d(x, (4, 3)),
+        lambda x: nn.functional.avg_pool2d(x, (4, 4), stride=9),
+        lambda x: nn.functional.avg_pool2d(x, (6, 7), padding=1),
+        lambda x: nn.functional.avg_pool2d(x[:, :, :3, :3], (4, 4), padding=2, stride=9),
+    ],
+    ids=["several", "one window of part", "padded", "padded window"],
+)
+def test_other_pools_stay(pool):
+    assert check(algebra.pool_of_all, pool, IMAGE).done == set()
+
+
+def test_a_pool_with_its_own_divisor_stays():
+    check_declines(
+        algebra.pool_of_all,
+        lambda x: nn.functional.avg_pool2d(x, (4, 5), divisor_override=7),
+        IMAGE,
+        "the sum is divided by a number of its own",
+    )

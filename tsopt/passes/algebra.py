@@ -283,6 +283,20 @@ def reciprocal_sqrt(at, x):
     return at.call(aten.rsqrt.default, x)
 
 
+@rule(
+    lambda x, k, s, p, ceil, count, by: aten.avg_pool2d.default(x, k, s, p, ceil, count, by), numerics=Numerics.ROUNDING
+)
+def pool_of_all(at, x, k, s, p, ceil, count, by):
+    """avg_pool2d(x, k) -> mean(x, [-2, -1], keepdim=True), k at least the size of x, no padding"""
+    size = at.type(x).shape[-2:]
+    kernel = list(k) * 2 if len(k) == 1 else list(k)
+    if at.type(at.root).shape[-2:] != (1, 1) or any(p) or any(a < b for a, b in zip(kernel, size, strict=True)):
+        return None
+    if by is not None:
+        return at.skip("the sum is divided by a number of its own")
+    return at.call(aten.mean.dim, x, [-2, -1], True)
+
+
 RULES = (
     times_one,
     minus_zero,
@@ -300,5 +314,6 @@ RULES = (
     div_power_of_two,
     small_power,
     reciprocal_sqrt,
+    pool_of_all,
     *constants.RULES,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -48,7 +48,9 @@ class Calibration:
         return self.calls[1::2] or self.calls
 
 
-def read_calibration(data: Any, signature: Signature, example: Example) -> Calibration:
+def read_calibration(
+    data: Any, signature: Signature, example: Example, progress: Callable[[str], None] = lambda text: None
+) -> Calibration:
     """Reads calibration data, as much of it as is needed.
 
     A batch that is a multiple of the example's is cut into pieces of that size along the first axis of every input.
@@ -65,6 +67,7 @@ def read_calibration(data: Any, signature: Signature, example: Example) -> Calib
     calls: list[Example] = []
     for number, item in enumerate(_items(data)):
         calls += islice(reader.calls(item, number), MOST - len(calls))
+        progress(f"{len(calls)} inputs")
         if len(calls) >= MOST:
             break
     if not calls:
@@ -144,10 +147,8 @@ class _Reader:
     """
 
     def __init__(self, signature: Signature, example: Example) -> None:
-        self._signature, self._leaves = signature, flatten((example.args, example.kwargs))[0]
-        self._example = example
+        self._signature, self._example = signature, example
         self.notes: list[str] = []
-        self._pending: list[Example] = []
 
     def calls(self, item: Any, number: int) -> Iterator[Example]:
         """The calls that an item is, or is cut into."""

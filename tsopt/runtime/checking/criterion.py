@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,12 +19,14 @@ from tsopt.errors import SignatureError, UsageError
 from tsopt.runtime.checking.compare import FLIPPED
 
 Called = Callable[..., Any]
+Outputs = list[torch.Tensor]
 
 RELATIVE_ERROR = 4.4e-2  # of all outputs together, in L2 norms: a cosine of 0.999, an SQNR of 27 dB
 ROUNDING = 1e-9  # of a drop: 0.98 - 0.97 is a little more than 0.01
 MAX_DROP = 0.01  # of a metric
 SQNR, COSINE, TOP1 = "sqnr", "cosine", "top1"
 BUILT_IN = (SQNR, COSINE, TOP1)
+MOST_BYTES = 1 << 29  # of eager's answers that are kept: fewer inputs judge where one answer is large
 WIDER = 4.0  # times the largest relative error on the data: what an audit of a real call accepts
 WIDEST = 1.0  # of these: at most an error as large as the output
 STEADY = 0.1  # of `max_drop`: how far two values of a metric for the same model may be apart
@@ -60,6 +63,9 @@ class Criterion(Protocol):
     def tolerance(self, candidate: Called) -> float:
         """The relative error that a call of an accepted candidate may have: a multiple of the largest on the data."""
 
+    def on_first(self, count: int) -> Criterion:
+        """The same on fewer inputs, for a first look."""
+
 
 class Likeness:
     """How close the outputs are to eager's on some inputs.
@@ -73,13 +79,26 @@ class Likeness:
     is_cheap = True
 
     def __init__(self, model: Called, data: Sequence[Example], metric: str, max_drop: float) -> None:
-        self._data, self._metric, self._max_drop = data, metric, max_drop
-        self._wanted = [_floats(model, call) for call in data]
-        self._inputs = f"{len(data)} {'input' if len(data) == 1 else 'inputs'}"
+        self._metric, self._max_drop = metric, max_drop
+        self._wanted: list[Outputs] = []
         self.key = f"{metric} {max_drop}"
+        for call in data:
+            if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
+                break
+            self._wanted.append(_outputs(model, call))
+        self._data = data[: len(self._wanted)]
+
+    def on_first(self, count: int) -> Likeness:
+        made = copy(self)
+        made._wanted, made._data = self._wanted[:count], self._data[:count]
+        return made
+
+    @property
+    def _inputs(self) -> str:
+        return f"{len(self._data)} {'input' if len(self._data) == 1 else 'inputs'}"
 
     def judge(self, candidate: Called) -> Judgement:
-        found = [_floats(candidate, call) for call in self._data]
+        found = [_outputs(candidate, call) for call in self._data]
         if self._metric == SQNR:
             error = _relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
@@ -91,7 +110,7 @@ class Likeness:
 
     def tolerance(self, candidate: Called) -> float:
         errors = [
-            _relative_error([_floats(candidate, call)], [wanted])
+            _relative_error([_outputs(candidate, call)], [wanted])
             for call, wanted in zip(self._data, self._wanted, strict=True)
         ]
         return min(
@@ -134,6 +153,9 @@ class Metric:
                 why=f"it returned {self._of_model:g} and {again:g} for the same model, and max_drop is {max_drop:g}",
                 fix="make it deterministic: fix the seed and the data that it uses",
             )
+
+    def on_first(self, count: int) -> Metric:
+        return self  # it has data of its own
 
     def judge(self, candidate: Called) -> Judgement:
         value = self._measured(InPieces(candidate, self._signature))
@@ -226,20 +248,24 @@ def check_metric(metric: Any, max_drop: float | None) -> None:
 
 
 def _usual(model: Called, data: Sequence[Example]) -> str:
-    first = next(iter(_floats(model, data[0])), None)
+    first = next((leaf for leaf in _outputs(model, data[0]) if leaf.is_floating_point()), None)
     return TOP1 if first is not None and first.dim() == 2 and first.shape[1] > 1 else COSINE
 
 
-def _floats(called: Called, call: Example) -> list[torch.Tensor]:
-    """The outputs of a call, in float64; those that are not floating-point numbers as they are."""
+def _outputs(called: Called, call: Example) -> Outputs:
+    """Copies of the outputs of a call."""
     given, structure = flatten((call.args, call.kwargs))
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
     with torch.no_grad():
         leaves, _ = flatten(called(*args, **kwargs))
-    return [leaf.detach().double() if leaf.is_floating_point() else leaf.detach().clone() for leaf in leaves]
+    return [leaf.detach().clone() for leaf in leaves]
 
 
-def _relative_error(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+def _bytes(answers: Sequence[Outputs]) -> int:
+    return sum(leaf.nbytes for outputs in answers for leaf in outputs)
+
+
+def _relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
 
     Of whole numbers more than a hundredth may not differ.
@@ -254,14 +280,14 @@ def _relative_error(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Se
             worst = max(worst, math.inf if flipped > FLIPPED else 0.0)
             continue
         # Infinities and NaN are compared elsewhere: they have to be where eager has them.
-        finite = [(a, b) for a, b in ((a[b.isfinite()], b[b.isfinite()]) for a, b in pairs)]
+        finite = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in pairs]
         away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
         size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
         worst = max(worst, away / size if size else math.inf if away else 0.0)
     return worst if worst == worst else math.inf
 
 
-def _cosine(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+def _cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     """The mean over inputs of the cosine of each floating-point output with eager's; of the output that is worst."""
     means = []
     for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
@@ -274,7 +300,7 @@ def _cosine(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[t
 def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
     if a.shape != b.shape:
         return -1.0
-    a, b = a.flatten(), b.flatten()
+    a, b = a.flatten().double(), b.flatten().double()
     size = float(a.norm() * b.norm())
     if not size:
         return 1.0 if torch.equal(a, b) else 0.0
@@ -282,7 +308,7 @@ def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
     return value if value == value else -1.0
 
 
-def _top1(found: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]]) -> float:
+def _top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     """The share of rows of the first floating-point output whose largest value is where eager has it."""
     same = count = 0
     for mine, theirs in zip(found, wanted, strict=True):
