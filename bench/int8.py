@@ -99,8 +99,8 @@ def page(env: Environment, rows: Rows) -> list[str]:
         "",
         f"- int8 over the fastest in fp32, where int8 is chosen: geometric mean {mean:.2f}x over {len(gains)} models, "
         f"lowest {min(gains.values(), default=math.nan):.2f}x",
-        f"- error and cosine: of the winner, on {UNSEEN} inputs that neither calibration nor choice have seen; relative",
-        "  error over all of them, in L2 norms",
+        f"- error and cosine: of the winner, on {UNSEEN} inputs that neither calibration nor choice have seen;",
+        "  the relative error is over all of them, in L2 norms",
         f"- {CALIBRATION} inputs of normal values or random tokens. Weights are random too: errors say how rounding",
         "  adds up, not what a trained model loses; see trained.md",
         "- quantize s: calibration, measuring of layers, and choice, both for fixed scales and for those of each call",

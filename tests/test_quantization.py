@@ -190,6 +190,65 @@ def test_sizes_that_may_differ_are_calibrated_at_those_of_the_data():
     assert float((answer - wanted).norm() / wanted.norm()) < 0.04
 
 
+# ---- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
+    def broken(*args, **options):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("tsopt.quantization.losses_of", broken)
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(2))
+    assert [made.what for made in found.variants.values()] == [
+        "internal error in tsopt while quantizing: ZeroDivisionError: a bug"
+    ] * 2
+    assert "internal error in tsopt while quantizing Residual" in caplog.text
+
+
+def test_what_progress_raises_is_the_callers():
+    def stop(text):
+        if "observe 2" in text:
+            raise TimeoutError("enough")
+
+    with pytest.raises(TimeoutError, match="enough"):
+        quantized(Residual().eval(), images(1)[0], calibration=images(4), progress=stop)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_input_that_the_model_does_not_take_is_the_users_error(place):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).eval()
+    data = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    data[place] = torch.tensor([3, 99])
+    with pytest.raises(
+        UsageError,
+        match=r"the model fails on a calibration input\n(  where: .*\n)?  why: IndexError: .*\n  fix: leave out",
+    ):
+        quantized(model, torch.tensor([1, 2]), calibration=data)
+
+
+def test_state_is_the_same_for_each_call():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp(8, 8, seed=3)
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x) * self.calls
+
+    model = Counting().eval()
+    found = quantized(model, rows(1, 8)[0], calibration=rows(8, 8), metric="cosine", max_drop=0.01)
+    assert all(not isinstance(made, NoGain) for made in found.variants.values())
+    assert float(model.calls) == 0
+
+
+def test_data_without_a_precision_is_an_error():
+    with pytest.raises(UsageError, match="calibration, metric and max_drop have no effect without a lower precision"):
+        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], calibration=rows(2, 4))
+
+
 # ---- candidates ---------------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,11 @@ def optimize(
         best_so_far=best_so_far,
         share_weights=share_weights,
     )
+    if int8.judges and all(candidate.precision == FP32 for candidate in settings.candidates):
+        raise UsageError(
+            "calibration, metric and max_drop have no effect without a lower precision",
+            fix='pass precision="int8", or "auto" for all of them',
+        )
     with _told(progress, model) as tell:
         request = Request(
             model=model,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,6 +36,7 @@ from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, input_sets
 from tsopt.runtime.layer_table import LayerRecord
 
+log = logging.getLogger("tsopt")
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
 TRIED = 8  # calls that each choice of layers is tried on
@@ -107,13 +110,23 @@ def quantize(
         return Quantization()
     data = _data(program, example, options, seed, progress)
     with protected(model, written=program.state.values()), torch.no_grad():
-        criterion = criterion_of(model, data.held_out[:JUDGED], options.metric, options.max_drop, program.signature)
+        state = tuple(program.state.values())
+        judging = data.held_out[:JUDGED]
+        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
         made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress)
         variants: dict[str, Program | NoGain] = {}
         layers: tuple[LayerRecord, ...] = ()
         for name in wanted:
-            variants[name], found = made.variant(name)
-            layers = layers or found
+            try:
+                variants[name], found = made.variant(name)
+                layers = layers or found
+            except UsageError:
+                raise
+            except Exception as error:  # a bug in tsopt costs the model its int8, not what it gains in float32
+                if error is made.progress_error:
+                    raise
+                log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
+                variants[name] = NoGain(f"internal error in tsopt while quantizing: {type(error).__name__}: {error}")
     said = "" if options.calibration is None else data.read
     return Quantization(variants, criterion if options.judges else None, layers, said)
 
@@ -163,12 +176,20 @@ class _Quantizer:
         progress: Callable[[str], None],
     ) -> None:
         self.program, self.data, self.criterion = program, data, criterion
-        self.progress = progress
+        self.progress_error: Exception | None = None  # what `progress` raised: the caller's
+        self._tell = progress
         self.layers = layers_of(program)
         self.kept = _kept(self.layers, options.keep_float)
         self.largest = largest_weight()
         self._losses: dict[str, Loss] = {}
         self._kept_before = 0
+
+    def progress(self, text: str) -> None:
+        try:
+            self._tell(text)
+        except Exception as error:
+            self.progress_error = error
+            raise
 
     def variant(self, name: str) -> tuple[Program | NoGain, tuple[LayerRecord, ...]]:
         """A variant, and what became of its layers."""
@@ -205,14 +226,16 @@ class _Quantizer:
         values = readers_of_integers(self.layers)
         ordered = [node for node in self.program.graph.nodes if node in values]
         calls = [_flat(self.program, call) for call in self.data.observed]
-        return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
+        with _failing_for_the_data():
+            return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
     def _measured(self, qparams: Mapping[str, QParams] | None) -> dict[str, Loss]:
         """What each layer loses whose input has parameters."""
         known = [layer for layer in self.layers if qparams is None or ops.bind(layer)["input"].name in qparams]
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
         tell = self._telling("measure")
-        return losses_of(self.program, known, calls, qparams=qparams, largest=self.largest, progress=tell)
+        with _failing_for_the_data():
+            return losses_of(self.program, known, calls, qparams=qparams, largest=self.largest, progress=tell)
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
@@ -254,6 +277,19 @@ class _Quantizer:
             bytes_int8=weight.numel() + 4 * len(weight),
             kept=kept,
         )
+
+
+@contextmanager
+def _failing_for_the_data() -> Iterator[None]:
+    """An index out of range is an error of the data: the model takes the example."""
+    try:
+        yield
+    except IndexError as error:
+        raise UsageError(
+            "the model fails on a calibration input",
+            why=f"IndexError: {(str(error).splitlines() or [''])[0][:200]}",
+            fix="leave out the inputs that the model does not take",
+        ) from error
 
 
 def _kept(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx.Node, str]:

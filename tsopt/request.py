@@ -153,6 +153,8 @@ class Request:
 
     def _quantized(self, rehearsal: Rehearsal, program: Program, example: Example) -> Quantization:
         """The variants in int8 that the candidates run, and what those in lower precisions are judged by."""
+        if all(candidate.precision == FP32 for candidate in self.race.candidates):
+            return Quantization()
         wanted = {candidate.variant for candidate in self.race.candidates}
         return quantize(
             *(rehearsal.model, program, example, wanted, self.int8), seed=self.race.seed, progress=self.progress

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import fx
 
 from tests.passes.helpers import assert_same_bits, capture
+from tests.passes.quantize.models import calibrated_pass
 from tests.passes.random_calls import Drawn
 from tests.passes.random_programs import RULES, around, programs
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import in_float
+from tsopt.compiler.graph.quantized import in_float, simulated
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.verify import output_aliases, verify_program
 from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
@@ -201,18 +202,23 @@ def test_every_rule_keeps_programs_around_its_pattern(rule, fuzz_factor):
 
 def test_quantization_keeps_random_programs_legal(fuzz_factor):
     """How near the answers are is for a race to judge: values of random programs know no bounds."""
-    quantized = 0
+    quantized = known = 0
 
     @campaign(30, fuzz_factor)
     @given(drawn=st.sampled_from([rule for rule in RULES if "linear" in rule.name]).flatmap(around))
     def check(drawn):
-        nonlocal quantized
+        nonlocal quantized, known
         before = drawn.program
         for program in (before, run(before, STANDARD)[0]):
+            static = calibrated_pass(program, [drawn.inputs])
             after, records = run(program, (DynamicInt8(),), Limits(Numerics.LOSSY))
+            calibrated, more = run(program, (static,), Limits(Numerics.LOSSY))
             quantized += sum(len(record.done) for record in records)
+            known += sum(len(record.done) for record in more)
             assert (after is program) == (not fired(records))
-            for made in (after, run(after, STANDARD)[0], in_float(after)):
+            assert (calibrated is program) == (not fired(more))
+            results = [form for made in (after, calibrated) for form in (made, run(made, STANDARD)[0], in_float(made))]
+            for made in (*results, simulated(after), simulated(calibrated)):
                 verify_program(made, aliases=output_aliases(before))
                 assert shared_memory(made, drawn.inputs) <= shared_memory(before, drawn.inputs)
                 for mine, theirs in zip(evaluate(made, drawn.inputs), evaluate(before, drawn.inputs), strict=True):
@@ -220,6 +226,7 @@ def test_quantization_keeps_random_programs_legal(fuzz_factor):
 
     check()
     assert quantized > 10
+    assert known > 5, "of random values many are not finite, and their layers stay in float32"
 
 
 def flat(passes: Sequence[Pass | Repeat]) -> list[Pass]:

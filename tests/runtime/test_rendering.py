@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.runtime.reports import BASE, BEFORE, FULL, GOOD, WRONG, record
+from tsopt.runtime.layer_table import LayerRecord
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.rendering import (
     COLUMNS,
@@ -195,3 +196,21 @@ def test_an_arrow_only_where_something_changed():
     assert arrow(3, 2) == "3 -> 2"
     assert arrow(3, 3) == "3"
     assert arrow(1_000_001, 1_000_002, amount) == "1.0 MB"
+
+
+LAYERS = (LayerRecord("fc", "fc, m.py:3", "linear", 30.0, 8, 4),)
+
+
+def int8_row(**values):
+    return replace(GOOD, name="OpenVINO, precision int8-static", key="openvino?precision=int8-static", **values)
+
+
+def test_a_report_says_why_int8_was_not_chosen():
+    slow = int8_row(timing=Timing((1.5, 1.5, 1.5)))
+    found = replace(FULL, rows=(*FULL.rows, slow), quantization=LAYERS)
+    assert "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, ONNX Runtime 1.00 ms" in found.text
+    wrong = int8_row(timing=None, status="not accurate enough", reason="relative error 9 %, limit 4 %")
+    found = replace(FULL, rows=(*FULL.rows, wrong), quantization=LAYERS)
+    assert "int8 was not chosen: OpenVINO, precision int8-static: relative error 9 %, limit 4 %" in found.text
+    won = replace(FULL, rows=(*FULL.rows, int8_row()), winner_key=int8_row().key, quantization=LAYERS)
+    assert "int8 was not chosen" not in won.text

@@ -151,6 +151,8 @@ def _tail(report: Report) -> Iterator[str]:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
         yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
     yield from layer_lines(report.quantization, report.calibration)
+    if report.quantization and "int8" not in report.winner_key:
+        yield from _why_not_int8(report)
     if report.sizes:
         yield f"sizes: {report.sizes}"
     if report.frontend:
@@ -166,6 +168,17 @@ def _tail(report: Report) -> Iterator[str]:
     for kind, path in report.files:
         yield f"{kind}: {path}"
     yield f"on {report.environment}"
+
+
+def _why_not_int8(report: Report) -> Iterator[str]:
+    """What became of the best candidate in int8, where another one won."""
+    rows = [row for row in report.rows if "int8" in row.key]
+    timed = min((row for row in rows if row.timing is not None), key=_median, default=None)
+    if timed is not None and report.winning.timing is not None:
+        took, best = milliseconds(_median(timed)), milliseconds(_median(report.winning))
+        yield f"int8 was not chosen: {timed.name} takes {took} ms, {report.winner} {best} ms"
+    elif rows:
+        yield f"int8 was not chosen: {rows[-1].name}: {rows[-1].reason or rows[-1].status}"
 
 
 # ---- passes -------------------------------------------------------------------------------------------------

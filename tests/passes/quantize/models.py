@@ -1,11 +1,25 @@
-"""Small networks to quantize, and inputs for them."""
+"""Small networks to quantize, inputs for them, and the pass that these calibrate."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
+
+from tsopt.compiler.graph.program import Program
+from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.static import StaticInt8
+
+
+def calibrated_pass(program: Program, calls: Sequence[Sequence[torch.Tensor]], **options: Any) -> StaticInt8:
+    """The pass with parameters from flat calls."""
+    values = readers_of_integers(layers_of(program))
+    ordered = [node for node in program.graph.nodes if node in values]
+    return StaticInt8(qparams_of(ordered, observe(program, calls, ordered, lambda text: None)), **options)
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -9,15 +9,14 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Residual, images, seeded
+from tests.passes.quantize.models import Residual, calibrated_pass, images, seeded
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import QParams, quantized, quantized_layer, simulated
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
-from tsopt.passes.quantize.layers import layers_of, readers_of_integers
-from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.layers import layers_of
 from tsopt.passes.quantize.sensitivity import losses_of
 from tsopt.passes.quantize.static import StaticInt8
 
@@ -25,10 +24,7 @@ from tsopt.passes.quantize.static import StaticInt8
 def calibrated(model, *calls, only=None, shifts=None, largest=127, fuel=None):
     """The model in int8, with parameters from these calls; and the program that was given."""
     program = tsopt.transform(tsopt.capture(model if isinstance(model, nn.Module) else Net(model), calls[0]))
-    values = readers_of_integers(layers_of(program))
-    ordered = [node for node in program.graph.nodes if node in values]
-    qparams = qparams_of(ordered, observe(program, [(x,) for x in calls], ordered, lambda text: None))
-    change = StaticInt8(qparams, shifts or {}, only, largest)
+    change = calibrated_pass(program, [(x,) for x in calls], shifts=shifts or {}, only=only, largest=largest)
     made, _ = run(program, (change,), Limits(Numerics.LOSSY, fuel=fuel))
     verify_program(made)
     return made, program
@@ -170,3 +166,16 @@ def test_nothing_but_zeros_is_no_nan(model):
 
 
 KERNEL = torch.randn(2, 3, 1, 1, generator=seeded(5))
+
+
+def test_rounding_is_to_the_nearest_even_and_the_ends_hold():
+    """At exact halves, and beyond the last step, as torch and ONNX define it."""
+    x = torch.tensor([[0.5, 1.5, 2.5, 254.5, 255.5, 300.0, -1.0, 0.0]])
+    eye = torch.eye(8)
+    program = tsopt.capture(Net(lambda self, x: F.linear(x, eye)), x)
+    by = {node.name: QParams(1.0, 0) for node in program.graph.nodes if node.op == "placeholder"}
+    made, _ = run(program, (StaticInt8(by),), Limits(Numerics.LOSSY))
+    wanted = torch.tensor([[0.0, 2.0, 2.0, 254.0, 255.0, 255.0, 0.0, 0.0]])
+    for program in (made, simulated(made)):
+        with torch.no_grad():
+            assert torch.equal(program.module()(x)[0].round(), wanted)

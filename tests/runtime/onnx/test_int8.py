@@ -17,6 +17,7 @@ from tsopt.errors import BackendError
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.onnx import int8_weights
+from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
 from tsopt.runtime.onnx.ort_int8 import with_integer_products
 from tsopt.runtime.racing import environment
 
@@ -71,6 +72,33 @@ def test_linear_layers_are_the_runtimes_own_operator(bias, count):
     assert not any("linear" in str(node.target) for node in lowered.graph.nodes)
 
 
+def quantizations(program):
+    return sum("quantize_per_tensor" in str(node.target) for node in program.calls())
+
+
+KERNEL = torch.randn(3, 3, 3, 3, generator=seeded(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "fewer"),
+    [
+        (lambda self, x: F.silu(F.conv2d(x, KERNEL)), 2),
+        (lambda self, x: F.silu(F.conv2d(x, KERNEL).relu()), 0),
+        (lambda self, x: F.silu(y := F.conv2d(x, KERNEL)) + y, 0),
+        (lambda self, x: F.avg_pool2d(F.conv2d(x, KERNEL), 2), 0),
+    ],
+    ids=["activation", "bounded before", "read by another", "no activation"],
+)
+def test_openvino_computes_an_activation_with_the_convolution(model, fewer):
+    x = images(1)[0]
+    made, _ = calibrated(model, x)
+    lowered = with_fused_activations(made)
+    assert quantizations(made) - quantizations(lowered) == fewer
+    with torch.no_grad():
+        wanted, found = Net(model)(x), compiled(made, "openvino")(x)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.03
+
+
 def test_one_outlier_channel_keeps_the_accuracy():
     model = mlp(32, 64, 8)
     with torch.no_grad():
@@ -122,6 +150,34 @@ def test_weights_of_seven_bits_load_anywhere(engine, tmp_path, without_vnni):
     backend = tsopt.runtime.backends.table.info_of(engine).load()
     run = backend.load_runner(files, executable.signature, executable.options)
     assert torch.equal(run([images(1)[0]])[0], executable(images(1)[0]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bias_that_32_bits_cannot_hold_is_added_in_float(engine):
+    """In steps of the sums, a bias of 1e7 over tiny products is more than 2^31."""
+    rows = torch.randn(4, 16, generator=seeded(0)) * 1e-3
+    kernel, bias = rows[:, :, None, None], torch.tensor([1e7, -1e7, 1.0, 0.0])
+    x = torch.rand(1, 16, 3, 3, generator=seeded(1)) * 1e-3
+    made, _ = calibrated(lambda self, x: F.conv2d(x, kernel, bias).relu(), x)
+    found, wanted = compiled(made, engine)(x), F.conv2d(x, kernel, bias).relu()
+    assert torch.allclose(found[:, 0], wanted[:, 0], rtol=0.01)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_sum_and_a_concatenation_of_very_different_scales(engine):
+    kernels = [torch.randn(4, 3, 3, 3, generator=seeded(i)) * scale for i, scale in enumerate((1.0, 100.0, 0.01))]
+    last = torch.randn(2, 8, 1, 1, generator=seeded(9))
+
+    def forward(self, x):
+        a, b, c = (F.conv2d(x, kernel) for kernel in kernels)
+        return F.conv2d(torch.cat([(a + b).relu(), c.relu()], 1), last), c
+
+    x = torch.rand(1, 3, 6, 6, generator=seeded(5))
+    made, _ = calibrated(forward, x)
+    with torch.no_grad():
+        wanted = Net(forward)(x)
+    for found, right in zip(compiled(made, engine)(x), wanted, strict=True):
+        assert float((found - right).norm() / right.norm()) < 0.03
 
 
 def test_a_program_in_float32_says_nothing_of_integers():

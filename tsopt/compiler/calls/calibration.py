@@ -155,7 +155,7 @@ class _Reader:
         failure: SignatureError | None = None
         for made, note in self._readings(item):
             try:
-                fitting = list(fitted(self._signature, made))
+                fitting = list(fitted(self._signature, self._on_its_device(made)))
             except SignatureError as error:
                 failure = failure or error
                 continue
@@ -170,6 +170,14 @@ class _Reader:
             why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
             fix="give inputs like example_input; their first axis may be a multiple of the example's",
         )
+
+    def _on_its_device(self, call: Example) -> Example:
+        """A call with its tensors where the model is: loaders leave them on the CPU."""
+        devices = [one.type.device for one in self._signature.user_inputs]
+        leaves, structure = flatten((call.args, call.kwargs))
+        if len(leaves) != len(devices) or all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
+            return call
+        return Example(*unflatten(structure, [leaf.to(at) for leaf, at in zip(leaves, devices, strict=True)]))
 
     def _readings(self, item: Any) -> Iterator[tuple[Example, str]]:
         """What an item may mean, the likeliest first, with what is left out of it."""

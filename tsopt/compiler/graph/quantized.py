@@ -130,7 +130,7 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
-    x, by = _calibrated_input(dequantized) or (_quantized_input(dequantized), None)
+    x, by = calibrated_input(dequantized) or (_quantized_input(dequantized), None)
     if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
         return None
     *held, axis, low, high, dtype = weight.args
@@ -190,7 +190,7 @@ def simulated(program: Program) -> Program:
     """
     made = program.copy()
     for node in list(made.calls()):
-        found = _calibrated_input(node)
+        found = calibrated_input(node)
         if found is not None:
             x, by = found
             near: Any = aten.fake_quantize_per_tensor_affine.default
@@ -213,7 +213,7 @@ def erase_dead(program: Program) -> None:
             program.graph.erase_node(node)
 
 
-def _calibrated_input(dequantized: Any) -> tuple[fx.Node, QParams] | None:
+def calibrated_input(dequantized: Any) -> tuple[fx.Node, QParams] | None:
     """The value that was quantized and read back, if `quantize_value` could have written it."""
     if not _calls(dequantized, quantized.dequantize_per_tensor.default):
         return None

@@ -15,6 +15,8 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
+from tsopt.compiler.protect import protected
+from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import SignatureError, UsageError
 from tsopt.runtime.checking.compare import FLIPPED
 
@@ -74,18 +76,32 @@ class Likeness:
         metric: `sqnr`: the relative error of each output over all inputs; `cosine`: of each output with eager's, as
             vectors, the mean over the inputs; `top1`: the share of rows whose largest value is where eager has it.
         max_drop: how far `cosine` or `top1` may be below 1.
+        state: what calls write beside their inputs; each call starts from what is there now.
+
+    Raises:
+        UsageError: the model fails on an input.
     """
 
     is_cheap = True
 
-    def __init__(self, model: Called, data: Sequence[Example], metric: str, max_drop: float) -> None:
-        self._metric, self._max_drop = metric, max_drop
+    def __init__(
+        self, model: Called, data: Sequence[Example], metric: str, max_drop: float, state: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._metric, self._max_drop, self._state = metric, max_drop, state
         self._wanted: list[Outputs] = []
         self.key = f"{metric} {max_drop}"
         for call in data:
             if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
                 break
-            self._wanted.append(_outputs(model, call))
+            try:
+                self._wanted.append(_outputs(model, call, state))
+            except Exception as error:  # whatever the model raises
+                raise UsageError(
+                    "the model fails on a calibration input",
+                    where=user_frame(error),
+                    why=f"{type(error).__name__}: {str(error)[:200]}",
+                    fix="leave out the inputs that the model does not take",
+                ) from error
         self._data = data[: len(self._wanted)]
 
     def on_first(self, count: int) -> Likeness:
@@ -98,7 +114,7 @@ class Likeness:
         return f"{len(self._data)} {'input' if len(self._data) == 1 else 'inputs'}"
 
     def judge(self, candidate: Called) -> Judgement:
-        found = [_outputs(candidate, call) for call in self._data]
+        found = [_outputs(candidate, call, self._state) for call in self._data]
         if self._metric == SQNR:
             error = _relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
@@ -110,7 +126,7 @@ class Likeness:
 
     def tolerance(self, candidate: Called) -> float:
         errors = [
-            _relative_error([_outputs(candidate, call)], [wanted])
+            _relative_error([_outputs(candidate, call, self._state)], [wanted])
             for call, wanted in zip(self._data, self._wanted, strict=True)
         ]
         return min(
@@ -142,9 +158,10 @@ class Metric:
         max_drop: float,
         signature: Signature,
         data: Sequence[Example],
+        state: Sequence[torch.Tensor] = (),
     ) -> None:
         self._metric, self._max_drop, self._signature = metric, max_drop, signature
-        self.tolerance = Likeness(model, data, SQNR, 0.0).tolerance
+        self.tolerance = Likeness(model, data, SQNR, 0.0, state).tolerance
         self._of_model = self._measured(model)
         again = self._measured(model)
         if abs(again - self._of_model) > STEADY * max_drop:
@@ -218,6 +235,7 @@ def criterion_of(
     metric: Callable[[Any], Any] | str | None,
     max_drop: float | None,
     signature: Signature,
+    state: Sequence[torch.Tensor] = (),
 ) -> Criterion:
     """The judge that the options ask for.
 
@@ -225,10 +243,10 @@ def criterion_of(
     cosine. Without both, the relative error decides.
     """
     if callable(metric):
-        return Metric(model, metric, MAX_DROP if max_drop is None else max_drop, signature, data)
+        return Metric(model, metric, MAX_DROP if max_drop is None else max_drop, signature, data, state)
     if metric is None:
-        metric = SQNR if max_drop is None else _usual(model, data)
-    return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop)
+        metric = SQNR if max_drop is None else _usual(model, data, state)
+    return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop, state)
 
 
 def check_metric(metric: Any, max_drop: float | None) -> None:
@@ -247,16 +265,18 @@ def check_metric(metric: Any, max_drop: float | None) -> None:
         )
 
 
-def _usual(model: Called, data: Sequence[Example]) -> str:
-    first = next((leaf for leaf in _outputs(model, data[0]) if leaf.is_floating_point()), None)
+def _usual(model: Called, data: Sequence[Example], state: Sequence[torch.Tensor]) -> str:
+    answers = Likeness(model, data[:1], COSINE, 0.0, state)._wanted
+    first = next((leaf for leaf in answers[0] if leaf.is_floating_point()), None)
     return TOP1 if first is not None and first.dim() == 2 and first.shape[1] > 1 else COSINE
 
 
-def _outputs(called: Called, call: Example) -> Outputs:
-    """Copies of the outputs of a call."""
+def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Outputs:
+    """Copies of the outputs of a call; what it writes is put back."""
     given, structure = flatten((call.args, call.kwargs))
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
-    with torch.no_grad():
+    with protected(None, written=state), torch.no_grad():
+        seed_torch(0)
         leaves, _ = flatten(called(*args, **kwargs))
     return [leaf.detach().clone() for leaf in leaves]
 

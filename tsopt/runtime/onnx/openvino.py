@@ -64,9 +64,11 @@ class OpenVinoBackend:
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 
     def compile(self, program: Program) -> Executable:
+        from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import to_onnx
+        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
 
-        model = to_onnx(program)
+        model = to_onnx(through(program, with_fused_activations))
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             model.save(Path(directory) / FILE, apart=True)
             return self._executable(program, model, Path(directory))
