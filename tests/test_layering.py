@@ -94,6 +94,7 @@ WITHOUT_TORCH = (
     "cli/process.py",
     "cli/bench.py",
     "cli/quantize.py",
+    "cli/saved.py",
     "runtime/layer_table.py",
     "cli/verify.py",
 )

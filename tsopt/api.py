@@ -97,7 +97,7 @@ def optimize(
             are kept to judge candidates in lower precisions by.
 
             - A DataLoader or another iterable, of inputs like `example_input` or of (input, target). At most 128 inputs
-              are read; larger batches are cut into the size of the example.
+              are read; batches of other sizes are cut, or put together, to the size of the example.
             - The path of an .npz file, whose arrays have the names of the inputs and a first axis that counts them; or
               of a directory of .npz and .npy files.
             - A number of inputs to draw like the example, which say little about real data.

@@ -148,9 +148,10 @@ def quantize(
     from tsopt.cli import quantize
     from tsopt.cli.export import directories, targets, write
     from tsopt.cli.model_file import load_data
+    from tsopt.cli.saved import check_saved, save
 
     (place,) = targets(subject.model, ["tsopt"], output).values()
-    quantize.check_report(report)
+    check_saved("--report", report, quantize.WRITERS)
     options = race_options(subject, replace(timing, precision=timing.precision or "int8"))
     if subject.frontend == "auto":
         options["frontend"] = "one-graph"
@@ -165,7 +166,7 @@ def quantize(
         write(fast, "tsopt", place, None)
         process.State.written += (str(place),)
         if report is not None:
-            quantize.save(fast.report, report)
+            save(fast.report, report, quantize.WRITERS)
             process.State.written += (str(report),)
     files = [("tsopt", str(place)), *([("report", str(report))] if report else [])]
     out.report(fast.report.with_files(files))
@@ -201,6 +202,7 @@ def bench(
     out = _output(json, quiet)
     from tsopt.cli import bench
     from tsopt.cli.export import directories
+    from tsopt.cli.saved import check_saved, save
 
     new: list[Path] = []
     settings: dict[str, list[Any]] = {
@@ -208,7 +210,7 @@ def bench(
         "batch_sizes": bench.numbers(batch_sizes, "--batch-sizes"),
         "devices": bench.words(devices, "--devices"),
     }
-    bench.check_output(output)
+    check_saved("-o", output, bench.WRITERS)
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
@@ -221,7 +223,7 @@ def bench(
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
         if output is not None:
             with directories([output]) as new:
-                bench.save(found, output)
+                save(found, output, bench.WRITERS)
             process.State.written += (str(output),)
     report = found.results[0].report
     if len(found.results) == 1 and report is not None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tsopt.cli.export import check_place
 from tsopt.errors import UsageError
 
 if TYPE_CHECKING:
+    from tsopt.cli.saved import Writers
     from tsopt.sweeps import Sweep
 
-WRITERS: dict[str, Callable[[Any], str]] = {
+WRITERS: Writers = {
     ".json": lambda sweep: json.dumps(sweep.to_json(), indent=1) + "\n",
     ".csv": lambda sweep: sweep.to_csv(),
     ".md": lambda sweep: sweep.markdown + "\n",
@@ -38,23 +36,6 @@ def numbers(text: str | None, option: str) -> list[int]:
                 f"{option} {text!r}: {part!r} is not an integer from 1 to 999999999", fix=f"write {option} 1,8,32"
             )
     return [int(part) for part in found]
-
-
-def check_output(path: Path | None) -> None:
-    """Raises UsageError or BundleError for a file that cannot be written, before hours of work."""
-    if path is None:
-        return
-    if path.suffix not in WRITERS:
-        raise UsageError(f"-o {path} has an unknown suffix", fix=f"use one of the suffixes {', '.join(WRITERS)}")
-    check_place("sweep", path)
-
-
-def save(sweep: Sweep, path: Path) -> None:
-    """Writes a sweep in the format of the suffix; the file is complete or not written at all."""
-    from tsopt.runtime.bundles.staging import staged
-
-    with staged(path, unpack=True) as directory:
-        (directory / path.name).write_text(WRITERS[path.suffix](sweep))
 
 
 def show(out: Any, sweep: Sweep) -> None:

@@ -55,10 +55,20 @@ def test_larger_batches_are_cut_and_their_rest_is_dropped():
     assert [x.tolist() for x in first(found)] == [rows(2).tolist(), rows(2, 6).tolist()]
 
 
-def test_a_smaller_batch_is_refused():
-    with pytest.raises(UsageError, match="calibration input 0 does not fit the model") as caught:
+def test_rows_that_are_left_are_the_first_of_the_next():
+    found = read([rows(1), rows(4, 3), rows(1, 15)])
+    assert torch.equal(torch.cat(first(found)), rows(6))
+
+
+def test_too_few_rows_for_one_input_are_refused():
+    with pytest.raises(UsageError, match="calibration holds 1 of the 2 rows of one input"):
         read([rows(1)])
-    assert "has shape [1, 3], expected [2, 3]" in str(caught.value)
+
+
+def test_inputs_of_different_first_sizes_are_no_rows():
+    model = Net(lambda self, a, b: a + b)
+    with pytest.raises(UsageError, match="does not fit the model"):
+        read([(rows(4), rows(2))], model, (X, X))
 
 
 def test_targets_are_left_out():

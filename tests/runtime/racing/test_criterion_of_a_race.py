@@ -159,17 +159,24 @@ def test_a_partitioned_model_runs_in_full_precision_and_says_so():
         optimized(Broken().eval(), calls[0], calibration=calls, frontend="parts", backends=("onednn",))
 
 
-def test_the_cache_knows_the_data(int8_wins, monkeypatch, tmp_path):
-    monkeypatch.setenv("TSOPT_CACHE_DIR", str(tmp_path))
+def test_the_cache_knows_the_data(monkeypatch):
     from tsopt.runtime.racing import cached_race
 
-    keys = []
-    monkeypatch.setattr(cached_race.cache, "find", lambda key, *_: keys.append(key))
-    optimized(cache=True)
-    optimized(cache=True)
-    optimized(cache=True, calibration=[x * 2 for x in images(16)])
-    optimized(cache=True, max_drop=0.5)
-    assert keys[0] == keys[1]
-    assert len(set(keys)) == 3
-    optimized(cache=True, metric=lambda m: 1.0)
-    assert len(keys) == 4, "a function may be another one tomorrow"
+    class Found(BaseException):
+        """Ends `optimize` where the cache is asked."""
+
+    def key_of_race(**options):
+        def find(key, *_):
+            raise Found(key)
+
+        monkeypatch.setattr(cached_race.cache, "find", find)
+        monkeypatch.setattr(cached_race, "race", lambda *_, **__: find(None))
+        with pytest.raises(Found) as caught:
+            optimized(cache=True, **options)
+        return caught.value.args[0]
+
+    usual = key_of_race()
+    assert usual == key_of_race()
+    others = [key_of_race(calibration=[x * 2 for x in images(16)]), key_of_race(max_drop=0.5)]
+    assert len({usual, *others}) == 3
+    assert key_of_race(metric=lambda m: 1.0) is None, "a function may be another one tomorrow"

@@ -53,7 +53,7 @@ def read_calibration(
 ) -> Calibration:
     """Reads calibration data, as much of it as is needed.
 
-    A batch that is a multiple of the example's is cut into pieces of that size along the first axis of every input.
+    Batches of other sizes are cut, or put together, along the first axis of every input.
 
     Args:
         data: a DataLoader or another iterable of calls, each like an `example_input`, or of (input, target); or a path.
@@ -70,6 +70,13 @@ def read_calibration(
         progress(f"{len(calls)} inputs")
         if len(calls) >= MOST:
             break
+    if not calls and reader.waiting:
+        have, size = len(reader.waiting[0]), signature.user_inputs[0].type.shape[0]
+        raise UsageError(
+            f"calibration holds {have} of the {size} rows of one input",
+            why=f"the first axis of the example is {size}",
+            fix="give more data, or a smaller example_input",
+        )
     if not calls:
         raise UsageError("calibration is empty", why="it holds no input", fix=FORMS)
     inputs = f"{len(calls)} {'input' if len(calls) == 1 else 'inputs'}"
@@ -144,18 +151,20 @@ class _Reader:
 
     Attributes:
         notes: what was left out of them, for the report.
+        waiting: rows of each input that do not fill a call yet.
     """
 
     def __init__(self, signature: Signature, example: Example) -> None:
         self._signature, self._example = signature, example
         self.notes: list[str] = []
+        self.waiting: list[torch.Tensor] = []
 
     def calls(self, item: Any, number: int) -> Iterator[Example]:
         """The calls that an item is, or is cut into."""
         failure: SignatureError | None = None
         for made, note in self._readings(item):
             try:
-                fitting = list(fitted(self._signature, self._on_its_device(made)))
+                fitting = self._fitting(self._on_its_device(made))
             except SignatureError as error:
                 failure = failure or error
                 continue
@@ -168,8 +177,29 @@ class _Reader:
         raise UsageError(
             f"calibration input {number} does not fit the model",
             why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
-            fix="give inputs like example_input; their first axis may be a multiple of the example's",
+            fix="give inputs like example_input; their first axes may have other sizes",
         )
+
+    def _fitting(self, call: Example) -> list[Example]:
+        """A call as calls of the sizes that the signature has: itself, or with the rows that were left before, cut.
+
+        Raises:
+            SignatureError: it does not fit in other ways.
+        """
+        try:
+            self._signature.bind(call.args, call.kwargs)
+            return [call]
+        except SignatureError:
+            leaves, structure = flatten((call.args, call.kwargs))
+            if not _are_rows(self._signature, leaves):
+                raise
+        rows = [torch.cat(both) for both in zip(self.waiting, leaves, strict=True)] if self.waiting else leaves
+        parts = pieces(self._signature, rows)
+        made = [Example(*unflatten(structure, part)) for part in parts]
+        for item in made[:1]:
+            self._signature.bind(item.args, item.kwargs)
+        self.waiting = [row[sum(len(part[0]) for part in parts) :] for row in rows]
+        return made
 
     def _on_its_device(self, call: Example) -> Example:
         """A call with its tensors where the model is: loaders leave them on the CPU."""
@@ -222,44 +252,27 @@ class _Reader:
         yield Example((), dict(item)), ""
 
 
-def fitted(signature: Signature, call: Example) -> list[Example]:
-    """A call as calls of the sizes that a signature has: itself, or its pieces along the first axis of every input.
-
-    What is left of a batch that is not a multiple is dropped.
-
-    Raises:
-        SignatureError: it does not fit in other ways.
-    """
-    try:
-        signature.bind(call.args, call.kwargs)
-        return [call]
-    except SignatureError:
-        leaves, structure = flatten((call.args, call.kwargs))
-        parts = pieces(signature, leaves)
-        if not parts:
-            raise
-    made = [Example(*unflatten(structure, part)) for part in parts]
-    signature.bind(made[0].args, made[0].kwargs)
-    return made
-
-
 def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
-    """Tensors cut along their first axes into the sizes that a signature has; none where they are not so."""
+    """Tensors cut along their first axes into the sizes that a signature has; what is left over is dropped.
+
+    None where they are not rows of all inputs, as many of each as of the others.
+    """
+    if not _are_rows(signature, leaves):
+        return []
+    size = signature.user_inputs[0].type.shape[0]
+    return [[leaf[start : start + size] for leaf in leaves] for start in range(0, len(leaves[0]) - size + 1, size)]
+
+
+def _are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
+    """Whether tensors are like the inputs of a signature but for the size of their first axes, which is the same."""
     kinds = [item.type for item in signature.user_inputs]
-    if len(kinds) != len(leaves) or not leaves:
-        return []
-    if any(
-        not isinstance(leaf, torch.Tensor) or not leaf.dim() or not kind.shape
+    if len(kinds) != len(leaves) or not leaves or not all(kind.shape and kind.shape[0] for kind in kinds):
+        return False
+    alike = all(
+        leaf.dim() and (leaf.shape[1:], str(leaf.dtype)) == (kind.shape[1:], f"torch.{kind.dtype}")
         for leaf, kind in zip(leaves, kinds, strict=True)
-    ):
-        return []
-    counts = {len(leaf) // kind.shape[0] for leaf, kind in zip(leaves, kinds, strict=True) if kind.shape[0]}
-    if len(counts) != 1 or not (count := counts.pop()):
-        return []
-    return [
-        [leaf[index * kind.shape[0] : (index + 1) * kind.shape[0]] for leaf, kind in zip(leaves, kinds, strict=True)]
-        for index in range(count)
-    ]
+    )
+    return alike and len({len(leaf) for leaf in leaves}) == len({kind.shape[0] for kind in kinds}) == 1
 
 
 def _check_finite(call: Example, number: int) -> None:

@@ -1,0 +1,29 @@
+"""Results that a command also saves as a file, in the format of its suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tsopt.cli.export import check_place
+from tsopt.errors import UsageError
+
+Writers = Mapping[str, Callable[[Any], str]]  # by suffix
+
+
+def check_saved(option: str, path: Path | None, writers: Writers) -> None:
+    """Raises UsageError or BundleError for a file that cannot be written, before hours of work."""
+    if path is None:
+        return
+    if path.suffix not in writers:
+        raise UsageError(f"{option} {path} has an unknown suffix", fix=f"use one of the suffixes {', '.join(writers)}")
+    check_place("result", path)
+
+
+def save(result: Any, path: Path, writers: Writers) -> None:
+    """Writes a result in the format of the suffix; the file is complete or not written at all."""
+    from tsopt.runtime.bundles.staging import staged
+
+    with staged(path, unpack=True) as directory:
+        (directory / path.name).write_text(writers[path.suffix](result))
