@@ -204,7 +204,7 @@ def test_quantization_keeps_random_programs_legal(fuzz_factor):
     """How near the answers are is for a race to judge: values of random programs know no bounds."""
     quantized = known = 0
 
-    @campaign(30, fuzz_factor)
+    @campaign(20, fuzz_factor)
     @given(drawn=st.sampled_from([rule for rule in RULES if "linear" in rule.name]).flatmap(around))
     def check(drawn):
         nonlocal quantized, known

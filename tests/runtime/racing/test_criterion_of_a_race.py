@@ -113,17 +113,17 @@ def test_a_bundle_keeps_the_tolerance(int8_wins, tmp_path):
         tsopt.verify(model, loaded, images(1)[0] * 1e4, precision=loaded.precision)
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, 2.0, 1, "0.1", True, [0.1]])
-def test_a_tolerance_that_nobody_has_written_is_refused(int8_wins, tmp_path, value):
+def test_a_tolerance_that_nobody_has_written_is_refused(int8_wins, tmp_path):
     from tsopt.runtime.bundles.members import MANIFEST, digest_of
 
     place = optimized().save(tmp_path / "m.tsopt")
     manifest = json.loads((place / MANIFEST).read_text())
-    manifest["tolerance"] = value
-    manifest["sha256"] = digest_of({key: item for key, item in manifest.items() if key != "sha256"})
-    (place / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BundleError, match="invalid tolerance"):
-        tsopt.load(place, probe=False)
+    for value in (0.0, -1.0, 2.0, 1, "0.1", True, [0.1]):
+        manifest["tolerance"] = value
+        manifest["sha256"] = digest_of({key: item for key, item in manifest.items() if key != "sha256"})
+        (place / MANIFEST).write_text(json.dumps(manifest))
+        with pytest.raises(BundleError, match="invalid tolerance"):
+            tsopt.load(place, probe=False)
 
 
 def test_the_onnx_file_of_an_int8_winner_is_int8(int8_wins, tmp_path):
