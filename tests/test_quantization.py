@@ -205,6 +205,24 @@ def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
     assert "internal error in tsopt while quantizing Residual" in caplog.text
 
 
+@pytest.mark.parametrize("data", [None, 32])  # few inputs do not show the range of others
+def test_a_layer_whose_input_is_not_finite_costs_only_itself(data):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.plain, self.masked = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
+
+    found = quantized(Masked().eval(), torch.randn(4, 8, generator=seeded(0)), calibration=data)
+    assert {layer.name: layer.kept for layer in found.layers} == {"plain": "", "masked": "its input is not finite"}
+    made = [program for program in found.variants.values() if not isinstance(program, NoGain)]
+    assert [len(layers(program)) for program in made] == [1] * len(made)
+    assert made
+
+
 def test_what_progress_raises_is_the_callers():
     def stop(text):
         if "observe 2" in text:

@@ -66,3 +66,23 @@ def test_the_mean_error_of_a_channel_is_its_shift():
 def test_a_layer_without_error_loses_nothing():
     assert Loss(torch.zeros(1, dtype=torch.float64), 0.0, 1.0, 1).sqnr == math.inf
     assert Loss(torch.zeros(1, dtype=torch.float64), 1.0, 0.0, 1).sqnr == -math.inf
+
+
+@pytest.mark.parametrize(
+    "loss", [Loss(torch.zeros(1, dtype=torch.float64), math.inf, 1.0, 1), Loss(torch.zeros(1), math.nan, 1.0, 1)]
+)
+def test_an_error_that_is_not_finite_is_a_total_loss(loss):
+    assert loss.sqnr == -math.inf
+
+
+def test_a_layer_whose_input_is_not_finite_in_one_call_is_left_out():
+    x = torch.randn(2, 8, generator=seeded(0))
+    for calls in ([x, x / 0], [x / 0, x]):
+        program = tsopt.capture(nn.Linear(8, 2).eval(), x)
+        found = losses_of(
+            *(program, layers_of(program), [(call,) for call in calls]),
+            qparams=None,
+            largest=127,
+            progress=lambda text: None,
+        )
+        assert found == {}

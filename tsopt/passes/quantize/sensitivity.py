@@ -40,6 +40,8 @@ class Loss:
     def sqnr(self) -> float:
         """Signal to quantization noise of the shifted result, in dB: 10 log10 of the ratio of their sums of squares."""
         noise = self.squares - float(self.errors.square().sum()) / max(self.count, 1)
+        if not math.isfinite(noise) or not math.isfinite(self.size):
+            return -math.inf
         if noise <= 0:
             return math.inf
         return 10 * math.log10(self.size / noise) if self.size > 0 else -math.inf
@@ -47,6 +49,8 @@ class Loss:
 
 class Measured(fx.Interpreter):
     """Runs a program in float32, and computes each layer a second time on quantized values.
+
+    A layer whose input is not finite in some call is left out of `losses`.
 
     Args:
         qparams: of the input of each layer, by its name; None where each call finds its own.
@@ -68,7 +72,11 @@ class Measured(fx.Interpreter):
         layer = self._layers.get(node.name)
         if layer is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(node)
-            self._measure(layer, value, args, kwargs)
+            if bool(args[0].isfinite().all()):
+                self._measure(layer, value, args, kwargs)
+            else:
+                self._layers.pop(node.name)
+                self.losses.pop(node.name, None)
         return value
 
     def _measure(self, layer: fx.Node, value: torch.Tensor, args: Any, kwargs: Any) -> None:
