@@ -37,6 +37,14 @@ def test_the_layers_are_shown_and_a_bundle_is_written(tsopt, write, tmp_path, da
     assert package.load(tmp_path / "m.tsopt").signature.inputs
 
 
+def test_new_directories_are_named(tsopt, write):
+    write(WITH_DATA)
+    ran = tsopt("quantize", "m.py", *QUICKLY, "--calibration", "8", "-o", "new/m.tsopt", "--report", "other/q.md")
+    assert ran.code == 0, ran.err
+    assert "created the directory new" in ran.out
+    assert "created the directory other" in ran.out
+
+
 def test_json_has_the_layers(tsopt, write, tmp_path):
     write(WITH_DATA)
     ran = tsopt(
@@ -86,6 +94,7 @@ def test_a_dry_run_knows_the_candidates(tsopt, write):
         (("--report", "q.txt"), "--report q.txt has an unknown suffix"),
         (("--report", "m.py/q.md"), "the output cannot be written"),
         (("--precision", "int9"), "unknown precision 'int9'"),
+        (("--frontend", "parts"), "a partitioned model cannot be saved"),
     ],
 )
 def test_what_cannot_be_used_leaves_no_file(tsopt, write, tmp_path, options, message):

@@ -92,39 +92,19 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     out = _output(json, quiet)
-    if subject.frontend == "parts":
-        raise UsageError(
-            "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with `tsopt bench`"
-        )
+    from tsopt.cli import export
+
+    export.check_frontend(subject)
     if dry_run:
         from tsopt.cli.dry_run import run
 
         run(out, subject, timing)
         return
-    from tsopt.cli.export import check_formats, directories, targets, write
-    from tsopt.cli.model_file import load_data
-
     formats = [item.value for item in format or [Format.tsopt]]
-    places = targets(subject.model, formats, output)
-    check_formats(formats, opset)
-    options = race_options(subject, timing)
-    if subject.frontend == "auto":
-        options["frontend"] = "one-graph"  # a file holds one graph
-    with directories(places.values()) as new, out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.api import optimize
-
-        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
-        fast = optimize(loaded.model, loaded.example_input, **options)
-        for kind, path in places.items():
-            tell(f"write {path}")
-            write(fast, kind, path, opset)
-            process.State.written += (str(path),)
-    out.report(fast.report.with_files((kind, str(path)) for kind, path in places.items()))
-    for directory in new:
-        out.say(f"created the directory {directory}")
-    _check_tried(out, fast.report.stopped)
+    places = export.targets(subject.model, formats, output)
+    export.check_formats(formats, opset)
+    made = export.run(out, subject, timing, places, threads=threads, cache=cache, opset=opset)
+    _check_tried(out, made.stopped)
 
 
 @app.command(help="Run layers in int8 where that is faster and accurate enough, save the winner, and show each layer.")
@@ -145,33 +125,16 @@ def quantize(
     quiet: Quiet = False,
 ) -> None:
     out = _output(json, quiet)
-    from tsopt.cli import quantize
-    from tsopt.cli.export import directories, targets, write
-    from tsopt.cli.model_file import load_data
-    from tsopt.cli.saved import check_saved, save
+    from tsopt.cli import export, quantize
+    from tsopt.cli.saved import check_saved
 
-    (place,) = targets(subject.model, ["tsopt"], output).values()
+    export.check_frontend(subject)
+    places = export.targets(subject.model, ["tsopt"], output)
     check_saved("--report", report, quantize.WRITERS)
-    options = race_options(subject, replace(timing, precision=timing.precision or "int8"))
-    if subject.frontend == "auto":
-        options["frontend"] = "one-graph"
-    with directories(filter(None, (place, report))), out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = _load(subject.model, subject.input, subject.seed)
-        from tsopt.api import optimize
-
-        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
-        fast = optimize(loaded.model, loaded.example_input, **options)
-        tell(f"write {place}")
-        write(fast, "tsopt", place, None)
-        process.State.written += (str(place),)
-        if report is not None:
-            save(fast.report, report, quantize.WRITERS)
-            process.State.written += (str(report),)
-    files = [("tsopt", str(place)), *([("report", str(report))] if report else [])]
-    out.report(fast.report.with_files(files))
-    quantize.show(out, fast.report)
-    _check_tried(out, fast.report.stopped)
+    timing = replace(timing, precision=timing.precision or "int8")
+    made = export.run(out, subject, timing, places, threads=threads, cache=cache, report=report)
+    quantize.show(out, made)
+    _check_tried(out, made.stopped)
 
 
 @app.command(help="Time eager and every candidate side by side, in each requested setting.")

@@ -1,4 +1,7 @@
-"""What `tsopt export` writes, and where. Each file is complete or not written at all."""
+"""What `tsopt export` and `tsopt quantize` do: optimize a model and write the winner.
+
+Each file is complete or not written at all.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,75 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tsopt.cli.model_file import split_spec
+from tsopt.cli import process
+from tsopt.cli.model_file import load_data, load_model_file, split_spec
+from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.errors import BundleError, UsageError
 from tsopt.runtime.backends.table import BACKENDS
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.staging import staged
 from tsopt.runtime.bundles.store import check_target
 
+if TYPE_CHECKING:
+    from tsopt.runtime.report import Report
+
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
 BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports}  # by format
+
+
+def run(
+    out: Any,
+    subject: Subject,
+    timing: Timing,
+    places: dict[str, Path],
+    *,
+    threads: int | None,
+    cache: bool,
+    opset: int | None = None,
+    report: Path | None = None,
+) -> Report:
+    """Optimizes a model, writes the winner, and shows the report.
+
+    Args:
+        places: the path for each format.
+        report: where the report is also saved.
+    """
+    from tsopt.cli.quantize import WRITERS
+    from tsopt.cli.saved import save
+
+    options = race_options(subject, timing)
+    if subject.frontend == "auto":
+        options["frontend"] = "one-graph"  # a file holds one graph
+    saved = {"report": report} if report is not None else {}
+    with directories([*places.values(), *saved.values()]) as new, out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+        from tsopt.api import optimize
+
+        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
+        fast = optimize(loaded.model, loaded.example_input, **options)
+        for kind, path in places.items():
+            tell(f"write {path}")
+            write(fast, kind, path, opset)
+            process.State.written += (str(path),)
+        for path in saved.values():
+            save(fast.report, path, WRITERS)
+            process.State.written += (str(path),)
+    made = fast.report.with_files((kind, str(path)) for kind, path in (places | saved).items())
+    out.report(made)
+    for directory in new:
+        out.say(f"created the directory {directory}")
+    return made
+
+
+def check_frontend(subject: Subject) -> None:
+    """Raises UsageError for a front end whose result cannot be written."""
+    if subject.frontend == "parts":
+        raise UsageError(
+            "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with `tsopt bench`"
+        )
 
 
 def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
