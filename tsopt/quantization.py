@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import fx
 
-from tsopt.compiler.calls.calibration import Calibration, read_calibration
+from tsopt.compiler.calls.calibration import Calibration, called_on_data, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.origin import origin_of, origins_of
+from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import QParams, largest_weight, simulated
 from tsopt.compiler.graph.values import laid_out
@@ -26,7 +24,8 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
-from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.layer_names import kept_in_float, module_of
+from tsopt.passes.quantize.layers import NO_LAYER, layers_of, readers_of_integers
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
 from tsopt.passes.quantize.selection import fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, losses_of
@@ -42,7 +41,6 @@ MEASURED = 8  # calls that the loss of each layer is measured on
 TRIED = 8  # calls that each choice of layers is tried on
 JUDGED = 16  # calls that candidates are judged by
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
-NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,27 +139,13 @@ def _data(
         )
     if options.calibration is None:
         sets = [item for item in input_sets(example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))]
-        # Of so few, all are for both.
-        return _Shared(tuple(item.example for item in sets), "no data")
+        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # so few are for both
     count, made = int(options.calibration), [example]
     while len(made) < count:
         seed += 1
         made += [item.example for item in input_sets(example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
     calls = tuple(made[:count])
     return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared(Calibration):
-    """Calls that are both observed and held out."""
-
-    @property
-    def observed(self) -> tuple[Example, ...]:
-        return self.calls
-
-    @property
-    def held_out(self) -> tuple[Example, ...]:
-        return self.calls
 
 
 class _Quantizer:
@@ -179,7 +163,7 @@ class _Quantizer:
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
         self.layers = layers_of(program)
-        self.kept = _kept(self.layers, options.keep_float)
+        self.kept = kept_in_float(self.layers, options.keep_float)
         self.largest = largest_weight()
         self._losses: dict[str, Loss] = {}
         self._kept_before = 0
@@ -226,7 +210,7 @@ class _Quantizer:
         values = readers_of_integers(self.layers)
         ordered = [node for node in self.program.graph.nodes if node in values]
         calls = [_flat(self.program, call) for call in self.data.observed]
-        with _failing_for_the_data():
+        with called_on_data(IndexError):
             return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
     def _measured(self, qparams: Mapping[str, QParams] | None) -> dict[str, Loss]:
@@ -234,7 +218,7 @@ class _Quantizer:
         known = [layer for layer in self.layers if qparams is None or ops.bind(layer)["input"].name in qparams]
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
         tell = self._telling("measure")
-        with _failing_for_the_data():
+        with called_on_data(IndexError):
             return losses_of(self.program, known, calls, qparams=qparams, largest=self.largest, progress=tell)
 
     def _telling(self, what: str) -> Callable[[str], None]:
@@ -269,7 +253,7 @@ class _Quantizer:
         loss = self._losses.get(layer.name)
         weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
         return LayerRecord(
-            name=_module_of(layer),
+            name=module_of(layer),
             where=origin_of(layer),
             op=ops.name_of(layer).removeprefix("aten."),
             sqnr=None if loss is None or math.isinf(loss.sqnr) else loss.sqnr,
@@ -277,52 +261,6 @@ class _Quantizer:
             bytes_int8=weight.numel() + 4 * len(weight),
             kept=kept,
         )
-
-
-@contextmanager
-def _failing_for_the_data() -> Iterator[None]:
-    """An index out of range is an error of the data: the model takes the example."""
-    try:
-        yield
-    except IndexError as error:
-        raise UsageError(
-            "the model fails on a calibration input",
-            why=f"IndexError: {(str(error).splitlines() or [''])[0][:200]}",
-            fix="leave out the inputs that the model does not take",
-        ) from error
-
-
-def _kept(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx.Node, str]:
-    """The layers that patterns of `keep_float` match, with the pattern: a module path, or one above it."""
-    found: dict[fx.Node, str] = {}
-    for pattern in patterns:
-        matching = [layer for layer in layers if any(_matches(path, pattern) for path in _paths(layer))]
-        if not matching:
-            names = list(dict.fromkeys(map(_module_of, layers)))
-            raise UsageError(
-                f"keep_float {pattern!r} matches no layer",
-                why=f"the layers are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else NO_LAYER,
-                fix="use a module path, or a pattern such as 'encoder.layer.3.*'",
-            )
-        found |= {layer: pattern for layer in matching if layer not in found}
-    return found
-
-
-def _paths(layer: fx.Node) -> list[str]:
-    """The modules that a layer stands for: its own, and for example that of a batch norm folded into it."""
-    return [origin.partition(",")[0] for origin in origins_of(layer)]
-
-
-def _module_of(layer: fx.Node) -> str:
-    """The module that the weight belongs to; the name of the value where that is not known."""
-    weight = str(ops.bind(layer)["weight"].target)
-    own = [path for path in _paths(layer) if weight.startswith(f"{path}.")]
-    return max(own, key=len, default=layer.meta.get("module") or layer.name)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts = path.split(".")
-    return any(fnmatchcase(".".join(parts[: count + 1]), pattern) for count in range(len(parts)))
 
 
 def _flat(program: Program, call: Example) -> Call:

@@ -147,9 +147,7 @@ class Request:
             quantization=quantized.layers,
             calibration=quantized.calibration,
         )
-        won = INT8_STATIC if outcome.candidate is not None and outcome.candidate.variant == INT8_STATIC else ""
-        found = quantized.variants.get(won)
-        return self._served(example, rehearsal, made, outcome, report, found if isinstance(found, Program) else None)
+        return self._served(example, rehearsal, made, outcome, report, quantized)
 
     def _quantized(self, rehearsal: Rehearsal, program: Program, example: Example) -> Quantization:
         """The variants in int8 that the candidates run, and what those in lower precisions are judged by."""
@@ -178,19 +176,17 @@ class Request:
         made: _Prepared,
         outcome: Race,
         report: Report,
-        calibrated: Program | None,
+        quantized: Quantization,
     ) -> Optimized:
-        """The winner of a race behind the model's interface, audited.
-
-        Args:
-            calibrated: the variant in int8 that the winner runs, if it is the one that calibration has made.
-        """
+        """The winner of a race behind the model's interface, audited."""
         called, audits = as_eval(self.model, self.eval_mode), Audits(self.audit)
         if outcome.executable is not None:
             self._warm(audits, outcome.executable, rehearsal, made.reference, example)
         program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(made.reference), program.state.values()
         shares = self.race.share_weights
+        is_calibrated = outcome.candidate is not None and outcome.candidate.variant == INT8_STATIC
+        calibrated = quantized.variants[INT8_STATIC] if is_calibrated else None
         if executable is not None:
             executable.reference = reference
         specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
@@ -199,7 +195,7 @@ class Request:
             audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
-            quantized=None if calibrated is None else rehearsal.program(calibrated),
+            quantized=rehearsal.program(calibrated) if isinstance(calibrated, Program) else None,
         )
 
     @staticmethod

@@ -27,6 +27,7 @@ from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.passes.quantize.layers import NO_LAYER
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -89,7 +90,7 @@ def in_precision(program: Program, precision: str) -> Program:
     change: Pass = DynamicInt8(largest_weight()) if precision == INT8 else LowerPrecision(precision)
     made, _ = run(program, (change,), Limits(Numerics.LOSSY))
     if made is program and precision == INT8:
-        raise NoGain("the program has no float32 linear layer or convolution with a constant weight to run in int8")
+        raise NoGain(NO_LAYER)
     if made is program:
         raise NoGain(f"the program has no float32 matrix products to run in {precision}")
     return made

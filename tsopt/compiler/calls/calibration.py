@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -32,20 +33,36 @@ class Calibration:
     Attributes:
         calls: at most MOST.
         read: what was made of the data, for the report.
+        is_split: whether half of the calls are held out; otherwise all of them serve for both.
     """
 
     calls: tuple[Example, ...]
     read: str
+    is_split: bool = True
 
     @property
     def observed(self) -> tuple[Example, ...]:
-        """Every other call: what scales are chosen by."""
-        return self.calls[::2]
+        """The calls that scales are computed from: every other one."""
+        return self.calls[::2] if self.is_split else self.calls
 
     @property
     def held_out(self) -> tuple[Example, ...]:
-        """The others: what candidates are judged by. The same one if there is only one."""
-        return self.calls[1::2] or self.calls
+        """The calls that candidates are judged on: the others, or the only one."""
+        return (self.calls[1::2] or self.calls) if self.is_split else self.calls
+
+
+@contextmanager
+def called_on_data(*kinds: type[Exception]) -> Iterator[None]:
+    """Makes an error of a call on calibration data one that says so. Raises UsageError."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(
+            "the model fails on a calibration input",
+            where=user_frame(error),
+            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+            fix="leave out the inputs that the model does not take",
+        ) from error
 
 
 def read_calibration(
@@ -126,7 +143,7 @@ def _from_files(path: Path) -> Iterator[Any]:
 
 
 def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
-    """One call for each index of the first axis, without that axis in batches of one: `_Reader` adds it back."""
+    """One call for each index of the first axis, as a batch of one."""
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) != 1 or not arrays or lengths == {()}:
         sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())

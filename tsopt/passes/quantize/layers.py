@@ -12,6 +12,7 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import DIMENSIONS
 
+NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
 # An engine ends a convolution with these itself: the integers are those of what follows.
 BOUNDING = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default)
 # What returns values of its input: it keeps their parameters, so that the engine need not change the integers.

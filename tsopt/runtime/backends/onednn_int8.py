@@ -20,8 +20,8 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.edit import fresh_name
 from tsopt.compiler.graph.program import Program, tensor_type
 from tsopt.compiler.graph.quantized import (
+    HIGHEST,
     SMALLEST,
-    UNSIGNED,
     QuantizedLayer,
     dequantized_weight,
     erase_dead,
@@ -31,7 +31,6 @@ from tsopt.compiler.graph.quantized import (
 )
 from tsopt.runtime.backends.onednn_sites import NOTHING, Attribute, each, sample, site_of
 
-HIGHEST = UNSIGNED[1]
 # Of an activation: the kernel scales a sum before it scales it back by the weight's, which could overflow in between.
 LARGEST_SCALE = 1e28
 # Range of an activation over its mean magnitude: there, rounding to steps of the range (an error of a step over the

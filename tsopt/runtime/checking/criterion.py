@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tsopt.compiler.calls.calibration import pieces
+from tsopt.compiler.calls.calibration import called_on_data, pieces
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import flatten, unflatten
@@ -18,10 +18,9 @@ from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import SignatureError, UsageError
-from tsopt.runtime.checking.compare import FLIPPED
+from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, top1
 
 Called = Callable[..., Any]
-Outputs = list[torch.Tensor]
 
 RELATIVE_ERROR = 4.4e-2  # of all outputs together, in L2 norms: a cosine of 0.999, an SQNR of 27 dB
 ROUNDING = 1e-9  # of a drop: 0.98 - 0.97 is a little more than 0.01
@@ -93,15 +92,8 @@ class Likeness:
         for call in data:
             if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
                 break
-            try:
+            with called_on_data(Exception):  # whatever the model raises
                 self._wanted.append(_outputs(model, call, state))
-            except Exception as error:  # whatever the model raises
-                raise UsageError(
-                    "the model fails on a calibration input",
-                    where=user_frame(error),
-                    why=f"{type(error).__name__}: {str(error)[:200]}",
-                    fix="leave out the inputs that the model does not take",
-                ) from error
         self._data = data[: len(self._wanted)]
 
     def on_first(self, count: int) -> Likeness:
@@ -116,17 +108,17 @@ class Likeness:
     def judge(self, candidate: Called) -> Judgement:
         found = [_outputs(candidate, call, self._state) for call in self._data]
         if self._metric == SQNR:
-            error = _relative_error(found, self._wanted)
+            error = relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
             return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text)
-        value = (_cosine if self._metric == COSINE else _top1)(found, self._wanted)
+        value = (cosine if self._metric == COSINE else top1)(found, self._wanted)
         name = "cosine similarity to eager" if self._metric == COSINE else "top-1 agreement with eager"
         text = f"{name} {value:.6g} on {self._inputs}, at least {1 - self._max_drop:.6g} is required"
         return Judgement(1 - value <= self._max_drop + ROUNDING, 1 - value, self._max_drop, text)
 
     def tolerance(self, candidate: Called) -> float:
         errors = [
-            _relative_error([_outputs(candidate, call, self._state)], [wanted])
+            relative_error([_outputs(candidate, call, self._state)], [wanted])
             for call, wanted in zip(self._data, self._wanted, strict=True)
         ]
         return min(
@@ -283,57 +275,3 @@ def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Ou
 
 def _bytes(answers: Sequence[Outputs]) -> int:
     return sum(leaf.nbytes for outputs in answers for leaf in outputs)
-
-
-def _relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
-
-    Of whole numbers more than a hundredth may not differ.
-    """
-    worst = 0.0
-    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
-        pairs = list(zip(mine, theirs, strict=True))
-        if any(a.shape != b.shape for a, b in pairs):
-            return math.inf
-        if not theirs[0].is_floating_point():
-            flipped = sum(int((a != b).sum()) for a, b in pairs) / max(1, sum(b.numel() for b in theirs))
-            worst = max(worst, math.inf if flipped > FLIPPED else 0.0)
-            continue
-        # Infinities and NaN are compared elsewhere: they have to be where eager has them.
-        finite = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in pairs]
-        away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
-        size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
-        worst = max(worst, away / size if size else math.inf if away else 0.0)
-    return worst if worst == worst else math.inf
-
-
-def _cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The mean over inputs of the cosine of each floating-point output with eager's; of the output that is worst."""
-    means = []
-    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
-        if theirs[0].is_floating_point():
-            values = [_cosine_of(a, b) for a, b in zip(mine, theirs, strict=True)]
-            means.append(sum(values) / len(values))
-    return min(means, default=1.0)
-
-
-def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.shape != b.shape:
-        return -1.0
-    a, b = a.flatten().double(), b.flatten().double()
-    size = float(a.norm() * b.norm())
-    if not size:
-        return 1.0 if torch.equal(a, b) else 0.0
-    value = float(a @ b) / size
-    return value if value == value else -1.0
-
-
-def _top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The share of rows of the first floating-point output whose largest value is where eager has it."""
-    same = count = 0
-    for mine, theirs in zip(found, wanted, strict=True):
-        position = next((i for i, leaf in enumerate(theirs) if leaf.is_floating_point() and leaf.dim()), None)
-        if position is not None and mine[position].shape == theirs[position].shape:
-            same += int((mine[position].argmax(-1) == theirs[position].argmax(-1)).sum())
-            count += theirs[position][..., 0].numel()
-    return same / count if count else 0.0
