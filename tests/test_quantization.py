@@ -79,7 +79,7 @@ def test_the_criterion_keeps_more_layers_in_float32():
     generous = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=0.5)
     strict = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=4e-6)
     assert len(layers(generous.variants["int8-static"])) == 3
-    kept = [layer for layer in strict.layers if layer.kept == "all layers together lose too much"]
+    kept = [layer for layer in strict.layers if layer.kept == "the quantized layers together exceed the accuracy limit"]
     assert kept
     program = strict.variants["int8-static"]
     assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))

@@ -93,20 +93,20 @@ def optimize(
             8-bit integers (on the CPU), with scales that each call computes from its input, or that `calibration`
             finds. These candidates race alongside those in `"fp32"`. Their outputs are compared by the relative error
             of a whole tensor: at most 4.4 % for `int8`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
-        calibration: real inputs, from which `"int8"` takes fixed scales, for ONNX Runtime and OpenVINO. Half of them
-            are kept to judge candidates in lower precisions by.
+        calibration: real inputs for static int8 quantization in ONNX Runtime and OpenVINO. Half of them are held out to
+            judge candidates in lower precisions.
 
             - A DataLoader or another iterable, of inputs like `example_input` or of (input, target). At most 128 inputs
-              are read; batches of other sizes are cut, or put together, to the size of the example.
+              are read; batches of other sizes are split or concatenated to that of the example.
             - The path of an .npz file, whose arrays have the names of the inputs and a first axis that counts them; or
               of a directory of .npz and .npy files.
             - A number of inputs to draw like the example, which say little about real data.
 
             With it, `"auto"` tries int8 as well.
-        metric: what candidates in lower precisions are judged by: a function of a model that returns a number, of which
-            more is better; `"top1"` or `"cosine"`, the agreement with eager; or `"sqnr"`, the default: a relative error
-            of at most 4.4 % over all inputs that were kept. As many layers run in int8 as this allows; those that lose
-            most stay in float32.
+        metric: the accuracy metric for candidates in lower precisions: a function that takes a model and returns a
+            number, higher is better; `"top1"` or `"cosine"`, the agreement with eager; or `"sqnr"`, the default: a
+            relative error of at most 4.4 % over all held-out inputs. As many layers run in int8 as this allows; those
+            with the largest error stay in float32.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
         keep_float: layers that stay in float32, by module path, such as `"encoder.layer.3.*"`.

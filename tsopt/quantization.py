@@ -1,4 +1,4 @@
-"""Variants of a program on 8-bit integers: calibrated, with the layers that would lose too much left in float32."""
+"""Creates the int8 variants of a program: calibrates them, and keeps layers that lose too much in float32."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SAFE = 0.9  # of the limit: an engine rounds a little differently from the progr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Options:
-    """What the user says of int8 and of accuracy; see `optimize`."""
+    """The options of `optimize` for int8 and for accuracy."""
 
     calibration: Any = None
     metric: Callable[[Any], Any] | str | None = None
@@ -53,7 +53,7 @@ class Int8Options:
     keep_float: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raises UsageError for options that mean nothing."""
+        """Raises UsageError for invalid options."""
         check_metric(self.metric, self.max_drop)
         count = self.calibration
         if isinstance(count, bool) or (isinstance(count, int) and count < 1):
@@ -63,13 +63,13 @@ class Int8Options:
 
     @property
     def judges(self) -> bool:
-        """Whether they say what a candidate in a lower precision is judged by."""
+        """Whether they replace the fixed limits of lower precisions by a criterion."""
         return self.calibration is not None or self.metric is not None or self.max_drop is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantized variants of a program, and what they are judged by.
+    """The int8 variants of a program, and the criterion for candidates in lower precisions.
 
     Attributes:
         variants: by name; NoGain where nothing would be quantized.
@@ -94,7 +94,7 @@ def quantize(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Quantization:
-    """Quantizes a program in the ways that are wanted.
+    """Creates the requested int8 variants of a program.
 
     Args:
         model: what candidates are compared with; it is called on the data.
@@ -120,7 +120,7 @@ def quantize(
                 layers = layers or found
             except UsageError:
                 raise
-            except Exception as error:  # a bug in tsopt costs the model its int8, not what it gains in float32
+            except Exception as error:  # a bug in quantization must not cost the float32 candidates
                 if error is made.progress_error:
                     raise
                 log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
@@ -139,7 +139,7 @@ def _data(
         )
     if options.calibration is None:
         sets = [item for item in input_sets(example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))]
-        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # so few are for both
+        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
     count, made = int(options.calibration), [example]
     while len(made) < count:
         seed += 1
@@ -176,11 +176,11 @@ class _Quantizer:
             raise
 
     def variant(self, name: str) -> tuple[Program | NoGain, tuple[LayerRecord, ...]]:
-        """A variant, and what became of its layers."""
+        """Creates a variant. Returns it with a record for each layer."""
         if not self.layers:
             return NoGain(NO_LAYER), ()
         qparams = self._calibrated() if name == INT8_STATIC else None
-        # Scales of all calls together lose at least as much as those of each call: the same order will do for both.
+        # NOTE: the loss with fixed scales bounds the loss with scales per call, so one order serves both variants.
         losses = self._losses = self._losses or self._measured(qparams)
         reasons = {layer.name: reason for layer in self.layers if (reason := self._reason(layer))}
         order = sorted(
@@ -194,11 +194,16 @@ class _Quantizer:
                 return DynamicInt8(self.largest, only)
             return StaticInt8(qparams, {key: loss.shift for key, loss in losses.items()}, only, self.largest)
 
-        # What the first variant could not do, the other one is not asked to: it only starts from there.
+        # The second variant starts from the choice of the first, which saves most of its trials.
         at_least = max(self._kept_before, sum(layer.name in reasons for layer in order))
         kept, said = self._fewest(pass_for, len(order), at_least)
         self._kept_before = kept if kept < len(order) else 0
-        reasons = dict.fromkeys((layer.name for layer in order[:kept]), "all layers together lose too much") | reasons
+        reasons = (
+            dict.fromkeys(
+                (layer.name for layer in order[:kept]), "the quantized layers together exceed the accuracy limit"
+            )
+            | reasons
+        )
         records = tuple(self._record(layer, reasons.get(layer.name, "")) for layer in self.layers)
         if kept == len(order):
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
@@ -206,7 +211,7 @@ class _Quantizer:
         return made, records
 
     def _calibrated(self) -> dict[str, QParams]:
-        """The parameters of the values that are integers, where these are finite."""
+        """Quantization parameters of all finite values that would be quantized."""
         values = readers_of_integers(self.layers)
         ordered = [node for node in self.program.graph.nodes if node in values]
         calls = [_flat(self.program, call) for call in self.data.observed]
@@ -214,7 +219,7 @@ class _Quantizer:
             return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
     def _measured(self, qparams: Mapping[str, QParams] | None) -> dict[str, Loss]:
-        """What each layer loses whose input has parameters."""
+        """The loss of each layer whose input can be quantized."""
         known = [layer for layer in self.layers if qparams is None or ops.bind(layer)["input"].name in qparams]
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
         tell = self._telling("measure")
@@ -225,7 +230,7 @@ class _Quantizer:
         return lambda text: self.progress(f"quantize: {what} {text}")
 
     def _reason(self, layer: fx.Node) -> str:
-        """Why a layer stays in float32 whatever the whole loses."""
+        """Why a layer must stay in float32 regardless of the other layers; empty if it need not."""
         if layer in self.kept:
             return f"keep_float {self.kept[layer]!r}"
         loss = self._losses.get(layer.name)
@@ -234,7 +239,7 @@ class _Quantizer:
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
 
     def _fewest(self, pass_for: Callable[[int], Pass], count: int, at_least: int) -> tuple[int, str]:
-        """How many layers to keep in float32, and what the criterion last said of too few."""
+        """How many layers to keep in float32, and why fewer were not accepted."""
         said = ""
 
         def is_accepted(kept: int) -> bool:

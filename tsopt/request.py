@@ -150,7 +150,7 @@ class Request:
         return self._served(example, rehearsal, made, outcome, report, quantized)
 
     def _quantized(self, rehearsal: Rehearsal, program: Program, example: Example) -> Quantization:
-        """The variants in int8 that the candidates run, and what those in lower precisions are judged by."""
+        """The int8 variants for the candidates, and the accuracy criterion for lower precisions."""
         if all(candidate.precision == FP32 for candidate in self.race.candidates):
             return Quantization()
         wanted = {candidate.variant for candidate in self.race.candidates}
@@ -307,7 +307,7 @@ class Request:
 
     def specialized(self, candidate: Candidate, example: Example) -> Executable:
         """The winner's backend for another signature, verified and briefly raced against eager."""
-        if self.int8 != Int8Options():  # the data, the metric and the layers are those of the first signature
+        if self.int8 != Int8Options():  # calibration and criterion belong to the first signature
             candidate = candidate.in_full_precision()
         captured, rehearsal = self.captured(example, allow_nan=True)
         captured = rehearsal.program(captured)
@@ -337,7 +337,7 @@ class Request:
             on_new_signature=PART["on_new_signature"],
             eval_mode=False,
         )
-        if self.int8 != Int8Options():  # nothing says how much accuracy a part may lose
+        if self.int8 != Int8Options():  # no accuracy criterion exists for a part
             only = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in self.race.candidates))
             own = replace(own, race=replace(own.race, candidates=only), int8=Int8Options())
         # The whole model is audited, and its weights are watched, by its caller.

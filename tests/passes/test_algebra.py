@@ -317,5 +317,5 @@ def test_a_pool_with_its_own_divisor_stays():
         algebra.pool_of_all,
         lambda x: nn.functional.avg_pool2d(x, (4, 5), divisor_override=7),
         IMAGE,
-        "the sum is divided by a number of its own",
+        "divisor_override is set",
     )

@@ -30,8 +30,8 @@ def test_a_report_says_how_many_run_in_int8_and_why_others_do_not():
     assert lines([GOOD, *many, OTHER], "9 inputs") == [
         "int8: 1 of 7 layers in int8; lowest SQNR 41.3 dB (stem)",
         "calibration: 9 inputs",
-        "in float32, because SQNR below 20 dB: l0, l1, l2 and 2 more",
-        "in float32, because its input is not finite: tail",
+        "kept in float32 (SQNR below 20 dB): l0, l1, l2 and 2 more",
+        "kept in float32 (its input is not finite): tail",
     ]
     assert lines([], "9 inputs") == []
 

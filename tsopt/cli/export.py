@@ -75,7 +75,7 @@ def run(
 
 
 def check_frontend(subject: Subject) -> None:
-    """Raises UsageError for a front end whose result cannot be written."""
+    """Raises UsageError for a frontend whose result cannot be saved."""
     if subject.frontend == "parts":
         raise UsageError(
             "a partitioned model cannot be saved", fix="use --frontend auto, or time the model with `tsopt bench`"

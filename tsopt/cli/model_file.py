@@ -77,7 +77,7 @@ def load_data(timing: Any) -> dict[str, Any]:
 
 
 def _named(spec: str, option: str, otherwise: Any) -> Any:
-    """The object that `FILE.py:NAME` names, or another one for any other text; data may be made by a function."""
+    """The object that `FILE.py:NAME` refers to; `otherwise` for any other text. A function is called for its data."""
     path, name = split_spec(spec)
     if path.suffix != ".py":
         return otherwise

@@ -123,7 +123,7 @@ Metric = Annotated[
     typer.Option(
         "--metric",
         metavar="NAME",
-        help="What lower precisions are judged by: sqnr, cosine, top1, or FILE.py:NAME, a function of the model.",
+        help="Accuracy metric for lower precisions: sqnr, cosine, top1, or FILE.py:NAME for your own function.",
     ),
 ]
 MaxDrop = Annotated[

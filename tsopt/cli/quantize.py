@@ -18,7 +18,7 @@ WRITERS: Writers = {
 
 
 def show(out: Any, report: Report) -> None:
-    """A row for each layer, those that lose most first."""
+    """Shows a row for each layer, lowest SQNR first."""
     if report.quantization:
         out.say()
         out.table(LAYER_COLUMNS, [layer.cells() for layer in by_loss(report.quantization)])

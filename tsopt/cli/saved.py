@@ -1,4 +1,4 @@
-"""Results that a command also saves as a file, in the format of its suffix."""
+"""Saves the result of a command as a file, in the format that the suffix selects."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def pool_of_all(at, x, k, s, p, ceil, count, by):
     if at.type(at.root).shape[-2:] != (1, 1) or any(p) or any(a < b for a, b in zip(kernel, size, strict=True)):
         return None
     if by is not None:
-        return at.skip("the sum is divided by a number of its own")
+        return at.skip("divisor_override is set")
     return at.call(aten.mean.dim, x, [-2, -1], True)
 
 

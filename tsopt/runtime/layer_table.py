@@ -1,4 +1,4 @@
-"""What became of each layer in a quantized variant of a program, as values and as rows of a table. Imports no torch."""
+"""The per-layer results of quantization, as values and as table rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class LayerRecord:
 
 
 def by_loss(records: Iterable[LayerRecord]) -> list[LayerRecord]:
-    """Those that lose most first; those that were not measured last."""
+    """Sorted by SQNR, lowest first; unmeasured layers last."""
     return sorted(records, key=lambda item: math.inf if item.sqnr is None else item.sqnr)
 
 
 def lines(records: Sequence[LayerRecord], calibration: str) -> list[str]:
-    """What a report says of the layers: how many run in int8, by which data, and why others do not."""
+    """The lines of a report: how many layers run in int8, the calibration data, and why the others do not."""
     if not records:
         return []
     said = [f"int8: {summary(records)}"]
@@ -62,7 +62,7 @@ def lines(records: Sequence[LayerRecord], calibration: str) -> list[str]:
             reasons.setdefault(item.kept, []).append(item.name)
     for reason, names in reasons.items():
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        said.append(f"in float32, because {reason}: {', '.join(names[:SHOWN])}{more}")
+        said.append(f"kept in float32 ({reason}): {', '.join(names[:SHOWN])}{more}")
     return said
 
 

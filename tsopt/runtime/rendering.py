@@ -171,7 +171,7 @@ def _tail(report: Report) -> Iterator[str]:
 
 
 def _why_not_int8(report: Report) -> Iterator[str]:
-    """What became of the best candidate in int8, where another one won."""
+    """Why the best int8 candidate did not win."""
     rows = [row for row in report.rows if "int8" in row.key]
     timed = min((row for row in rows if row.timing is not None), key=_median, default=None)
     if timed is not None and report.winning.timing is not None:

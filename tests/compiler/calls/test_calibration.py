@@ -75,7 +75,7 @@ def test_targets_are_left_out():
     loader = DataLoader(TensorDataset(rows(8), torch.arange(8)), batch_size=4)
     found = read(loader)
     assert [tuple(x.shape) for x in first(found)] == [(2, 3)] * 4
-    assert found.read == "4 inputs; read as (input, target), targets left out"
+    assert found.read == "4 inputs; read as (input, target), targets ignored"
 
 
 def test_two_inputs_are_no_input_and_target():
@@ -90,7 +90,7 @@ def test_keyword_inputs_and_what_is_left_out_of_them():
     example = {"a": X, "b": X}
     found = read([{"a": rows(2), "b": rows(2), "labels": torch.arange(2)}], model, example)
     assert list(found.calls[0].kwargs) == ["a", "b"]
-    assert found.read == "1 input; labels left out"
+    assert found.read == "1 input; labels ignored"
 
 
 def test_an_example_is_a_call():
@@ -114,7 +114,7 @@ def test_an_npz_file_by_the_names_of_inputs(tmp_path):
     np.savez(tmp_path / "data.npz", a=rows(4).numpy(), b=rows(4).numpy(), labels=np.arange(4))
     found = read(str(tmp_path / "data.npz"), model, {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)})
     assert [x.tolist() for x in first(found)] == [[row] for row in rows(4).tolist()]
-    assert found.read == "4 inputs; labels left out"
+    assert found.read == "4 inputs; labels ignored"
 
 
 def test_an_npz_file_without_names_and_a_directory(tmp_path):

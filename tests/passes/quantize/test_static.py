@@ -1,4 +1,4 @@
-"""Calibrated layers: their form, what is shared, their biases, and that other passes leave them alone."""
+"""Statically quantized layers: form, sharing, bias correction, and that other passes do not change them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_weight_that_two_layers_share_is_stored_once():
     assert len(layers(made)) == 2
 
 
-def test_passes_afterwards_leave_the_integers_alone():
+def test_later_passes_do_not_change_quantized_weights():
     model, calls = Residual().eval(), images(2)
     made, _ = calibrated(model, *calls)
     again = tsopt.transform(made)

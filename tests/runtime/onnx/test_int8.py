@@ -140,7 +140,7 @@ def test_large_weights_are_refused_where_sums_would_saturate(engine, tmp_path, w
     executable, files = bundle_of(engine, tmp_path, 127)
     assert executable.options["int8_weights"] == 127
     backend = tsopt.runtime.backends.table.info_of(engine).load()
-    with pytest.raises(BackendError, match="wrong sums on this processor\n  why: they go up to 127"):
+    with pytest.raises(BackendError, match="not safe on this processor\n  why: they go up to 127"):
         backend.load_runner(files, executable.signature, json.loads(json.dumps(executable.options)))
 
 

@@ -113,7 +113,7 @@ def test_a_bundle_keeps_the_tolerance(int8_wins, tmp_path):
         tsopt.verify(model, loaded, images(1)[0] * 1e4, precision=loaded.precision)
 
 
-def test_a_tolerance_that_nobody_has_written_is_refused(int8_wins, tmp_path):
+def test_an_invalid_tolerance_is_refused(int8_wins, tmp_path):
     from tsopt.runtime.bundles.members import MANIFEST, digest_of
 
     place = optimized().save(tmp_path / "m.tsopt")

@@ -1,4 +1,4 @@
-"""Calibration data as users have it: a DataLoader, an iterable, arrays in files; read as calls of the model."""
+"""Reads calibration data (a DataLoader, an iterable, arrays in files) as calls of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.errors import SignatureError, UsageError
 
-MOST = 128  # calls: more of them change the ranges hardly at all
+MOST = 128  # calls; more hardly change the ranges
 FORMS = (
     "pass a DataLoader, an iterable of inputs or of (input, target), the path of an .npz file or of a directory of "
     ".npy and .npz files, or a number of inputs to draw"
@@ -53,7 +53,7 @@ class Calibration:
 
 @contextmanager
 def called_on_data(*kinds: type[Exception]) -> Iterator[None]:
-    """Makes an error of a call on calibration data one that says so. Raises UsageError."""
+    """Turns errors of calls on calibration data into a UsageError."""
     try:
         yield
     except kinds as error:
@@ -70,7 +70,7 @@ def read_calibration(
 ) -> Calibration:
     """Reads calibration data, as much of it as is needed.
 
-    Batches of other sizes are cut, or put together, along the first axis of every input.
+    Batches of other sizes are split or concatenated along the first axis.
 
     Args:
         data: a DataLoader or another iterable of calls, each like an `example_input`, or of (input, target); or a path.
@@ -92,7 +92,7 @@ def read_calibration(
         raise UsageError(
             f"calibration holds {have} of the {size} rows of one input",
             why=f"the first axis of the example is {size}",
-            fix="give more data, or a smaller example_input",
+            fix="pass more data, or a smaller example_input",
         )
     if not calls:
         raise UsageError("calibration is empty", why="it holds no input", fix=FORMS)
@@ -164,7 +164,7 @@ class _Named(dict[str, Any]):
 
 
 class _Reader:
-    """Makes calls of items.
+    """Turns items of the data into calls.
 
     Attributes:
         notes: what was left out of them, for the report.
@@ -177,7 +177,7 @@ class _Reader:
         self.waiting: list[torch.Tensor] = []
 
     def calls(self, item: Any, number: int) -> Iterator[Example]:
-        """The calls that an item is, or is cut into."""
+        """The calls that an item yields."""
         failure: SignatureError | None = None
         for made, note in self._readings(item):
             try:
@@ -194,14 +194,14 @@ class _Reader:
         raise UsageError(
             f"calibration input {number} does not fit the model",
             why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
-            fix="give inputs like example_input; their first axes may have other sizes",
+            fix="pass inputs like example_input; only the batch size may differ",
         )
 
     def _fitting(self, call: Example) -> list[Example]:
-        """A call as calls of the sizes that the signature has: itself, or with the rows that were left before, cut.
+        """Fits a call to the signature: as it is, or appended to the pending rows and cut into batches.
 
         Raises:
-            SignatureError: it does not fit in other ways.
+            SignatureError: it differs in more than its batch size.
         """
         try:
             self._signature.bind(call.args, call.kwargs)
@@ -219,7 +219,7 @@ class _Reader:
         return made
 
     def _on_its_device(self, call: Example) -> Example:
-        """A call with its tensors where the model is: loaders leave them on the CPU."""
+        """Moves a call to the device of the model; loaders usually yield CPU tensors."""
         devices = [one.type.device for one in self._signature.user_inputs]
         leaves, structure = flatten((call.args, call.kwargs))
         if len(leaves) != len(devices) or all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
@@ -227,7 +227,7 @@ class _Reader:
         return Example(*unflatten(structure, [leaf.to(at) for leaf, at in zip(leaves, devices, strict=True)]))
 
     def _readings(self, item: Any) -> Iterator[tuple[Example, str]]:
-        """What an item may mean, the likeliest first, with what is left out of it."""
+        """The possible readings of an item, most likely first, each with a note on what it leaves out."""
         if isinstance(item, Example):
             yield item, ""
             return
@@ -239,7 +239,7 @@ class _Reader:
             others = [name for name in item if name not in wanted]
             yield Example((), dict(item)), ""
             if wanted and others:
-                yield Example((), wanted), f"{', '.join(others)} left out"
+                yield Example((), wanted), f"{', '.join(others)} ignored"
             if self._example.args and not self._example.kwargs:
                 yield from self._by_name(_Named(item))
             return
@@ -247,7 +247,7 @@ class _Reader:
             yield self._as_the_example(tuple(item)), ""
             if len(item) == 2:
                 for made, _ in self._readings(item[0]):
-                    yield made, "read as (input, target), targets left out"
+                    yield made, "read as (input, target), targets ignored"
             return
         if type(item).__module__ == "numpy":
             item = torch.from_numpy(np.ascontiguousarray(item))
@@ -265,14 +265,14 @@ class _Reader:
             _, structure = flatten((self._example.args, self._example.kwargs))
             args, kwargs = unflatten(structure, [item[name] for name in names])
             others = [name for name in item if name not in names]
-            yield Example(args, kwargs), f"{', '.join(others)} left out" if others else ""
+            yield Example(args, kwargs), f"{', '.join(others)} ignored" if others else ""
         yield Example((), dict(item)), ""
 
 
 def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
-    """Tensors cut along their first axes into the sizes that a signature has; what is left over is dropped.
+    """Splits tensors along their first axes into batches of the signature's size, and drops the remainder.
 
-    None where they are not rows of all inputs, as many of each as of the others.
+    Returns an empty list unless all inputs share one batch size.
     """
     if not _are_rows(signature, leaves):
         return []
@@ -281,7 +281,7 @@ def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
 
 
 def _are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
-    """Whether tensors are like the inputs of a signature but for the size of their first axes, which is the same."""
+    """Whether tensors match the inputs of a signature except for a common batch size."""
     kinds = [item.type for item in signature.user_inputs]
     if len(kinds) != len(leaves) or not leaves or not all(kind.shape and kind.shape[0] for kind in kinds):
         return False

@@ -39,14 +39,14 @@ def largest_weight() -> int:
 
 @dataclass(frozen=True, slots=True)
 class QParams:
-    """How a uint8 stands for a float: scale * (integer - zero), with 0 <= zero <= 255, so that 0.0 is exact."""
+    """Affine quantization parameters: float = scale * (uint8 - zero). With 0 <= zero <= 255, 0.0 is exact."""
 
     scale: float
     zero: int
 
     @classmethod
     def of_range(cls, low: float, high: float) -> QParams:
-        """Those that cover a range, which is widened to hold 0.0."""
+        """The parameters that cover a range, which is extended to include 0.0."""
         low, high = min(low, 0.0), max(high, 0.0)
         scale = max((high - low) / HIGHEST, SMALLEST)
         return cls(scale, min(max(round(-low / scale), 0), HIGHEST))
@@ -90,7 +90,7 @@ def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def quantize_value(program: Program, value: fx.Node, by: QParams) -> fx.Node:
-    """Calls after a float32 value that quantize it to uint8 by known parameters, and back."""
+    """Quantizes a float32 value to uint8 with the given parameters, and dequantizes it."""
     before, kind = value.next, (by.scale, by.zero, *UNSIGNED)
     while before.op == "placeholder":
         before = before.next
@@ -165,7 +165,7 @@ def rewire(layer: fx.Node, x: fx.Node, weight: fx.Node) -> None:
 
 
 def largest_magnitude(program: Program) -> int:
-    """Of the weights of all layers on 8-bit integers; 0 where there is none."""
+    """The largest magnitude of an int8 weight in any quantized layer; 0 if there is none."""
     layers = [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
     return max((int(program.weights[layer.weight].int().abs().max()) for layer in layers), default=0)
 
@@ -184,9 +184,9 @@ def in_float(program: Program) -> Program:
 
 
 def simulated(program: Program) -> Program:
-    """A copy that gives the same values in float32 operations, which torch runs several times as fast.
+    """A copy that simulates the quantization in float32 (fake quantization), which torch runs several times as fast.
 
-    Weights are stored as the floats that their integers stand for; a value is quantized and read back in one call.
+    Weights are stored dequantized; quantizing and dequantizing a value is one call.
     """
     made = program.copy()
     for node in list(made.calls()):

@@ -166,7 +166,7 @@ class _Call:
 
 
 def base_name(node: fx.Node) -> str:
-    """`add` for `aten.add.Tensor`, `getitem`; empty for what is neither an ATen call nor quantizes."""
+    """`add` for `aten.add.Tensor`, `getitem`; empty for calls that are neither ATen nor quantization ops."""
     if node.target is operator.getitem:
         return "getitem"
     name = node.target._schema.name if ops.is_overload(node.target) else ""  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Layers by the names that the user knows them by: module paths, and patterns of these."""
+"""Matches layers against module paths and patterns, as the user writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsopt.passes.quantize.layers import NO_LAYER
 
 
 def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx.Node, str]:
-    """The layers that patterns of `keep_float` match, with the pattern: a module path, or one above it."""
+    """The layers that `keep_float` matches, each with its pattern. A pattern may match any parent module."""
     found: dict[fx.Node, str] = {}
     for pattern in patterns:
         matching = [layer for layer in layers if any(_matches(path, pattern) for path in _paths(layer))]
@@ -30,12 +30,12 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
 
 
 def _paths(layer: fx.Node) -> list[str]:
-    """The modules that a layer stands for: its own, and for example that of a batch norm folded into it."""
+    """The module paths of a layer: its own, and those of modules that were folded into it, such as a batch norm."""
     return [origin.partition(",")[0] for origin in origins_of(layer)]
 
 
 def module_of(layer: fx.Node) -> str:
-    """The module that the weight belongs to; the name of the value where that is not known."""
+    """The path of the module that owns the layer's weight; the name of the node if that is unknown."""
     weight = str(ops.bind(layer)["weight"].target)
     own = [path for path in _paths(layer) if weight.startswith(f"{path}.")]
     return max(own, key=len, default=layer.meta.get("module") or layer.name)

@@ -1,4 +1,4 @@
-"""Which layers can be computed on 8-bit integers, and which values they then read and return as integers."""
+"""Which layers can be quantized, and which values are quantized with them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import DIMENSIONS
 
 NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
-# An engine ends a convolution with these itself: the integers are those of what follows.
+# Engines fuse these into the convolution, so its quantized output is the output of the activation.
 BOUNDING = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default)
-# What returns values of its input: it keeps their parameters, so that the engine need not change the integers.
+# Ops that only move values. Their outputs keep the input's parameters, so that no requantization is needed.
 MOVING = (
     *(aten.max_pool2d.default, aten.reshape.default, aten.view.default, aten._unsafe_view.default),
     *(aten.flatten.using_ints, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int),
@@ -27,7 +27,7 @@ PADDING = (aten.pad.default, aten.constant_pad_nd.default)
 
 
 def layers_of(program: Program) -> list[fx.Node]:
-    """The calls that can be quantized, in their order."""
+    """The layers that can be quantized, in graph order."""
     return [node for node in program.graph.nodes if is_layer(program, node)]
 
 
@@ -46,10 +46,10 @@ def is_layer(program: Program, node: fx.Node) -> bool:
 
 
 def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The values that are integers where these layers are quantized, each with the calls that read it so.
+    """The values that are quantized along with these layers, each with the calls that read the quantized form.
 
-    These are the inputs of the layers; the results of convolutions, which engines compute on integers only where the
-    result is quantized too; and both operands of a sum of such a result with another image.
+    These are the inputs of the layers; the outputs of convolutions, because ONNX Runtime runs a convolution in int8
+    only if its output is quantized too; and both operands of a residual sum of such an output.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
 
@@ -69,7 +69,7 @@ def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.No
 
 
 def end_of(layer: fx.Node) -> fx.Node:
-    """The layer, or the bounding activation that alone reads it."""
+    """The bounding activation that follows a layer if it is the only user; otherwise the layer itself."""
     users = list(layer.users)
     return users[0] if len(users) == 1 and users[0].target in BOUNDING and _is_bounded(users[0]) else layer
 

@@ -1,4 +1,4 @@
-"""What the values of a program are on calibration data, and by which parameters 8 bits hold them best."""
+"""Observes the values of a program on calibration data, and chooses their quantization parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = Sequence[torch.Tensor]  # flat inputs in signature order, state included
 
 
 class Watched(fx.Interpreter):
-    """Runs a program, and shows the values of some nodes as they are computed.
+    """Runs a program and calls a function with the values of selected nodes.
 
     Args:
         watch: called with the name of a node and its value.
@@ -41,7 +41,7 @@ class Watched(fx.Interpreter):
 
 @dataclass
 class Observed:
-    """A value on all calibration data.
+    """Statistics of one value over all calibration data.
 
     Attributes:
         low, high: of its elements, over all calls; infinite or NaN where one of them is.
@@ -68,7 +68,7 @@ class Observed:
             self.counts = found if self.counts is None else self.counts + found
 
     def qparams(self) -> QParams:
-        """Those with the least mean squared error: rounding within the range that they cover, and cutting beyond it."""
+        """The parameters with the least mean squared error: rounding inside the range plus clipping outside it."""
         if self.counts is None:
             return QParams.of_range(self.low, self.high)
         width = (self.high - self.low) / BINS
@@ -77,7 +77,7 @@ class Observed:
         for share in SHRUNK:
             tried = QParams.of_range(self.low * share, self.high * share)
             low, high = -tried.zero * tried.scale, (HIGHEST - tried.zero) * tried.scale
-            # A bin may lie across an end: what is cut off it is at most half of its width.
+            # A bin may straddle an end of the range; the error of treating it as its center is at most half a bin.
             cut = ((low - centers).clamp(min=0) + (centers - high).clamp(min=0)).square()
             inside = self.counts[(centers >= low) & (centers <= high)].sum()
             error = float((self.counts * cut).sum() + inside * tried.scale**2 / 12)
@@ -89,9 +89,9 @@ class Observed:
 def observe(
     program: Program, calls: Iterable[Call], nodes: Iterable[fx.Node], progress: Callable[[str], None]
 ) -> dict[str, Observed]:
-    """What some values of a program are on calibration data, by the names of their nodes.
+    """Observes some values of a program on calibration data. Returns them by node name.
 
-    Each call is computed twice: for the ends of each value, and for its histogram between them.
+    Each call runs twice: once for the range of each value, once for the histogram over that range.
     """
     found = {node.name: Observed() for node in nodes}
     calls = list(calls)
@@ -110,7 +110,7 @@ def observe(
 
 
 def qparams_of(nodes: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, QParams]:
-    """The parameters of each value that is finite; what is moved keeps those of what it was moved from."""
+    """Quantization parameters of each finite value. A value that was only moved keeps those of its source."""
     found: dict[str, QParams] = {}
     for node in nodes:  # in their order, so that a source comes first
         if observed[node.name].is_finite:
@@ -120,7 +120,7 @@ def qparams_of(nodes: Iterable[fx.Node], observed: Mapping[str, Observed]) -> di
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The value that a value was moved from; itself where it was not."""
+    """Follows data movement back to the value that was moved; the value itself if it was not moved."""
     while is_moved(node):
         source = node.args[0]
         if not isinstance(source, fx.Node):

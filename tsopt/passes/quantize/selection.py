@@ -1,4 +1,4 @@
-"""How many layers have to stay in float32: bisection over their order by what they lose."""
+"""Finds by bisection how many layers must stay in float32."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def fewest_kept(count: int, at_least: int, is_accepted: Callable[[int], bool]) -> int:
-    """The smallest number of layers to keep in float32 for which the rest is accepted, in about log2(count) trials.
+    """The smallest number of layers to keep in float32 so that the result is accepted, in about log2(count) trials.
 
-    That more layers in float32 are at least as accurate is taken for granted; what is returned has been tried itself,
-    or is `count`, with which nothing is quantized.
+    Assumes that accuracy does not drop when more layers stay in float32. The returned number has been tried, unless
+    it is `count`, which quantizes nothing.
 
     Args:
         count: of all layers.

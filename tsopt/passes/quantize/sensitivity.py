@@ -1,4 +1,4 @@
-"""What each layer loses on 8-bit integers, measured layer by layer on calibration data."""
+"""Quantization error of each layer in isolation, measured on calibration data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsopt.passes.quantize.observe import Call
 
 @dataclass
 class Loss:
-    """The error of a layer's result, summed up over calls, where its input and its weight are quantized.
+    """The error of one layer's output when its input and weight are quantized, accumulated over calls.
 
     Attributes:
         errors: of each output channel, summed up, float64, [out].
@@ -33,12 +33,12 @@ class Loss:
 
     @property
     def shift(self) -> torch.Tensor:
-        """What makes the mean error of each output channel 0 when it is added: float32, [out]."""
+        """The bias correction that makes the mean error of each output channel zero: float32, [out]."""
         return (-self.errors / max(self.count, 1)).float()
 
     @property
     def sqnr(self) -> float:
-        """Signal to quantization noise of the shifted result, in dB: 10 log10 of the ratio of their sums of squares."""
+        """Signal-to-quantization-noise ratio after bias correction, in dB."""
         noise = self.squares - float(self.errors.square().sum()) / max(self.count, 1)
         if not math.isfinite(noise) or not math.isfinite(self.size):
             return -math.inf
@@ -48,7 +48,7 @@ class Loss:
 
 
 class Measured(fx.Interpreter):
-    """Runs a program in float32, and computes each layer a second time on quantized values.
+    """Runs a program in float32, and runs each layer a second time with quantized input and weight.
 
     A layer whose input is not finite in some call is left out of `losses`.
 
@@ -109,7 +109,7 @@ def losses_of(
     largest: int,
     progress: Callable[[str], None],
 ) -> dict[str, Loss]:
-    """The loss of each layer, by its name, with the values before it as they are in float32."""
+    """The loss of each layer by node name. All layers before it run in float32."""
     measured, calls = Measured(program, layers, qparams, largest), list(calls)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")

@@ -1,4 +1,4 @@
-"""Layers on 8-bit integers, with parameters of the activations that calibration has found."""
+"""Static int8 quantization: activation scales and zero points come from calibration."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StaticInt8(Pass):
         return wanted and ops.bind(layer)["input"].name in self.qparams
 
     def _shift(self, program: Program, layer: fx.Node) -> None:
-        """Another bias for a layer, where it is constant."""
+        """Applies the bias correction to a layer, unless its bias is computed."""
         shift, call = self.shifts.get(layer.name), ops.bind(layer)
         bias = call["bias"]
         if shift is None or (bias is not None and bias.op != "get_attr"):

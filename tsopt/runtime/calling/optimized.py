@@ -311,7 +311,7 @@ class Optimized:
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program compiled with another backend and verified against the model, for export.
 
-        If the winner runs calibrated int8 layers, so does what is exported, where the backend has them.
+        If the winner is statically quantized and the backend supports that, the exported program is quantized too.
 
         Raises:
             BackendError: the backend does not support the program, or fails.

@@ -1,4 +1,4 @@
-"""How closely the outputs of several calls agree with eager's: one number for all of them."""
+"""Measures of how closely the outputs of several calls agree with eager's, pooled into one number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = list[torch.Tensor]  # of one call
 def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
 
-    Of whole numbers more than a hundredth may not differ.
+    At most 1 % of integer and boolean values may differ.
     """
     worst = 0.0
     for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
@@ -26,7 +26,7 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
             flipped = sum(int((a != b).sum()) for a, b in pairs) / max(1, sum(b.numel() for b in theirs))
             worst = max(worst, math.inf if flipped > FLIPPED else 0.0)
             continue
-        # Infinities and NaN are compared elsewhere: they have to be where eager has them.
+        # The positions of NaN and infinities are compared elsewhere.
         finite = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in pairs]
         away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
         size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
@@ -35,7 +35,7 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
 
 
 def cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The mean over inputs of the cosine of each floating-point output with eager's; of the output that is worst."""
+    """The cosine similarity to eager, averaged over inputs; the lowest over the floating-point outputs."""
     means = []
     for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
         if theirs[0].is_floating_point():

@@ -1,4 +1,4 @@
-"""How much accuracy a candidate in a lower precision may lose on real data, and whether it loses more."""
+"""Accuracy criteria for candidates in lower precisions, on real data or by the user's metric."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEADY = 0.1  # of `max_drop`: how far two values of a metric for the same model
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a candidate loses, and whether that is too much.
+    """The loss of a candidate, and whether it is acceptable.
 
     loss: a relative error, or the drop of a metric; `limit`: how much is accepted.
     text: `relative error 6.2 % on 16 inputs, limit 4.4 %`.
@@ -48,7 +48,7 @@ class Judgement:
 
 
 class Criterion(Protocol):
-    """The judge of candidates in lower precisions.
+    """Decides whether a candidate in a lower precision is accurate enough.
 
     Attributes:
         is_cheap: whether it needs only the data, so that it can judge every candidate.
@@ -62,14 +62,14 @@ class Criterion(Protocol):
         """The judgement on a candidate, which is called like the model."""
 
     def tolerance(self, candidate: Called) -> float:
-        """The relative error that a call of an accepted candidate may have: a multiple of the largest on the data."""
+        """The relative error that audits allow for a single call: a multiple of the largest one on the data."""
 
     def on_first(self, count: int) -> Criterion:
-        """The same on fewer inputs, for a first look."""
+        """The same criterion on fewer inputs, for quick trials."""
 
 
 class Likeness:
-    """How close the outputs are to eager's on some inputs.
+    """Compares outputs with eager's on held-out inputs.
 
     Args:
         metric: `sqnr`: the relative error of each output over all inputs; `cosine`: of each output with eager's, as
@@ -127,7 +127,7 @@ class Likeness:
 
 
 class Metric:
-    """The user's own metric, of which more is better.
+    """The user's own metric; higher is better.
 
     Args:
         model: what the drop is measured from.
@@ -182,15 +182,15 @@ class Metric:
                 f"the metric raises {type(error).__name__}",
                 where=user_frame(error),
                 why=str(error)[:300] or None,
-                fix="pass a function that takes a model and returns a number, of which more is better",
+                fix="pass a function that takes a model and returns a number; higher is better",
             ) from error
         if not math.isfinite(number):
-            raise UsageError(f"the metric returns {number}", fix="return a finite number, of which more is better")
+            raise UsageError(f"the metric returns {number}", fix="return a finite number; higher is better")
         return number
 
 
 class InPieces:
-    """A candidate as a metric may use it: for larger batches too, and with the methods of a module in eval mode."""
+    """Wraps a candidate for a metric: accepts larger batches, and has the methods of a module in eval mode."""
 
     training = False
 
@@ -229,7 +229,7 @@ def criterion_of(
     signature: Signature,
     state: Sequence[torch.Tensor] = (),
 ) -> Criterion:
-    """The judge that the options ask for.
+    """The criterion that the options select.
 
     Without a metric, `max_drop` is of the top-1 agreement if the first output is rows of scores, and otherwise of the
     cosine. Without both, the relative error decides.
@@ -242,7 +242,7 @@ def criterion_of(
 
 
 def check_metric(metric: Any, max_drop: float | None) -> None:
-    """Raises UsageError for options that mean nothing."""
+    """Raises UsageError for an unknown metric or an invalid `max_drop`."""
     if metric is not None and not callable(metric) and metric not in BUILT_IN:
         raise UsageError(f"unknown metric {metric!r}", fix=f"use one of: {', '.join(BUILT_IN)}, or pass a function")
     if max_drop is not None and not 0 <= max_drop < math.inf:
@@ -264,7 +264,7 @@ def _usual(model: Called, data: Sequence[Example], state: Sequence[torch.Tensor]
 
 
 def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Outputs:
-    """Copies of the outputs of a call; what it writes is put back."""
+    """Copies of the outputs of a call. State that the call writes is restored."""
     given, structure = flatten((call.args, call.kwargs))
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
     with protected(None, written=state), torch.no_grad():

@@ -41,7 +41,7 @@ def unsteady(
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = flatten((example.args, example.kwargs))
     limit = LIMITS[GROSS.get(executable.precision, executable.precision)]
-    # What has been accepted on real data may be far off on values in other places.
+    # A candidate that was accepted on real data may be far off on shuffled values.
     gross = limit if executable.tolerance is None else math.inf
     end = clock() + seconds
     with torch.no_grad():

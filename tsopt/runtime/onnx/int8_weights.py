@@ -1,4 +1,4 @@
-"""Whether this processor adds up the products of a model's int8 weights exactly.
+"""Checks that this processor computes exact sums with a model's int8 weights.
 
 Without instructions for 8-bit integers, engines add two products in 16 bits, which saturate silently: a bundle that was
 written where there are such instructions would be wrong elsewhere. Imports no torch, for bundles do without it.
@@ -21,7 +21,7 @@ NARROW = 64  # 2 * 255 * 64 is below 2^15
 
 
 def to_options(program: Program) -> dict[str, int]:
-    """What a bundle says of its int8 weights; nothing where it has none."""
+    """The bundle option that records the int8 weights; empty if there are none."""
     from tsopt.compiler.graph.quantized import largest_magnitude
 
     largest = largest_magnitude(program)
@@ -29,12 +29,12 @@ def to_options(program: Program) -> dict[str, int]:
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raises BackendError where the sums of stored weights could saturate on this processor."""
+    """Raises BackendError if sums with the stored weights could saturate on this processor."""
     largest = options.get(OPTION, 0)
     if largest <= NARROW or not set(environment.environment().flags).isdisjoint(EXACT):
         return
     raise BackendError(
-        "the int8 weights of this bundle would give wrong sums on this processor",
+        "the int8 weights of this bundle are not safe on this processor",
         why=f"they go up to {largest}, and without VNNI instructions sums of products above {NARROW} saturate",
-        fix="export the model again on a machine of this kind, which takes weights of 7 bits",
+        fix="export the model again on this kind of machine, where tsopt uses 7-bit weights",
     )

@@ -1,4 +1,4 @@
-"""Quantized convolutions as OpenVINO fuses them: with the activation that follows, on the float result.
+"""Rewrites quantized convolutions so that OpenVINO can fuse the activation that follows.
 
 ONNX Runtime computes a convolution on integers only where its result is quantized at once. OpenVINO applies most
 activations inside of the convolution, but not behind integers that lie between the two: 1.2 times the speed on
@@ -22,7 +22,7 @@ FUSED = (
 
 
 def with_fused_activations(program: Program) -> Program:
-    """A copy in which an activation that alone reads a convolution reads its result before quantization."""
+    """A copy in which an activation reads a convolution's float result, if it is the only user of that result."""
     made = program.copy()
     for node in list(made.calls()):
         if node.target in FUSED:

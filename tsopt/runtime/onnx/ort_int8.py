@@ -1,4 +1,4 @@
-"""Linear layers on 8-bit integers for ONNX Runtime, by its own operator for them.
+"""Quantized linear layers as ONNX Runtime's own operator for integer products.
 
 As QuantizeLinear and DequantizeLinear around a product with a bias, they would run in float32: the runtime makes a Gemm
 of product and bias, and fuses the integers of one only where its result is quantized too.
@@ -17,7 +17,7 @@ from tsopt.runtime.onnx.ort_kernels import operator_call
 
 
 def with_integer_products(program: Program) -> Program:
-    """A copy with the runtime's operator for each linear layer that calibration has quantized. For the exporter."""
+    """A copy with the runtime's operator for each statically quantized linear layer. Only for the exporter."""
     made = program.copy()
     for node in list(made.graph.nodes):
         layer = quantized_layer(made, node) if node.target is aten.linear.default else None

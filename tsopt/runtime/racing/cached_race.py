@@ -47,7 +47,7 @@ def cached_race(
         *_of_accuracy(programs, settings),
     )
     if settings.criterion is not None and not settings.criterion.key:
-        key = None  # the user's metric may be another tomorrow
+        key = None  # the user's metric may change between runs
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:
         short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
@@ -67,7 +67,7 @@ def cached_race(
 
 
 def _of_accuracy(programs: Variants, settings: RaceSettings) -> list[str]:
-    """What a criterion asks for, and the variants that were made for it: both depend on the calibration data."""
+    """The parts of the cache key that depend on the calibration data: the criterion and the variants."""
     if settings.criterion is None:
         return []
     made = [item.fingerprint() if isinstance(item, Program) else item.what for _, item in sorted(programs.items())]

@@ -77,7 +77,7 @@ def choose(
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
-        except UsageError:  # the user's metric fails: that is no fault of the candidate
+        except UsageError:  # the user's metric failed, not the candidate
             raise
         except Exception as error:  # whatever it raises, it is out
             ending = error.kind if isinstance(error, CandidateDied) else outcomes.ending_of(error)
