@@ -67,7 +67,10 @@ def one(name: str) -> dict[str, Any]:
             "max_drop": Int8Options(calibration=case.calibration, metric=case.choose, max_drop=MAX_DROP),
         }.items():
             found = quantize(case.model, program, as_example(case.example), ("int8", "int8-static"), options)
-            row[title] = {"layers": summary(found.layers), "scores": _scores(found.variants, case)}
+            row[title] = {
+                "layers": {name: summary(rows) for name, rows in found.layers.items()},
+                "scores": _scores(found.variants, case),
+            }
     return row
 
 

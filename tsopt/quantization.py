@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,9 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import QParams, largest_weight, simulated
+from tsopt.compiler.graph.quantized import LARGEST, QParams, largest_weight, simulated
 from tsopt.compiler.graph.values import laid_out
-from tsopt.compiler.precision_names import INT8, INT8_STATIC
+from tsopt.compiler.precision_names import INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
@@ -28,14 +28,16 @@ from tsopt.passes.quantize.layer_names import kept_in_float, module_of
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, readers_of_integers
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
 from tsopt.passes.quantize.selection import fewest_kept
-from tsopt.passes.quantize.sensitivity import Loss, losses_of
+from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor, losses_of
 from tsopt.passes.quantize.static import StaticInt8
+from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, input_sets
 from tsopt.runtime.layer_table import LayerRecord
 
 log = logging.getLogger("tsopt")
+Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
 TRIED = 8  # calls that each choice of layers is tried on
@@ -74,14 +76,18 @@ class Quantization:
     Attributes:
         variants: by name; NoGain where nothing would be quantized.
         criterion: of candidates in lower precisions; None: the limits of their precision.
-        layers: what became of each layer, in the variant that calibration has made, else in the other one.
+        layers: what became of each layer, by variant.
         calibration: what was made of the user's data; empty without any.
     """
 
     variants: dict[str, Program | NoGain] = field(default_factory=dict)
     criterion: Criterion | None = None
-    layers: tuple[LayerRecord, ...] = ()
+    layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
     calibration: str = ""
+
+    def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
+        """What became of each layer in a variant; in the first that was tried if that one is not in int8."""
+        return self.layers.get(variant) or next(iter(self.layers.values()), ())
 
 
 def quantize(
@@ -103,7 +109,7 @@ def quantize(
     Raises:
         UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
     """
-    wanted = [name for name in (INT8_STATIC, INT8) if name in wanted]
+    wanted = [name for name in (INT8_STATIC, INT8, INT8_WEIGHTS) if name in wanted]
     if not wanted and not options.judges:
         return Quantization()
     data = _data(program, example, options, seed, progress)
@@ -113,11 +119,12 @@ def quantize(
         criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
         made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress)
         variants: dict[str, Program | NoGain] = {}
-        layers: tuple[LayerRecord, ...] = ()
+        layers: dict[str, tuple[LayerRecord, ...]] = {}
         for name in wanted:
             try:
                 variants[name], found = made.variant(name)
-                layers = layers or found
+                if found:
+                    layers[name] = found
             except UsageError:
                 raise
             except Exception as error:  # a bug in quantization must not cost the float32 candidates
@@ -175,39 +182,78 @@ class _Quantizer:
             self.progress_error = error
             raise
 
-    def variant(self, name: str) -> tuple[Program | NoGain, tuple[LayerRecord, ...]]:
+    def variant(self, name: str) -> Made:
         """Creates a variant. Returns it with a record for each layer."""
         if not self.layers:
             return NoGain(NO_LAYER), ()
+        if name == INT8_WEIGHTS:
+            return self._weights()
         qparams = self._calibrated() if name == INT8_STATIC else None
         # NOTE: the loss with fixed scales bounds the loss with scales per call, so one order serves both variants.
-        losses = self._losses = self._losses or self._measured(qparams)
-        reasons = {layer.name: reason for layer in self.layers if (reason := self._reason(layer))}
+        self._losses = self._losses or self._measured(
+            *(
+                (self.layers, by_tensor)
+                if qparams is None
+                else (_with_input_in(self.layers, qparams), by_qparams(qparams))
+            )
+        )
+
+        def pass_for(only: frozenset[str]) -> Pass:
+            if qparams is None:
+                return DynamicInt8(self.largest, only)
+            return StaticInt8(qparams, {key: loss.shift for key, loss in self._losses.items()}, only, self.largest)
+
+        # The second variant starts from the choice of the first, which saves most of its trials.
+        chosen = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
+        self._kept_before = 0 if isinstance(chosen[0], NoGain) else sum(bool(layer.kept) for layer in chosen[1])
+        return chosen
+
+    def _weights(self) -> Made:
+        """The variant with int8 weights."""
+        if self.largest < LARGEST:
+            return NoGain("int8 weights need a processor with VNNI instructions (or ARM dot products)"), ()
+        share = share_of_linear(self.program, self.layers)
+        if share < WORTHWHILE:
+            return NoGain(f"linear layers are only {share:.1%} of this program"), ()
+        layers = linear_layers(self.layers)
+        return self._chosen(layers, self._measured(layers, by_group), Int8Weights, 0)
+
+    def _chosen(
+        self,
+        layers: Sequence[fx.Node],
+        losses: Mapping[str, Loss],
+        pass_for: Callable[[frozenset[str]], Pass],
+        at_least: int,
+    ) -> Made:
+        """Quantizes as many of these layers as the criterion accepts.
+
+        Args:
+            pass_for: the pass that quantizes the layers with these names.
+            at_least: how many to keep in float32 in any case.
+        """
+        reasons = {layer.name: reason for layer in layers if (reason := self._reason(layer, losses))}
         order = sorted(
-            (layer for layer in self.layers if layer.name in losses),
+            (layer for layer in layers if layer.name in losses),
             key=lambda layer: (layer.name not in reasons, losses[layer.name].sqnr),
         )
 
-        def pass_for(kept: int) -> Pass:
-            only = frozenset(layer.name for layer in order[kept:])
-            if qparams is None:
-                return DynamicInt8(self.largest, only)
-            return StaticInt8(qparams, {key: loss.shift for key, loss in losses.items()}, only, self.largest)
+        def pass_with(kept: int) -> Pass:
+            return pass_for(frozenset(layer.name for layer in order[kept:]))
 
-        # The second variant starts from the choice of the first, which saves most of its trials.
-        at_least = max(self._kept_before, sum(layer.name in reasons for layer in order))
-        kept, said = self._fewest(pass_for, len(order), at_least)
-        self._kept_before = kept if kept < len(order) else 0
-        reasons = (
-            dict.fromkeys(
-                (layer.name for layer in order[:kept]), "the quantized layers together exceed the accuracy limit"
-            )
-            | reasons
+        kept, said = self._fewest(pass_with, len(order), max(at_least, sum(layer.name in reasons for layer in order)))
+        together = "the quantized layers together exceed the accuracy limit"
+        reasons = dict.fromkeys((layer.name for layer in order[:kept]), together) | reasons
+        reasons |= {
+            layer.name: "the fastest candidate quantizes only linear layers"
+            for layer in self.layers
+            if layer not in layers
+        }
+        records = tuple(
+            self._record(layer, losses.get(layer.name), reasons.get(layer.name, "")) for layer in self.layers
         )
-        records = tuple(self._record(layer, reasons.get(layer.name, "")) for layer in self.layers)
         if kept == len(order):
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
-        made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
+        made, _ = run(self.program, (pass_with(kept),), Limits(Numerics.LOSSY))
         return made, records
 
     def _calibrated(self) -> dict[str, QParams]:
@@ -218,22 +264,21 @@ class _Quantizer:
         with called_on_data(IndexError):
             return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
-    def _measured(self, qparams: Mapping[str, QParams] | None) -> dict[str, Loss]:
-        """The loss of each layer whose input can be quantized."""
-        known = [layer for layer in self.layers if qparams is None or ops.bind(layer)["input"].name in qparams]
+    def _measured(self, layers: Sequence[fx.Node], rounding: Rounding) -> dict[str, Loss]:
+        """The loss of each of these layers, except of those whose input is not finite."""
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
         tell = self._telling("measure")
         with called_on_data(IndexError):
-            return losses_of(self.program, known, calls, qparams=qparams, largest=self.largest, progress=tell)
+            return losses_of(self.program, layers, calls, rounding=rounding, largest=self.largest, progress=tell)
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
 
-    def _reason(self, layer: fx.Node) -> str:
+    def _reason(self, layer: fx.Node, losses: Mapping[str, Loss]) -> str:
         """Why a layer must stay in float32 regardless of the other layers; empty if it need not."""
         if layer in self.kept:
             return f"keep_float {self.kept[layer]!r}"
-        loss = self._losses.get(layer.name)
+        loss = losses.get(layer.name)
         if loss is None:
             return "its input is not finite"
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
@@ -254,8 +299,7 @@ class _Quantizer:
 
         return fewest_kept(count, at_least, is_accepted), said
 
-    def _record(self, layer: fx.Node, kept: str) -> LayerRecord:
-        loss = self._losses.get(layer.name)
+    def _record(self, layer: fx.Node, loss: Loss | None, kept: str) -> LayerRecord:
         weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
         return LayerRecord(
             name=module_of(layer),
@@ -266,6 +310,10 @@ class _Quantizer:
             bytes_int8=weight.numel() + 4 * len(weight),
             kept=kept,
         )
+
+
+def _with_input_in(layers: Sequence[fx.Node], names: Container[str]) -> list[fx.Node]:
+    return [layer for layer in layers if ops.bind(layer)["input"].name in names]
 
 
 def _flat(program: Program, call: Example) -> Call:

@@ -19,7 +19,7 @@ from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.precision_names import FP32, INT8_STATIC
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
@@ -144,7 +144,7 @@ class Request:
             not_isolated_because=outcome.not_isolated_because,
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
-            quantization=quantized.layers,
+            quantization=quantized.layers_in(outcome.candidate.variant if outcome.candidate is not None else FP32),
             calibration=quantized.calibration,
         )
         return self._served(example, rehearsal, made, outcome, report, quantized)
@@ -185,8 +185,8 @@ class Request:
         program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(made.reference), program.state.values()
         shares = self.race.share_weights
-        is_calibrated = outcome.candidate is not None and outcome.candidate.variant == INT8_STATIC
-        calibrated = quantized.variants[INT8_STATIC] if is_calibrated else None
+        variant = outcome.candidate.variant if outcome.candidate is not None else FP32
+        int8 = quantized.variants.get(variant)
         if executable is not None:
             executable.reference = reference
         specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
@@ -195,7 +195,7 @@ class Request:
             audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
-            quantized=rehearsal.program(calibrated) if isinstance(calibrated, Program) else None,
+            quantized=(variant, rehearsal.program(int8)) if isinstance(int8, Program) else None,
         )
 
     @staticmethod

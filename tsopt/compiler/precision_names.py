@@ -6,4 +6,6 @@ FP32 = "fp32"  # every value in the dtype that the model gives it
 HALVES = ("bf16", "fp16")
 INT8 = "int8"  # dynamic quantization: each call computes the activation scales
 INT8_STATIC = "int8-static"  # static quantization: the scales come from calibration
+INT8_WEIGHTS = "int8-weights"  # int8 weights of linear layers: engines round their inputs in groups, in each call
+INT8_VARIANTS = (INT8, INT8_WEIGHTS, INT8_STATIC)
 PRECISIONS = (FP32, "tf32", *HALVES, INT8)

@@ -22,12 +22,13 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import largest_weight
-from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC
+from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.layers import NO_LAYER
+from tsopt.passes.quantize.weights import Int8Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -87,9 +88,9 @@ def in_precision(program: Program, precision: str) -> Program:
         return program
     if precision == INT8_STATIC:
         raise UsageError(f"{INT8_STATIC} needs calibration data", fix="use tsopt.optimize(..., calibration=...)")
-    change: Pass = DynamicInt8(largest_weight()) if precision == INT8 else LowerPrecision(precision)
-    made, _ = run(program, (change,), Limits(Numerics.LOSSY))
-    if made is program and precision == INT8:
+    int8: dict[str, Pass] = {INT8: DynamicInt8(largest_weight()), INT8_WEIGHTS: Int8Weights()}
+    made, _ = run(program, (int8.get(precision) or LowerPrecision(precision),), Limits(Numerics.LOSSY))
+    if made is program and precision in int8:
         raise NoGain(NO_LAYER)
     if made is program:
         raise NoGain(f"the program has no float32 matrix products to run in {precision}")

@@ -12,14 +12,14 @@ import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tsopt.compiler.graph.quantized import QParams
 from tsopt.passes.quantize.layers import layers_of
-from tsopt.passes.quantize.sensitivity import Loss, losses_of
+from tsopt.passes.quantize.sensitivity import Loss, by_qparams, by_tensor, losses_of
 
 
-def losses(model, calls, qparams=None, largest=127):
+def losses(model, calls, rounding=by_tensor, largest=127):
     program = tsopt.capture(model, calls[0])
     layers = layers_of(program)
     found = losses_of(
-        *(program, layers, [(x,) for x in calls]), qparams=qparams, largest=largest, progress=lambda text: None
+        *(program, layers, [(x,) for x in calls]), rounding=rounding, largest=largest, progress=lambda text: None
     )
     return program, {layer.meta["module"]: found[layer.name] for layer in layers}
 
@@ -52,7 +52,7 @@ def test_a_range_that_cuts_values_is_a_loss():
     program = tsopt.capture(model, x)
     (layer,) = layers_of(program)
     by = {node.name: QParams.of_range(-0.5, 0.5) for node in program.graph.nodes if node.op == "placeholder"}
-    found = losses_of(program, [layer], [(x,)], qparams=by, largest=127, progress=lambda text: None)
+    found = losses_of(program, [layer], [(x,)], rounding=by_qparams(by), largest=127, progress=lambda text: None)
     assert found[layer.name].sqnr < 10
 
 
@@ -81,7 +81,7 @@ def test_a_layer_whose_input_is_not_finite_in_one_call_is_left_out():
         program = tsopt.capture(nn.Linear(8, 2).eval(), x)
         found = losses_of(
             *(program, layers_of(program), [(call,) for call in calls]),
-            qparams=None,
+            rounding=by_tensor,
             largest=127,
             progress=lambda text: None,
         )

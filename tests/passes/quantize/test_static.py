@@ -17,7 +17,7 @@ from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.quantize.layers import layers_of
-from tsopt.passes.quantize.sensitivity import losses_of
+from tsopt.passes.quantize.sensitivity import by_qparams, losses_of
 from tsopt.passes.quantize.static import StaticInt8
 
 
@@ -94,7 +94,9 @@ def test_the_mean_error_is_taken_off_by_the_bias(bias):
     _, program = calibrated(model, x)
     (layer,) = layers_of(program)
     by = {node.name: QParams.of_range(0, 1) for node in program.graph.nodes if node.op == "placeholder"}
-    loss = losses_of(program, [layer], [(x,)], qparams=by, largest=15, progress=lambda text: None)[layer.name]
+    loss = losses_of(program, [layer], [(x,)], rounding=by_qparams(by), largest=15, progress=lambda text: None)[
+        layer.name
+    ]
     shifts = {layer.name: loss.shift}
     errors = []
     for given in ({}, shifts):

@@ -120,8 +120,7 @@ def test_one_outlier_channel_keeps_the_accuracy():
     assert error < 0.044
 
 
-@pytest.fixture
-def without_vnni(monkeypatch):
+def hide_vnni(monkeypatch):
     here = environment.environment()
     flags = tuple(flag for flag in here.flags if flag not in int8_weights.EXACT)
     monkeypatch.setattr(environment, "environment", lambda: type(here)(**{**here.to_json(), "flags": flags}))
@@ -136,16 +135,20 @@ def bundle_of(engine, tmp_path, largest):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_large_weights_are_refused_where_sums_would_saturate(engine, tmp_path, without_vnni):
+def test_large_weights_are_refused_where_sums_would_saturate(engine, tmp_path, monkeypatch):
     executable, files = bundle_of(engine, tmp_path, 127)
+    hide_vnni(monkeypatch)
     assert executable.options["int8_weights"] == 127
     backend = tsopt.runtime.backends.table.info_of(engine).load()
     with pytest.raises(BackendError, match="not safe on this processor\n  why: they go up to 127"):
         backend.load_runner(files, executable.signature, json.loads(json.dumps(executable.options)))
+    with pytest.raises(BackendError, match="not safe on this processor"):
+        bundle_of(engine, tmp_path / "again", 127)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_weights_of_seven_bits_load_anywhere(engine, tmp_path, without_vnni):
+def test_weights_of_seven_bits_load_anywhere(engine, tmp_path, monkeypatch):
+    hide_vnni(monkeypatch)
     executable, files = bundle_of(engine, tmp_path, 64)
     backend = tsopt.runtime.backends.table.info_of(engine).load()
     run = backend.load_runner(files, executable.signature, executable.options)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ quantized = torch.ops.quantized_decomposed
 HIGHEST = 255
 UNSIGNED = (0, HIGHEST, torch.uint8)
 SIGNED = (-127, 127, torch.int8)
+GROUP = 128  # elements of a row that share a scale where an engine rounds them itself
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 
 DIMENSIONS = {aten.linear.default: 2, aten.conv2d.default: 4}  # of a weight
@@ -54,13 +57,13 @@ class QParams:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A linear layer or a convolution on 8-bit integers, with one scale and zero point for the input.
+    """A linear layer or a convolution with an int8 weight, and one scale and zero point for the input if it has any.
 
     Attributes:
         node: the call of `aten.linear` or `aten.conv2d`.
         x: its input before quantization: float32, [..., in] or [batch, in, height, width].
-        dequantized: the input after quantization and back.
-        by: its scale and zero point; None where each call computes them.
+        dequantized: the input after quantization and back; `x` itself where the program does not quantize it.
+        by: its scale and zero point; None where each call computes them, or there are none.
         weight: name of the int8 weight, [out, in] or [out, in / groups, height, width].
         scales: name of the scales of its outputs, float32, [out].
         zeros: name of its zero points, all 0, int64, [out].
@@ -75,6 +78,10 @@ class QuantizedLayer:
     scales: str
     zeros: str
     bias: fx.Node | None
+
+    @property
+    def has_float_input(self) -> bool:
+        return self.dequantized is self.x
 
 
 def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
@@ -130,8 +137,8 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
-    x, by = calibrated_input(dequantized) or (_quantized_input(dequantized), None)
-    if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
+    x, by = calibrated_input(dequantized) or (_quantized_input(dequantized) or dequantized, None)
+    if not _calls(weight, quantized.dequantize_per_channel.default):
         return None
     *held, axis, low, high, dtype = weight.args
     if (axis, low, high, dtype) != (0, *SIGNED) or any(item.op != "get_attr" for item in held) or weight.kwargs:
@@ -140,7 +147,8 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     integers, scales, zeros = (program.weights[name] for name in names)
     rows = integers.shape[:1]
     fits = (
-        (integers.dtype, integers.dim()) == (torch.int8, DIMENSIONS[node.target])
+        (x is not dequantized or node.target is aten.linear.default)
+        and (integers.dtype, integers.dim()) == (torch.int8, DIMENSIONS[node.target])
         and (scales.dtype, scales.shape) == (torch.float32, rows)
         and (zeros.dtype, zeros.shape, bool(zeros.any())) == (torch.int64, rows, False)
         and integers.device.type == "cpu"
@@ -164,21 +172,29 @@ def rewire(layer: fx.Node, x: fx.Node, weight: fx.Node) -> None:
     layer.kwargs = {}
 
 
+def quantized_layers(program: Program) -> Iterator[QuantizedLayer]:
+    """All quantized layers, in graph order."""
+    return (layer for node in list(program.calls()) if (layer := quantized_layer(program, node)) is not None)
+
+
 def largest_magnitude(program: Program) -> int:
     """The largest magnitude of an int8 weight in any quantized layer; 0 if there is none."""
-    layers = [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
-    return max((int(program.weights[layer.weight].int().abs().max()) for layer in layers), default=0)
+    weights = {layer.weight for layer in quantized_layers(program)}
+    return max((int(program.weights[name].int().abs().max()) for name in weights), default=0)
+
+
+def has_float_inputs(program: Program) -> bool:
+    """Whether an engine may round the inputs of linear layers with int8 weights itself."""
+    return any(layer.has_float_input for layer in quantized_layers(program))
 
 
 def in_float(program: Program) -> Program:
     """A copy with every quantized layer in float32; the program itself if there is none."""
-    if not any(quantized_layer(program, node) for node in program.calls()):
+    if next(quantized_layers(program), None) is None:
         return program
     made = program.copy()
-    for node in list(made.calls()):
-        layer = quantized_layer(made, node)
-        if layer is not None:
-            restore(made, layer)
+    for layer in quantized_layers(made):
+        restore(made, layer)
     erase_dead(made)
     return made
 
@@ -186,9 +202,17 @@ def in_float(program: Program) -> Program:
 def simulated(program: Program) -> Program:
     """A copy that simulates the quantization in float32 (fake quantization), which torch runs several times as fast.
 
-    Weights are stored dequantized; quantizing and dequantizing a value is one call.
+    Weights are stored dequantized; quantizing and dequantizing a value is one call. Inputs that engines would round
+    themselves are rounded too.
     """
     made = program.copy()
+    rounded: dict[fx.Node, fx.Node] = {}
+    for layer in quantized_layers(made):
+        if layer.has_float_input:
+            call = partial(_call_before, made, layer.node)
+            if layer.x not in rounded:
+                rounded[layer.x] = rounded_by_group(layer.x, layer.x.meta["val"].shape, call)
+            layer.node.replace_input_with(layer.x, rounded[layer.x])
     for node in list(made.calls()):
         found = calibrated_input(node)
         if found is not None:
@@ -204,6 +228,30 @@ def simulated(program: Program) -> Program:
                 node.replace_all_uses_with(new_weight(made, node, name, dequantized_weight(integers, scales)))
     erase_dead(made)
     return made
+
+
+def rounded_by_group(x: Any, shape: Sequence[int], call: Callable[..., Any]) -> Any:
+    """What is left of a value when GROUP neighbours in a row are rounded to multiples of a 127th of the largest.
+
+    This is what ONNX Runtime and OpenVINO do to the input of a linear layer with an int8 weight.
+
+    Args:
+        shape: of the value, [..., in].
+        call: makes or computes a call of an op.
+    """
+    *rows, size = shape
+    count = -(-size // GROUP)
+    padded = call(aten.constant_pad_nd.default, x, [0, count * GROUP - size]) if size % GROUP else x
+    groups = call(aten.reshape.default, padded, [-1, GROUP])
+    largest = call(aten.amax.default, call(aten.abs.default, groups), [1], True)
+    steps = call(aten.clamp.default, call(aten.div.Tensor, largest, 127.0), SMALLEST)
+    near = call(aten.mul.Tensor, call(aten.round.default, call(aten.div.Tensor, groups, steps)), steps)
+    joined = call(aten.reshape.default, near, [*rows, count * GROUP])
+    return call(aten.slice.Tensor, joined, -1, 0, size) if size % GROUP else joined
+
+
+def _call_before(program: Program, place: fx.Node, target: Any, *args: Any) -> fx.Node:
+    return new_call(program, place, place, target, args, {})
 
 
 def erase_dead(program: Program) -> None:

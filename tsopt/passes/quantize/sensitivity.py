@@ -12,8 +12,10 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import HIGHEST, QParams, dequantized_weight, quantized_weight
+from tsopt.compiler.graph.quantized import HIGHEST, QParams, dequantized_weight, quantized_weight, rounded_by_group
 from tsopt.passes.quantize.observe import Call
+
+Rounding = Callable[[fx.Node, torch.Tensor], torch.Tensor]  # a layer and its input -> the input after quantization
 
 
 @dataclass
@@ -53,15 +55,13 @@ class Measured(fx.Interpreter):
     A layer whose input is not finite in some call is left out of `losses`.
 
     Args:
-        qparams: of the input of each layer, by its name; None where each call finds its own.
+        rounding: of the input of a layer.
         largest: the largest magnitude of a weight.
     """
 
-    def __init__(
-        self, program: Program, layers: Sequence[fx.Node], qparams: Mapping[str, QParams] | None, largest: int
-    ) -> None:
+    def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program.module())
-        self._qparams = qparams
+        self._rounding = rounding
         self._layers = {layer.name: layer for layer in layers}
         weights = {str(ops.bind(layer)["weight"].target) for layer in layers}
         self._weights = {name: quantized_weight(program.weights[name].detach(), largest) for name in weights}
@@ -81,9 +81,8 @@ class Measured(fx.Interpreter):
 
     def _measure(self, layer: fx.Node, value: torch.Tensor, args: Any, kwargs: Any) -> None:
         x, _, *others = args
-        by = self._qparams_of(layer, x)
+        near = self._rounding(layer, x)
         integers, scales = self._weights[str(ops.bind(layer)["weight"].target)]
-        near = torch.fake_quantize_per_tensor_affine(x.contiguous(), by.scale, by.zero, 0, HIGHEST)
         target: Any = layer.target
         errors = target(near, dequantized_weight(integers, scales), *others, **kwargs).double() - value
         channel = 1 if errors.dim() == 4 else errors.dim() - 1
@@ -94,10 +93,25 @@ class Measured(fx.Interpreter):
         loss.size += float(value.double().square().sum())
         loss.count += by_channel.shape[1]
 
-    def _qparams_of(self, layer: fx.Node, x: torch.Tensor) -> QParams:
-        if self._qparams is not None:
-            return self._qparams[ops.bind(layer)["input"].name]
-        return QParams.of_range(*map(float, torch.aminmax(x)))
+
+def by_tensor(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
+    """Rounds as an engine does that finds the range of the whole tensor in each call."""
+    return _quantized(x, QParams.of_range(*map(float, torch.aminmax(x))))
+
+
+def by_group(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
+    """Rounds as an engine does that finds the range of each group of a row in each call."""
+    rounded: torch.Tensor = rounded_by_group(x, x.shape, lambda target, *args: target(*args))
+    return rounded
+
+
+def by_qparams(qparams: Mapping[str, QParams]) -> Rounding:
+    """Rounds with parameters that are known, by the name of the input."""
+    return lambda layer, x: _quantized(x, qparams[ops.bind(layer)["input"].name])
+
+
+def _quantized(x: torch.Tensor, by: QParams) -> torch.Tensor:
+    return torch.fake_quantize_per_tensor_affine(x.contiguous(), by.scale, by.zero, 0, HIGHEST)
 
 
 def losses_of(
@@ -105,12 +119,12 @@ def losses_of(
     layers: Sequence[fx.Node],
     calls: Iterable[Call],
     *,
-    qparams: Mapping[str, QParams] | None,
+    rounding: Rounding,
     largest: int,
     progress: Callable[[str], None],
 ) -> dict[str, Loss]:
     """The loss of each layer by node name. All layers before it run in float32."""
-    measured, calls = Measured(program, layers, qparams, largest), list(calls)
+    measured, calls = Measured(program, layers, rounding, largest), list(calls)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         with torch.no_grad():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, PRECISIONS
+from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 
@@ -150,14 +150,12 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
     """The backends that have lower precisions, once more in each that is asked for."""
     if precision not in (*PRECISIONS, AUTO):
         raise UsageError(f"unknown precision {precision!r}", fix=f"use one of: {', '.join((*PRECISIONS, AUTO))}")
-    asked = ("tf32", *HALVES) if precision == AUTO else (precision,) if precision != FP32 else ()
-    if calibrated and precision in (INT8, AUTO):
-        asked = tuple(dict.fromkeys((*asked, INT8, INT8_STATIC)))
+    asked: tuple[str, ...] = ("tf32", *HALVES) if precision == AUTO else (precision,) if precision != FP32 else ()
+    if precision == INT8 or (calibrated and precision == AUTO):
+        asked = (*(item for item in asked if item != INT8), INT8, INT8_WEIGHTS, *([INT8_STATIC] if calibrated else []))
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
     if asked and not found:
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
-        by_data = precision == INT8 and any(candidate.in_precision(INT8_STATIC) for candidate in plain)
-        more = ", or pass calibration data" if by_data else ""
-        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}{more}")
+        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
     return tuple(found)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import HALVES, INT8, INT8_STATIC
+from tsopt.compiler.precision_names import HALVES, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.errors import BackendError, UsageError
 
 Options = tuple[tuple[str, Any], ...]
@@ -104,7 +104,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "ONNX Runtime",
             "always",
             also=((("threads", 1),),),
-            lowered=(INT8_STATIC,),
+            lowered=(INT8_WEIGHTS, INT8_STATIC),
             through_onnx=True,
             exports="onnx",
             needs={"numpy": "ndarray", "onnxruntime": "InferenceSession"},
@@ -114,7 +114,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "tsopt.runtime.onnx.openvino:OpenVinoBackend",
             "OpenVINO",
             "installed",
-            lowered=(INT8_STATIC,),
+            lowered=(INT8_WEIGHTS, INT8_STATIC),
             precisions=HALVES,
             through_onnx=True,
             needs={"numpy": "ndarray", "openvino": "Core"},

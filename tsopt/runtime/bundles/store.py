@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
 from tsopt.compiler.calls import signature_json
-from tsopt.compiler.precision_names import FP32, INT8_STATIC, PRECISIONS
+from tsopt.compiler.precision_names import FP32, INT8_STATIC, INT8_WEIGHTS, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
 from tsopt.runtime.bundles import known_bundles
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REPORT = "report.json"  # what the race found
 MOST_THREADS = 1024
-STORED = (*PRECISIONS, INT8_STATIC)  # what a bundle may have been computed in
+STORED = (*PRECISIONS, INT8_WEIGHTS, INT8_STATIC)  # what a bundle may have been computed in
 MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.

@@ -15,7 +15,7 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import INT8_STATIC
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import modules_of
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
@@ -63,7 +63,7 @@ class Optimized:
         audits: Audits | None = None,
         weights: Weights | None = None,
         share_weights: bool = False,
-        quantized: Program | None = None,
+        quantized: tuple[str, Program] | None = None,
     ) -> None:
         self.model, self.program, self.report, self.quantized = model, program, report, quantized
         self.backend = "eager" if executable is None else executable.backend
@@ -311,7 +311,7 @@ class Optimized:
     def verified(self, backend: str, **options: Any) -> Executable:
         """The optimized program compiled with another backend and verified against the model, for export.
 
-        If the winner is statically quantized and the backend supports that, the exported program is quantized too.
+        If the winner runs in int8 and the backend supports its variant, the exported program is in int8 too.
 
         Raises:
             BackendError: the backend does not support the program, or fails.
@@ -319,10 +319,12 @@ class Optimized:
             WeightsChangedError: the model's weights have changed since, and some of the old ones are gone.
         """
         self._check_weights(thoroughly=True)
-        quantized = self.quantized if INT8_STATIC in info_of(backend).lowered else None
-        executable = compile(quantized or self.program, backend, **options)
-        if quantized is not None and self.executable is not None:
-            executable.precision, executable.tolerance = INT8_STATIC, self.executable.tolerance
+        variant, program = self.quantized or (FP32, self.program)
+        if variant not in info_of(backend).lowered:
+            variant, program = FP32, self.program
+        executable = compile(program, backend, **options)
+        if variant != FP32 and self.executable is not None:
+            executable.precision, executable.tolerance = variant, self.executable.tolerance
         try:
             verify(self.model, executable, self.example, program=self.program, precision=executable.precision)
         except AccuracyError as error:

@@ -20,7 +20,7 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.values import Values, laid_out
-from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC
+from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError, BackendError
@@ -36,7 +36,7 @@ from tsopt.runtime.checking.verdict import ORDER, Verdict
 
 # Limits of the relative difference to eager (root of the sum of squares) in a lower precision. Inputs that are a
 # hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys((INT8, INT8_STATIC), RELATIVE_ERROR)}
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INT8_VARIANTS, RELATIVE_ERROR)}
 WIDER = {"large": 10.0}
 UNUSUAL = "differs from eager on NaN, infinities or denormals"
 TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order

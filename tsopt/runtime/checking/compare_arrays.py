@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tsopt.compiler.precision_names import INT8_VARIANTS
+
 Array = NDArray[np.generic]
 
 # rtol and atol of the element test by dtype, and the limits of lower precisions: those of `compare` and `accuracy`.
@@ -17,7 +19,7 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "complex128": (1e-7, 1e-7),
     "complex64": (1e-4, 1e-5),
 }
-LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, "int8": 4.4e-2, "int8-static": 4.4e-2}
+LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INT8_VARIANTS, 4.4e-2)}
 FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 
 

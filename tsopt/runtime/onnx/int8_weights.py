@@ -1,4 +1,4 @@
-"""Checks that this processor computes exact sums with a model's int8 weights.
+"""What an engine must know of a model's int8 weights: whether to round their inputs, and how large they are.
 
 Without instructions for 8-bit integers, engines add two products in 16 bits, which saturate silently: a bundle that was
 written where there are such instructions would be wrong elsewhere. Imports no torch, for bundles do without it.
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
 
 OPTION = "int8_weights"  # of an executable: the largest magnitude of its int8 weights
+GROUP = "int8_group"  # of an executable: how many neighbours share a scale where the engine rounds inputs itself
 EXACT = ("avx_vnni", "avx512_vnni", "amx_int8", "asimddp")
 NARROW = 64  # 2 * 255 * 64 is below 2^15
 
 
 def to_options(program: Program) -> dict[str, int]:
-    """The bundle option that records the int8 weights; empty if there are none."""
-    from tsopt.compiler.graph.quantized import largest_magnitude
+    """The bundle options that record the int8 weights; empty if there are none."""
+    from tsopt.compiler.graph import quantized
 
-    largest = largest_magnitude(program)
-    return {OPTION: largest} if largest else {}
+    largest = quantized.largest_magnitude(program)
+    group = {GROUP: quantized.GROUP} if quantized.has_float_inputs(program) else {}
+    return {OPTION: largest, **group} if largest else {}
 
 
 def check(options: Mapping[str, Any]) -> None:

@@ -86,6 +86,7 @@ class OpenVinoBackend:
 
         threads = self.threads or torch.get_num_threads()
         options = {"threads": threads, "hint": self.hint, "precision": self.precision}
+        options |= int8_weights.to_options(program)
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -100,7 +101,7 @@ class OpenVinoBackend:
             state=state,
             save=save,
             hand_over=lambda place: model.save(place / FILE, apart=True),
-            options=options | to_options(examined.bounds) | int8_weights.to_options(program),
+            options=options | to_options(examined.bounds),
             notes=examined.notes,
             precision=self.precision,
         )
@@ -123,6 +124,8 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     config: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FP32)],
         "PERFORMANCE_HINT": str(options["hint"]).upper(),
+        # By default, it would round the inputs of every product with an int8 constant, those of a user's own as well.
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(options.get(int8_weights.GROUP, 0)),
     }
     if options.get("threads"):
         config["INFERENCE_NUM_THREADS"] = options["threads"]

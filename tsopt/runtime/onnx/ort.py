@@ -104,9 +104,11 @@ class OnnxRuntimeBackend:
             "threads": self.threads or torch.get_num_threads(),
             **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
         }
+        options |= int8_weights.to_options(program)
+        int8_weights.check(options)
         session = _opened(model, options, _providers(program.signature))
         examined = self._examined(program)
-        options |= to_options(examined.bounds) | int8_weights.to_options(program)
+        options |= to_options(examined.bounds)
         run = session_runner(session, program.signature)
 
         def save(place: Path) -> None:
