@@ -91,8 +91,9 @@ def optimize(
         precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
             `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and 2-D convolutions on
             8-bit integers (on the CPU): with scales that each call computes from its input, for the whole of it or for
-            groups in each row (linear layers only), or that `calibration` finds. These candidates race alongside those in `"fp32"`. Their outputs are compared by the relative error
-            of a whole tensor: at most 4.4 % for `int8`, which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
+            groups in each row (linear layers only), or that `calibration` finds. These candidates race alongside those
+            in `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most 4.4 % for `int8`,
+            which is a cosine of 0.999, 3 % for `bf16`, 1 % for the others.
         calibration: real inputs for static int8 quantization in ONNX Runtime and OpenVINO. Half of them are held out to
             judge candidates in lower precisions.
 

@@ -200,3 +200,41 @@ def test_float64_decides_nothing_where_eager_is_far_from_it():
     assert not compare(near, eager, reference64=lambda: truth).ok
     close = (truth * 1.001).float()
     assert compare((truth * 1.0015).float(), close, reference64=lambda: truth).ok
+
+
+def far(by, count=2000):
+    """A value that is so far from ones, half of its elements above and half below."""
+    signs = torch.ones(count, dtype=torch.float64)
+    signs[::2] = -1
+    return (1 + by * signs).float()
+
+
+def test_eagers_error_is_the_largest_of_several_draws():
+    truth = torch.ones(2000, dtype=torch.float64)
+    mine, eager = far(5e-3), far(1e-3)
+    assert not compare(mine, eager, reference64=lambda: truth).ok
+    for draws, accepted in (([1e-3, 2e-3], False), ([1e-3, 3e-3], True), ([9e-3], False), ([NAN], False)):
+        found = compare(mine, eager, reference64=lambda: truth, neighbours=lambda draws=draws: map(far, draws))
+        assert (found.ok, found.test) == (accepted, "float64"), draws
+
+
+def test_no_more_is_drawn_than_it_takes():
+    truth, drawn = torch.ones(2000, dtype=torch.float64), []
+
+    def draws():
+        for by in (4e-3, 1e-3):
+            drawn.append(by)
+            yield far(by)
+
+    assert compare(far(5e-3), far(1e-3), reference64=lambda: truth, neighbours=draws).ok
+    assert drawn == [4e-3]
+    assert compare(far(5e-3), far(5e-3), reference64=lambda: truth, neighbours=draws).ok
+    assert drawn == [4e-3], "eager alone decides first"
+
+
+def test_complex_neighbours():
+    truth = torch.ones(2000, dtype=torch.complex128)
+    mine, eager = (torch.complex(far(by), torch.zeros(2000)) for by in (5e-3, 1e-3))
+    near = torch.complex(far(4e-3), torch.zeros(2000))
+    assert not compare(mine, eager, reference64=lambda: truth).ok
+    assert compare(mine, eager, reference64=lambda: truth, neighbours=lambda: [near]).ok

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,6 +30,7 @@ from tsopt.runtime.checking.compare import TOLERANCES, Comparison, bit_equal, co
 from tsopt.runtime.checking.criterion import RELATIVE_ERROR
 from tsopt.runtime.checking.expected import Expected, answers, difference_in_structure, difference_when_repeated
 from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, ZEROS, InputSet, input_sets
+from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 from tsopt.runtime.checking.time_limits import at_most
 from tsopt.runtime.checking.verdict import ORDER, Verdict
@@ -269,6 +270,7 @@ class Oracle:
             limit=limit,
             size=0.0 if limit is None else self._size_on_the_example(position, expected),
             reference64=lambda: self._wide_output(expected, position),
+            neighbours=lambda: self._neighbours(expected, position),
         )
         if found.ok or found.test == "type" or exact or reference.dtype in TOLERANCES or self.program is None:
             return found
@@ -298,6 +300,18 @@ class Oracle:
     def _wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
         wide = self._wide_values(expected)
         return None if wide is None else wide[self._outputs()[position]]
+
+    def _neighbours(self, expected: Expected, position: int) -> Iterator[torch.Tensor]:
+        """An output of the captured program for inputs that are off by one rounding."""
+        program, (leaves, _) = self.program, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+        if program is None:
+            return
+        for near in neighbours(leaves, self.seed):
+            with self._frozen(None, self._state, expected.inputs.kind):
+                value = Values.on(program, laid_out(program, near))[self._outputs()[position]]
+            if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart
+                return
+            yield value
 
     def _wide_values(self, expected: Expected) -> dict[fx.Node, Any] | None:
         if self.program is None:

@@ -1,0 +1,80 @@
+"""Errors that vary from draw to draw: what counts as eager's, and what is still wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler.calls.example import as_example
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.neighbours import DRAWS, neighbours
+
+
+def test_each_element_moves_by_one_unit_in_its_last_place():
+    x = torch.tensor([1.0, -3.0, 0.0, torch.inf])
+    found = list(neighbours([x, torch.tensor([7])], seed=0))
+    assert len(found) == DRAWS
+    for moved, whole in found:
+        away = (moved[:2] - x[:2]).abs() / x[:2].abs()
+        assert bool(((away > 0) & (away <= 2 * torch.finfo(torch.float32).eps)).all())
+        assert torch.equal(moved[2:], x[2:])
+        assert torch.equal(whole, torch.tensor([7]))
+    assert len({tuple(moved[:2].tolist()) for moved, _ in found}) > 1
+
+
+def test_whole_numbers_have_no_neighbours():
+    assert list(neighbours([torch.tensor([1, 2])], seed=0)) == []
+
+
+STEEP = 1e4
+
+
+class Steep(nn.Module):
+    """It amplifies the rounding error of a product, and refuses inputs other than the one it is told."""
+
+    def __init__(self, only=None):
+        super().__init__()
+        self.only = only
+
+    def forward(self, x):
+        wave = torch.sin(x * STEEP)
+        if self.only is None:
+            return wave
+        return wave + torch.zeros(1)[(x != self.only).long()]  # an index out of range
+
+
+def in_another_order(x):
+    return torch.sin(x * STEEP**0.5 * STEEP**0.5)
+
+
+def lucky():
+    """An input for which the model rounds down little, and the other order much."""
+    x = 1 + torch.arange(20000).float() / 20000
+    exact = x.double() * STEEP
+    mine, other = ((found.double() - exact).abs() for found in (x * STEEP, x * STEEP**0.5 * STEEP**0.5))
+    near = torch.finfo(torch.float32).eps * exact
+    found = x[(other > 3.5 * mine) & (mine > near / 7) & (torch.cos(exact).abs() > 0.9)]
+    return found[:1].reshape(1, 1)
+
+
+def oracle(model):
+    x = lucky()
+    return Oracle(model, as_example(x), tsopt.capture(model, x), only="lucky")
+
+
+def test_another_order_of_a_model_that_amplifies_rounding_is_right():
+    verdict = oracle(Steep()).judge(in_another_order)
+    assert (verdict.ok, verdict.test) == (True, "float64"), verdict.reason
+
+
+def test_one_draw_would_not_have_done():
+    verdict = oracle(Steep(only=float(lucky()))).judge(in_another_order)
+    assert not verdict.ok, "the model refuses all neighbours"
+    assert "against float64: RMSE" in verdict.reason
+
+
+@pytest.mark.parametrize("by", [1e-5, 1e-2])
+def test_a_mistake_that_rounding_does_not_explain_is_still_wrong(by):
+    assert not oracle(Steep()).judge(lambda x: Steep()(x * (1 + by))).ok

@@ -1,0 +1,28 @@
+"""What else eager could have returned: its answers when the inputs change by one rounding.
+
+Where a model amplifies rounding errors, as a softmax of large scores does, eager's error on one input is a draw from a
+wide range, and says little about how large that of another order of the same operations may be. This is the idea of
+stochastic arithmetic: Vignes, "A stochastic arithmetic for reliable scientific computation", 1993.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+DRAWS = 8
+
+
+def neighbours(leaves: Sequence[torch.Tensor], seed: int) -> Iterator[list[torch.Tensor]]:
+    """The inputs with each floating-point element moved by about one unit in its last place; nothing without any."""
+    if not any(leaf.is_floating_point() for leaf in leaves):
+        return
+    draw = torch.Generator().manual_seed(seed)
+    for _ in range(DRAWS):
+        yield [_moved(leaf, draw) if leaf.is_floating_point() else leaf.clone() for leaf in leaves]
+
+
+def _moved(leaf: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    signs = (torch.randint(0, 2, leaf.shape, generator=draw) * 2 - 1).to(leaf.device, leaf.dtype)
+    return leaf * (1 + signs * torch.finfo(leaf.dtype).eps)
