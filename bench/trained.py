@@ -32,10 +32,13 @@ MAX_DROP = 0.005
 CALIBRATION = 64  # inputs
 CHOOSING = 200  # inputs that a choice of layers is scored on
 ENGINES = {
-    "OpenVINO": ("int8-static", "openvino"),
-    "ONNX Runtime": ("int8-static", "onnxruntime"),
+    "OpenVINO, static": ("int8-static", "openvino"),
+    "ONNX Runtime, static": ("int8-static", "onnxruntime"),
+    "OpenVINO, weights": ("int8-weights", "openvino"),
+    "ONNX Runtime, weights": ("int8-weights", "onnxruntime"),
     "oneDNN": ("int8", "onednn"),
 }
+VARIANTS = ("int8-static", "int8-weights", "int8")
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,9 @@ def one(name: str) -> dict[str, Any]:
             "default": Int8Options(calibration=case.calibration),
             "max_drop": Int8Options(calibration=case.calibration, metric=case.choose, max_drop=MAX_DROP),
         }.items():
-            found = quantize(case.model, program, as_example(case.example), ("int8", "int8-static"), options)
+            found = quantize(case.model, program, as_example(case.example), VARIANTS, options)
             row[title] = {
-                "layers": {name: summary(rows) for name, rows in found.layers.items()},
+                "layers": {variant: summary(records) for variant, records in found.layers.items()},
                 "scores": _scores(found.variants, case),
             }
     return row
@@ -87,7 +90,7 @@ def _scores(variants: dict[str, Any], case: Trained) -> dict[str, float | None]:
 
 
 def page(env: Environment, rows: Rows) -> list[str]:
-    header = ("model", "score in fp32", "settings", *(f"drop in {title}" for title in ENGINES), "layers")
+    header = ("model", "score in fp32", "settings", *(f"drop in {title}" for title in ENGINES), *VARIANTS)
     drops = [drop for row in rows.values() for title in SETTINGS for drop in _drops(row, title) if drop is not None]
     return [
         f"| {' | '.join(header)} |",
@@ -113,7 +116,13 @@ def line(name: str, row: dict[str, Any]) -> str:
     lines = []
     for title in SETTINGS:
         drops = ["-" if drop is None else f"{drop:.4f}" for drop in _drops(row, title)]
-        cells = (name, f"{row['eager']:.4f}", title, *drops, row[title]["layers"])
+        cells = (
+            name,
+            f"{row['eager']:.4f}",
+            title,
+            *drops,
+            *(row[title]["layers"].get(variant, "-") for variant in VARIANTS),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

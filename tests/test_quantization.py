@@ -276,7 +276,9 @@ def test_data_without_a_precision_is_an_error():
 # ---- candidates ---------------------------------------------------------------------------------------------
 
 
-def test_data_adds_the_calibrated_candidates():
+def test_data_adds_the_calibrated_candidates(monkeypatch):
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
+
     def keys(precision, calibrated):
         found = candidates_for(("onednn", "onnxruntime", "openvino"), precision, calibrated=calibrated)
         return [candidate.key for candidate in found if "int8" in candidate.key]
@@ -287,6 +289,22 @@ def test_data_adds_the_calibrated_candidates():
     assert keys("int8", True) == keys("auto", True) == [*own, *static]
     assert keys("auto", False) == []
     assert keys("bf16", True) == []
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_other_ops_are_tried_in_bfloat16_where_the_cpu_has_it(monkeypatch, calibrated):
+    def keys():
+        found = candidates_for(("onnxruntime", "openvino"), "int8", calibrated=calibrated)
+        return [candidate.key for candidate in found if "other_ops" in candidate.key]
+
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: True)
+    variants = ("int8-weights", "int8-static")[: 1 + calibrated]
+    assert keys() == [f"openvino?other_ops=bf16&precision={variant}" for variant in variants]
+    assert [Candidate.parse(key).key for key in keys()] == keys()
+    assert Candidate.parse(keys()[0]).title == "OpenVINO, other ops bf16, precision int8-weights"
+    assert Candidate.parse(keys()[0]).in_full_precision() == Candidate("openvino")
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
+    assert keys() == []
 
 
 def test_compile_cannot_calibrate():

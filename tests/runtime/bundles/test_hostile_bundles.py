@@ -248,7 +248,16 @@ def test_a_manifest_that_can_be_read_in_two_ways_is_damage(bundle, raw, why):
     "options",
     [
         *({"threads": value} for value in (-5, 0, 10**6, True, "2", 1.5, [1])),
-        *({"spinning": "no"}, {"arena": 1}, {"hint": "fast"}, {"precision": "int4"}, {"unknown": {"a": 1}}, []),
+        *(
+            {"spinning": "no"},
+            {"arena": 1},
+            {"hint": "fast"},
+            {"precision": "int4"},
+            {"int8_group": 0},
+            {"other_ops": "fp16"},
+            {"unknown": {"a": 1}},
+            [],
+        ),
     ],
 )
 def test_an_option_out_of_its_range_is_damage(bundle, options):

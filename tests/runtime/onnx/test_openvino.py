@@ -13,6 +13,8 @@ from torch import nn
 
 import tsopt
 from tests.runtime.helpers import save
+from tsopt.passes.lower_precision import in_precision
+from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx import openvino
 
@@ -135,3 +137,28 @@ def test_an_unknown_hint_is_refused():
 def test_where_it_is_not_installed_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install openvino" in openvino.OpenVinoBackend().missing()
+
+
+@installed
+def test_the_other_ops_of_an_int8_program_in_bfloat16(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8)).eval()
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    made = in_precision(tsopt.transform(tsopt.capture(model, x)), "int8-weights")
+    mixed = compile_by(made, "openvino", other_ops="bf16")
+    assert mixed.options["other_ops"] == "bf16"
+    with torch.no_grad():
+        found, wanted = mixed(x), model(x)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.03
+    mixed.save(tmp_path)
+    backend = tsopt.runtime.backends.table.info_of("openvino").load()
+    assert torch.equal(backend.load_runner(tmp_path, mixed.signature, mixed.options)([x])[0], found)
+
+
+@installed
+def test_other_ops_need_a_program_in_int8():
+    program = tsopt.capture(nn.Linear(4, 4).eval(), torch.ones(1, 4))
+    with pytest.raises(tsopt.UsageError, match="other_ops=bf16 needs a program in int8"):
+        compile_by(program, "openvino", other_ops="bf16")
+    with pytest.raises(tsopt.UsageError, match="openvino does not support other_ops 'fp16'"):
+        compile_by(program, "openvino", other_ops="fp16")

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS, PRECISIONS
+from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_VARIANTS, INT8_WEIGHTS, PRECISIONS
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
+from tsopt.runtime.racing.environment import computes_in_bfloat16
 
 AUTO = "auto"  # every floating-point precision
 CONSTANTS = {"true": True, "false": False, "none": None}
@@ -85,7 +86,7 @@ class Candidate:
 
     def in_full_precision(self) -> Candidate:
         """The same for the program as it is."""
-        options = tuple(option for option in self.options if option[0] != "precision")
+        options = tuple(option for option in self.options if option[0] not in ("precision", "other_ops"))
         return replace(self, options=options, variant=FP32)
 
     def in_precision(self, precision: str) -> Candidate | None:
@@ -99,6 +100,8 @@ class Candidate:
 
 def _said(name: str, value: object) -> str:
     """An option as a table says it: `1 thread`, `precision bf16`."""
+    if name == "other_ops":
+        return f"other ops {value}"
     if name == "threads":
         return f"{_text(value)} {'thread' if value == 1 else 'threads'}"
     return f"{name} {_text(value)}"
@@ -155,6 +158,9 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
         asked = (*(item for item in asked if item != INT8), INT8, INT8_WEIGHTS, *([INT8_STATIC] if calibrated else []))
     plain = [candidate for candidate in racing if candidate == Candidate(candidate.backend)]
     found = [made for item in asked for candidate in plain if (made := candidate.in_precision(item)) is not None]
+    if computes_in_bfloat16():
+        low = [candidate for candidate in found if candidate.variant in INT8_VARIANTS]
+        found += [replace(candidate, options=options) for candidate in low for options in candidate.info.also_in_int8]
     if asked and not found:
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
         raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")

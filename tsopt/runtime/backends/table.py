@@ -27,6 +27,7 @@ class BackendInfo:
             with `backends="all"`; `never`: only by name.
         also: options with which it races a second time, wherever it races.
         also_on_gpu: the same for models on a GPU, with `backends="all"`.
+        also_in_int8: options with which it races a second time in int8, on a CPU with instructions for bfloat16.
         same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
         lowered: the variants of a program that it runs beside that in `fp32`, made by a pass.
         precisions: that it computes in by itself, as its option `precision`.
@@ -44,6 +45,7 @@ class BackendInfo:
     races: Literal["always", "installed", "gpu", "all", "never"] = "never"
     also: tuple[Options, ...] = ()
     also_on_gpu: tuple[Options, ...] = ()
+    also_in_int8: tuple[Options, ...] = ()
     same_kernels: bool = False
     lowered: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ()
@@ -114,6 +116,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "tsopt.runtime.onnx.openvino:OpenVinoBackend",
             "OpenVINO",
             "installed",
+            also_in_int8=((("other_ops", "bf16"),),),
             lowered=(INT8_WEIGHTS, INT8_STATIC),
             precisions=HALVES,
             through_onnx=True,

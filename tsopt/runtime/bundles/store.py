@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 REPORT = "report.json"  # what the race found
 MOST_THREADS = 1024
 STORED = (*PRECISIONS, INT8_WEIGHTS, INT8_STATIC)  # what a bundle may have been computed in
+MOST_IN_A_GROUP = 1 << 16  # elements that share a scale
 MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
@@ -42,6 +43,8 @@ OPTIONS: dict[str, Callable[[Any], bool]] = {
     "precision": lambda value: value in STORED,
     **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
     "int8_weights": lambda value: type(value) is int and 0 <= value <= 127,
+    "int8_group": lambda value: type(value) is int and 1 <= value <= MOST_IN_A_GROUP,
+    "other_ops": lambda value: value in (FP32, "bf16"),
     "bounds": lambda value: isinstance(value, list),  # each one is checked where it is read
 }
 

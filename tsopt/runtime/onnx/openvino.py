@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tsopt.runtime.onnx.narrow_integers import Examined
 
 HINTS = ("latency", "throughput")
+OTHER_OPS = (FP32, "bf16")
 PRECISION_HINTS = {FP32: "f32", "bf16": "bf16", "fp16": "f16"}
 
 
@@ -36,6 +37,7 @@ class OpenVinoBackend:
 
     threads: inference threads; None uses torch's setting at compile time, so that both race with the same number.
     hint: `latency` or `throughput`.
+    other_ops: of an int8 program, the precision of the ops that are not in int8: `fp32` or `bf16`.
     precision: `fp32` (by default OpenVINO would use bfloat16 if the CPU supports it), `bf16` or `fp16`.
     check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
     """
@@ -43,6 +45,7 @@ class OpenVinoBackend:
     threads: int | None = None
     hint: str = "latency"
     precision: str = FP32
+    other_ops: str = FP32
     check_indices: bool = False
     name: str = "openvino"
 
@@ -50,6 +53,8 @@ class OpenVinoBackend:
         check_precision(self.name, self.precision)
         if self.hint not in HINTS:
             raise UsageError(f"unknown hint {self.hint!r} of openvino", fix=f"use one of: {', '.join(HINTS)}")
+        if self.other_ops not in OTHER_OPS:
+            raise UsageError(f"openvino does not support other_ops {self.other_ops!r}", fix="use fp32 or bf16")
 
     def missing(self) -> str | None:
         return to_install("openvino", "onnx", "onnxscript")
@@ -87,6 +92,10 @@ class OpenVinoBackend:
         threads = self.threads or torch.get_num_threads()
         options = {"threads": threads, "hint": self.hint, "precision": self.precision}
         options |= int8_weights.to_options(program)
+        if self.other_ops != FP32:
+            if int8_weights.OPTION not in options:
+                raise UsageError(f"other_ops={self.other_ops} needs a program in int8", fix="use precision=int8")
+            options["other_ops"] = self.other_ops
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -122,7 +131,7 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
 
     int8_weights.check(options)
     config: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("precision", FP32)],
+        "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("other_ops", options.get("precision", FP32))],
         "PERFORMANCE_HINT": str(options["hint"]).upper(),
         # By default, it would round the inputs of every product with an int8 constant, those of a user's own as well.
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": str(options.get(int8_weights.GROUP, 0)),

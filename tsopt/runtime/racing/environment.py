@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
+IN_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors")
 
 
@@ -60,6 +61,11 @@ def environment() -> Environment:
         versions(),
         gpu,
     )
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether the CPU has instructions for products of bfloat16 values."""
+    return not _cpu()[1].isdisjoint(IN_BFLOAT16)
 
 
 def _of_torch() -> tuple[int, str]:
