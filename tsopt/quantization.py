@@ -29,6 +29,7 @@ from tsopt.passes.quantize.layers import NO_LAYER, layers_of, readers_of_integer
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
 from tsopt.passes.quantize.selection import fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor, losses_of
+from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
@@ -86,8 +87,9 @@ class Quantization:
     calibration: str = ""
 
     def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
-        """What became of each layer in a variant; in the first that was tried if that one is not in int8."""
-        return self.layers.get(variant) or next(iter(self.layers.values()), ())
+        """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
+        known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
+        return next((self.layers[name] for name in known if name in self.layers), ())
 
 
 def quantize(
@@ -109,7 +111,8 @@ def quantize(
     Raises:
         UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
     """
-    wanted = [name for name in (INT8_STATIC, INT8, INT8_WEIGHTS) if name in wanted]
+    # The first does without factors for channels, which would make the weights harder to quantize.
+    wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
     if not wanted and not options.judges:
         return Quantization()
     data = _data(program, example, options, seed, progress)
@@ -170,8 +173,10 @@ class _Quantizer:
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
         self.layers = layers_of(program)
+        self._keep_float = options.keep_float
         self.kept = kept_in_float(self.layers, options.keep_float)
         self.largest = largest_weight()
+        self._is_to_smooth = options.calibration is not None
         self._losses: dict[str, Loss] = {}
         self._kept_before = 0
 
@@ -188,6 +193,9 @@ class _Quantizer:
             return NoGain(NO_LAYER), ()
         if name == INT8_WEIGHTS:
             return self._weights()
+        if self._is_to_smooth:
+            self._is_to_smooth = False
+            self._smooth()
         qparams = self._calibrated() if name == INT8_STATIC else None
         # NOTE: the loss with fixed scales bounds the loss with scales per call, so one order serves both variants.
         self._losses = self._losses or self._measured(
@@ -255,6 +263,17 @@ class _Quantizer:
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
         made, _ = run(self.program, (pass_with(kept),), Limits(Numerics.LOSSY))
         return made, records
+
+    def _smooth(self) -> None:
+        """Goes on with a program in which outlier channels are in the weights."""
+        chosen = [layer for layer in self.layers if layer not in self.kept]
+        calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
+        with called_on_data(IndexError):
+            factors = factors_for(self.program, chosen, calls, largest=self.largest, progress=self._telling("smooth"))
+        smooth = Smooth(factors, frozenset(layer.name for layer in chosen))
+        self.program, _ = run(self.program, (smooth,), Limits())
+        self.layers = layers_of(self.program)
+        self.kept = kept_in_float(self.layers, self._keep_float)
 
     def _calibrated(self) -> dict[str, QParams]:
         """Quantization parameters of all finite values that would be quantized."""

@@ -1,0 +1,146 @@
+"""Outlier channels go from the input into the weight, where that helps, and the program computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import mlp, seeded
+from tsopt.compiler.calls.example import as_example
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
+from tsopt.passes.quantize.layers import layers_of
+from tsopt.passes.quantize.smooth import Smooth, factors_for, readers
+from tsopt.quantization import Int8Options, quantize
+
+SIZE = 32
+
+
+class Normed(nn.Module):
+    """A norm with an outlier channel, read by two linear layers, and by a sum if it is `shared`."""
+
+    def __init__(self, norm=nn.LayerNorm, shared=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.left, self.right = norm(SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.shared = shared
+        with torch.no_grad():
+            self.norm.weight[3] = 100.0
+
+    def forward(self, x):
+        x = self.norm(x)
+        y = self.left(x) * self.right(x)
+        return y + x if self.shared else y
+
+
+def rows(count=16):
+    return torch.randn(count, SIZE, generator=seeded(0))
+
+
+def smoothed(model, *calls):
+    program = tsopt.transform(tsopt.capture(model, calls[0]))
+    layers = layers_of(program)
+    said: list[str] = []
+    factors = factors_for(program, layers, [(x,) for x in calls], largest=127, progress=said.append)
+    assert said == [f"{number} of {len(calls)}" for number in range(1, len(calls) + 1)]
+    made, _ = run(program, (Smooth(factors, frozenset(layer.name for layer in layers)),), Limits())
+    verify_program(made)
+    return program, made, factors
+
+
+def close(program, model, x):
+    with torch.no_grad():
+        return torch.allclose(program.module()(x)[0], model(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_is_divided_itself(norm):
+    model, x = Normed(norm).eval(), rows()
+    before, after, factors = smoothed(model, x)
+    (value,) = factors
+    assert factors[value].argmax() == 3
+    assert factors[value][3] > 5 * factors[value].median()
+    assert len(list(after.calls())) == len(list(before.calls()))
+    assert after.numerics == Numerics.ROUNDING
+    assert close(after, model, x)
+
+
+def test_a_value_that_others_read_is_divided_for_the_layers_only():
+    model, x = Normed(shared=True).eval(), rows()
+    before, after, _ = smoothed(model, x)
+    assert len(list(after.calls())) == len(list(before.calls())) + 1
+    assert close(after, model, x)
+
+
+def test_the_range_of_the_input_shrinks_and_so_does_the_loss():
+    model, x = Normed().eval(), rows(64)
+    program = tsopt.transform(tsopt.capture(model, x))
+    found = quantize(model, program, as_example(x), ("int8-static",), Int8Options(calibration=[x, x + 0.1]))
+    plain = quantize(model, program, as_example(x), ("int8",), Int8Options())
+    assert min(layer.sqnr for layer in found.layers_in("int8-static")) > 3 + min(
+        layer.sqnr for layer in plain.layers_in("int8")
+    )
+
+
+def test_nothing_is_done_where_it_does_not_help():
+    x = rows()
+    before, after, factors = smoothed(nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, 8)).eval(), x)
+    assert factors == {}
+    assert after.text == before.text
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_value_that_is_not_finite_stays_as_it_is(bad):
+    x = rows()
+    x[0, 0] = bad
+    _, _, factors = smoothed(Net(lambda self, x: F.linear(x * SCALES, W)), rows(), x)
+    assert factors == {}
+
+
+SCALES = torch.ones(SIZE)
+SCALES[5] = 300.0
+W = torch.randn(8, SIZE, generator=seeded(1))
+
+
+def test_a_channel_that_is_always_zero_or_that_no_weight_reads():
+    scales, weight = SCALES.clone(), W.clone()
+    scales[0], weight[:, 1] = 0.0, 0.0
+    model, x = Net(lambda self, x: F.linear(x * scales, weight)), rows()
+    _, after, factors = smoothed(model, x)
+    (found,) = factors.values()
+    assert found[0] == found[1] == 1
+    assert bool((found.isfinite() & (found > 0)).all())
+    assert close(after, model, x)
+
+
+def test_other_readers_of_a_weight_keep_it():
+    model, x = Net(lambda self, x: F.linear(x * SCALES, W) + W.sum()), rows()
+    _, after, factors = smoothed(model, x)
+    assert factors
+    assert close(after, model, x)
+
+
+def test_layers_that_are_not_named_keep_their_input():
+    model, x = Normed().eval(), rows()
+    program = tsopt.transform(tsopt.capture(model, x))
+    left, right = layers_of(program)
+    factors = factors_for(program, [left], [(x,)], largest=127, progress=lambda text: None)
+    made, _ = run(program, (Smooth(factors, frozenset({left.name})),), Limits())
+    after = {layer.name: ops.bind(layer)["input"] for layer in layers_of(made)}
+    assert after[left.name].target is ops.aten.mul.Tensor
+    assert after[right.name].target is not ops.aten.mul.Tensor
+    assert close(made, model, x)
+
+
+def test_layers_that_read_one_value_are_one_group():
+    program = tsopt.capture(Normed().eval(), rows())
+    assert [len(layers) for layers in readers(layers_of(program)).values()] == [2]
+    deep = tsopt.capture(mlp(8, 8, 8), torch.ones(1, 8))
+    assert [len(layers) for layers in readers(layers_of(deep)).values()] == [1, 1]
