@@ -198,13 +198,9 @@ class _Quantizer:
             self._smooth()
         qparams = self._calibrated() if name == INT8_STATIC else None
         # NOTE: the loss with fixed scales bounds the loss with scales per call, so one order serves both variants.
-        self._losses = self._losses or self._measured(
-            *(
-                (self.layers, by_tensor)
-                if qparams is None
-                else (_with_input_in(self.layers, qparams), by_qparams(qparams))
-            )
-        )
+        if not self._losses:
+            known = self.layers if qparams is None else _with_input_in(self.layers, qparams)
+            self._losses = self._measured(known, by_tensor if qparams is None else by_qparams(qparams))
 
         def pass_for(only: frozenset[str]) -> Pass:
             if qparams is None:

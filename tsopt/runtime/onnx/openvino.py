@@ -94,7 +94,9 @@ class OpenVinoBackend:
         options |= int8_weights.to_options(program)
         if self.other_ops != FP32:
             if int8_weights.OPTION not in options:
-                raise UsageError(f"other_ops={self.other_ops} needs a program in int8", fix="use precision=int8")
+                raise UsageError(
+                    f"other_ops={self.other_ops} needs a program in int8", fix="add precision=int8-weights"
+                )
             options["other_ops"] = self.other_ops
 
         def save(place: Path) -> None:
