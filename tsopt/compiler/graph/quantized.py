@@ -137,8 +137,8 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
-    x, by = calibrated_input(dequantized) or (_quantized_input(dequantized) or dequantized, None)
-    if not _calls(weight, quantized.dequantize_per_channel.default):
+    x, by = calibrated_input(dequantized) or (_quantized_input(dequantized) or _float_input(dequantized), None)
+    if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
         return None
     *held, axis, low, high, dtype = weight.args
     if (axis, low, high, dtype) != (0, *SIGNED) or any(item.op != "get_attr" for item in held) or weight.kwargs:
@@ -291,6 +291,12 @@ def _quantized_input(dequantized: Any) -> fx.Node | None:
     wanted = (x, *UNSIGNED[:2], SMALLEST, UNSIGNED[2])
     written = _calls(chosen, quantized.choose_qparams.tensor) and chosen.args == wanted
     return x if written and parts[1][0] is chosen and isinstance(x, fx.Node) else None
+
+
+def _float_input(x: Any) -> fx.Node | None:
+    """The input, if it is not quantized in another form."""
+    others = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_tensor.tensor)
+    return x if isinstance(x, fx.Node) and x.target not in others else None
 
 
 def _calls(value: Any, target: Any) -> bool:
