@@ -218,7 +218,7 @@ class _Quantizer:
             return NoGain("int8 weights need a processor with VNNI instructions (or ARM dot products)"), ()
         share = share_of_linear(self.program, self.layers)
         if share < WORTHWHILE:
-            return NoGain(f"linear layers are only {share:.1%} of this program"), ()
+            return NoGain(f"linear layers account for only {share:.1%} of the work and weights"), ()
         layers = linear_layers(self.layers)
         return self._chosen(layers, self._measured(layers, by_group), Int8Weights, 0)
 
