@@ -26,6 +26,13 @@ from tsopt.runtime.report import EAGER
 RESULTS = Path(__file__).parent / "results"
 SECONDS = 15.0
 CALIBRATION, UNSEEN = 32, 16  # inputs: to calibrate and judge by, and others that nothing has seen
+ENGINES = {  # in tables: the variant of the program, and the backend
+    "OpenVINO, static": ("int8-static", "openvino"),
+    "ONNX Runtime, static": ("int8-static", "onnxruntime"),
+    "OpenVINO, weights": ("int8-weights", "openvino"),
+    "ONNX Runtime, weights": ("int8-weights", "onnxruntime"),
+    "oneDNN": ("int8", "onednn"),
+}
 VISION = ("resnet18", "resnet50", "mobilenet_v2", "efficientnet_b0", "vit_b16")
 TEXT = ("bert_base", "distilbert", "gpt2", "llama_160m", "llama_160m_token")
 NAMES = ("mlp", *VISION, *TEXT, "whisper_tiny")

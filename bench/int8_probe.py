@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import tsopt
+from bench.int8 import ENGINES
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import NoGain, TsoptError
 from tsopt.quantization import Int8Options, quantize
@@ -25,13 +26,6 @@ from tsopt.runtime.racing.environment import environment
 RESULTS = Path(__file__).parent / "results"
 INPUTS, OUTPUTS, ROWS = 256, 64, 128
 CALLS = 16
-ENGINES = {
-    "OpenVINO, static": ("int8-static", "openvino"),
-    "ONNX Runtime, static": ("int8-static", "onnxruntime"),
-    "OpenVINO, weights": ("int8-weights", "openvino"),
-    "ONNX Runtime, weights": ("int8-weights", "onnxruntime"),
-    "oneDNN": ("int8", "onednn"),
-}
 Draw = Callable[[torch.Generator, tuple[int, int]], torch.Tensor]
 
 

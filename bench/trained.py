@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from bench.int8 import ENGINES
 from bench.process import Rows, measure_each
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import BackendError, NoGain
@@ -31,13 +32,6 @@ RESULTS = Path(__file__).parent / "results"
 MAX_DROP = 0.005
 CALIBRATION = 64  # inputs
 CHOOSING = 200  # inputs that a choice of layers is scored on
-ENGINES = {
-    "OpenVINO, static": ("int8-static", "openvino"),
-    "ONNX Runtime, static": ("int8-static", "onnxruntime"),
-    "OpenVINO, weights": ("int8-weights", "openvino"),
-    "ONNX Runtime, weights": ("int8-weights", "onnxruntime"),
-    "oneDNN": ("int8", "onednn"),
-}
 VARIANTS = ("int8-static", "int8-weights", "int8")
 
 

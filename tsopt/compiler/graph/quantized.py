@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -105,15 +105,24 @@ def quantize_value(program: Program, value: fx.Node, by: QParams) -> fx.Node:
     return new_call(program, before, value, quantized.dequantize_per_tensor.default, (integers, *kind), {})
 
 
-def quantize_weight(program: Program, layer: fx.Node, weight: fx.Node, largest: int) -> fx.Node:
-    """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each output."""
+def quantize_weight(program: Program, layer: fx.Node, largest: int, known: MutableMapping[str, fx.Node]) -> fx.Node:
+    """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each output.
+
+    Args:
+        known: such calls by the name of the weight, for layers that share one; a new call is added.
+    """
+    weight: Any = ops.bind(layer)["weight"]
+    if str(weight.target) in known:
+        return known[str(weight.target)]
     integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest)
     parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64)}
     held = [
         new_weight(program, weight.next, fresh_name(f"{weight.target}.{name}", program.weights), value)
         for name, value in parts.items()
     ]
-    return new_call(program, layer, layer, quantized.dequantize_per_channel.default, (*held, 0, *SIGNED), {})
+    made = new_call(program, layer, layer, quantized.dequantize_per_channel.default, (*held, 0, *SIGNED), {})
+    known[str(weight.target)] = made
+    return made
 
 
 def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:

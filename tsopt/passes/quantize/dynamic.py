@@ -41,14 +41,10 @@ class DynamicInt8(Pass):
             if (self.only is not None and node.name not in self.only) or not limits.take():
                 continue
             done.append(Done("quantize_layer", origin_of(node)))
-            call = ops.bind(node)
-            x, weight = call["input"], call["weight"]
-            name = str(weight.target)
+            x = ops.bind(node)["input"]
             if x not in values:
                 values[x] = quantize_input(program, node, x)
-            if name not in weights:
-                weights[name] = quantize_weight(program, node, weight, self.largest)
-            rewire(node, values[x], weights[name])
+            rewire(node, values[x], quantize_weight(program, node, self.largest, weights))
         if done:
             erase_dead(program)
         return Changes(tuple(done), numerics=Numerics.LOSSY if done else Numerics.EXACT)

@@ -139,19 +139,19 @@ def factors_for(
     Args:
         largest: the largest magnitude of a weight.
     """
-    groups = {value.name: readers for value, readers in readers(layers).items()}
-    seen = {value.name: _Seen(value.meta["val"].shape[-1]) for value in readers(layers)}
-    watched = Watched(program, lambda name, value: seen[name].add(value, -(-ROWS // len(calls))), groups)
+    groups = readers(layers)
+    seen = {value.name: _Seen(value.meta["val"].shape[-1]) for value in groups}
+    watched = Watched(program, lambda name, value: seen[name].add(value, -(-ROWS // len(calls))), seen)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         with torch.no_grad():
             watched.run(*call)
     found = {}
-    for name, reading in groups.items():
+    for value, reading in groups.items():
         weights = [program.weights[str(ops.bind(layer)["weight"].target)].detach() for layer in reading]
-        factors = _best(seen[name], weights, largest)
+        factors = _best(seen[value.name], weights, largest)
         if factors is not None:
-            found[name] = factors
+            found[value.name] = factors
     return found
 
 

@@ -54,11 +54,7 @@ class StaticInt8(Pass):
         weights: dict[str, fx.Node] = {}
         done = []
         for layer in layers:
-            call = ops.bind(layer)
-            name = str(call["weight"].target)
-            if name not in weights:
-                weights[name] = quantize_weight(program, layer, call["weight"], self.largest)
-            rewire(layer, call["input"], weights[name])
+            rewire(layer, ops.bind(layer)["input"], quantize_weight(program, layer, self.largest, weights))
             self._shift(program, layer)
             done.append(Done("quantize_layer", origin_of(layer)))
         erase_dead(program)

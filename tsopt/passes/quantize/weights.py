@@ -41,11 +41,7 @@ class Int8Weights(Pass):
         for layer in linear_layers(layers_of(program)):
             if (self.only is not None and layer.name not in self.only) or not limits.take():
                 continue
-            call = ops.bind(layer)
-            name = str(call["weight"].target)
-            if name not in weights:
-                weights[name] = quantize_weight(program, layer, call["weight"], LARGEST)
-            rewire(layer, call["input"], weights[name])
+            rewire(layer, ops.bind(layer)["input"], quantize_weight(program, layer, LARGEST, weights))
             done.append(Done("quantize_layer", origin_of(layer)))
         if done:
             erase_dead(program)
