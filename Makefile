@@ -39,7 +39,7 @@ types: $(READY) ## mypy --strict
 	$(BIN)/mypy
 
 fuzz: $(READY) ## all tests, including the long fuzzing campaigns
-	TSOPT_FUZZ=1 $(BIN)/python -m pytest -m "" tests
+	TSOPT_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=40 -m "" tests
 
 bench: $(READY) ## benchmark real models, eager against compiled and pass by pass; write bench/results
 	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json

@@ -1,7 +1,7 @@
 """Every guard of every rule is there for a reason that some test knows: without it, a test goes red.
 
-A few guards in `make slow`, all of them (an hour) with TSOPT_FUZZ=1. TSOPT_MUTATIONS chooses: `3/20`, `all`, or the
-beginning of a guard such as `algebra.times_one`.
+A few guards in `make slow`, all of them (an hour of one core) with TSOPT_FUZZ=1. TSOPT_MUTATIONS chooses: `3/20`,
+`all`, or the beginning of a guard such as `algebra.times_one`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tests.passes import mutate
 from tests.passes.mutate import Guard, all_guards
 
 ROOT = Path(__file__).parents[2]
+PARTS = 20
 FEW, QUICK = 2, "algebra"  # in `make slow`: guards of a module whose tests take seconds
 
 # Guards that make no difference to what comes out, each with what it is there for.
@@ -26,9 +27,15 @@ WITHOUT_EFFECT: dict[str, str] = {
 }
 
 
-def chosen(guards: list[Guard]) -> list[int]:
+def choices() -> list[str]:
+    """One case for each; all guards come in parts, so that several processes can share them."""
+    if wanted := os.environ.get("TSOPT_MUTATIONS"):
+        return [wanted]
+    return [f"{index}/{PARTS}" for index in range(PARTS)] if os.environ.get("TSOPT_FUZZ") else [""]
+
+
+def chosen(guards: list[Guard], wanted: str) -> list[int]:
     """The numbers of the guards whose mutants are run."""
-    wanted = os.environ.get("TSOPT_MUTATIONS") or ("all" if os.environ.get("TSOPT_FUZZ") else "")
     order = sorted(range(len(guards)), key=lambda number: zlib.crc32(guards[number].key.encode()))
     if not wanted:
         return [number for number in order if guards[number].module == QUICK][:FEW]
@@ -41,9 +48,10 @@ def chosen(guards: list[Guard]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_guard_that_is_taken_out_is_missed_by_a_test():
+@pytest.mark.parametrize("wanted", choices())
+def test_a_guard_that_is_taken_out_is_missed_by_a_test(wanted):
     guards = all_guards()
-    numbers = [number for number in chosen(guards) if guards[number].key not in WITHOUT_EFFECT]
+    numbers = [number for number in chosen(guards, wanted) if guards[number].key not in WITHOUT_EFFECT]
     command = [sys.executable, "-m", "tests.passes.mutate", *map(str, numbers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
