@@ -8,7 +8,17 @@ import torch
 
 import tsopt
 from tsopt.errors import IndexOutOfRange, IndexRefused
-from tsopt.runtime.calling.value_checks import INDEX, REFUSED, Bound, from_options, guarded, to_options
+from tsopt.runtime.calling.value_checks import (
+    BELOW_INFINITY,
+    FINITE,
+    INDEX,
+    NOT_NAN,
+    REFUSED,
+    Bound,
+    from_options,
+    guarded,
+    to_options,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +32,30 @@ def signature():
 )
 def test_both_ends_and_one_number_more_are_admitted(kind, values, admitted):
     assert Bound(0, 0, 9, INDEX, also=-100).admits([kind(values)]) is admitted
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("make", [torch.tensor, np.array, lambda values: torch.tensor(values, dtype=torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("kind", "refused"), [(FINITE, (NAN, INF, -INF)), (BELOW_INFINITY, (NAN, INF)), (NOT_NAN, (NAN,))]
+)
+def test_what_floats_are_admitted(make, kind, refused):
+    bound = Bound(0, kind=kind)
+    for value in (NAN, INF, -INF, 3e38):
+        assert bound.admits([make([[0.0, value], [1.0, -1.0]])]) is (value not in refused)
+    assert bound.admits([make([])])
+
+
+def test_a_tensor_with_a_gradient_is_looked_at():
+    assert not Bound(0, kind=FINITE).admits([torch.tensor([NAN], requires_grad=True)])
+
+
+def test_the_error_names_the_input_and_what_is_in_it(signature):
+    run = guarded(lambda values: values, [Bound(1, kind=NOT_NAN)], signature)
+    with pytest.raises(tsopt.BackendError, match="input 'x' contains NaN"):
+        run([torch.tensor([1]), torch.full((4, 3), NAN)])
 
 
 def test_ends_move_with_a_size_of_the_call():
@@ -68,7 +102,7 @@ def test_without_bounds_nothing_is_wrapped(signature):
 
 
 def test_a_bundle_keeps_bounds(signature):
-    bounds = [Bound(0, 0, 3, INDEX), Bound(0, -1, 3, of=1, axis=1, above=1)]
+    bounds = [Bound(0, 0, 3, INDEX), Bound(0, -1, 3, of=1, axis=1, above=1), Bound(1, kind=FINITE)]
     assert from_options(to_options(bounds), signature) == bounds
     assert to_options([]) == {}
     assert from_options({}, signature) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.passes.quantize.test_static import calibrated
+from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import BackendError
 from tsopt.passes.quantize.static import StaticInt8
+from tsopt.passes.quantize.weights import Int8Weights
 from tsopt.runtime.backends.backend import compile as compile_by
-from tsopt.runtime.onnx import int8_weights
+from tsopt.runtime.onnx import int8_inputs, int8_weights
 from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
 from tsopt.runtime.onnx.ort_int8 import with_integer_products
 from tsopt.runtime.racing import environment
@@ -97,6 +102,68 @@ def test_openvino_computes_an_activation_with_the_convolution(model, fewer):
     with torch.no_grad():
         wanted, found = Net(model)(x), compiled(made, "openvino")(x)
     assert float((found - wanted).norm() / wanted.norm()) < 0.03
+
+
+def int8_weights_of(model, x):
+    program = tsopt.transform(tsopt.capture(model, x))
+    return run(program, (Int8Weights(),), Limits(Numerics.LOSSY))[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [(Residual().eval(), images(1)[0]), (mlp(16, 32, 8), torch.randn(5, 16, generator=seeded(0)))],
+    ids=["convolutions", "rows"],
+)
+def test_nan_and_infinities_are_where_eager_has_them(engine, bad, model, x):
+    """Rounded to 8 bits, NaN would be an ordinary number."""
+    programs = [calibrated(model, x, largest=largest_weight())[0]]
+    if isinstance(model, torch.nn.Sequential):
+        programs.append(int8_weights_of(model, x))
+    odd = x.clone()
+    odd.view(-1)[3] = bad
+    for program in programs:
+        run_int8 = compiled(program, engine)
+        with torch.no_grad():
+            wanted, usual = model(odd), model(x)
+        found = run_int8(odd)
+        assert not wanted.isfinite().all()
+        for of in (torch.isnan, torch.isposinf, torch.isneginf):
+            assert torch.equal(of(found), of(wanted))
+        finite = wanted.isfinite()
+        assert float((found - wanted)[finite].norm() / wanted[finite].norm().clamp(min=1e-9)) < 0.04
+        assert float((run_int8(x) - usual).norm() / usual.norm()) < 0.04
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_mask_with_infinities_is_served_by_the_engine(engine, monkeypatch):
+    monkeypatch.setattr(int8_inputs, "without_rounding", lambda program: pytest.fail("served by torch"))
+
+    class Masked(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+        def forward(self, x, mask):
+            x = self.inner(x)
+            return self.outer(F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
+
+    torch.manual_seed(0)
+    model, x = Masked().eval(), torch.randn(2, 6, 16, generator=seeded(0))
+    mask = torch.zeros(6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+    found = compiled(int8_weights_of(model, (x, mask)), engine)(x, mask)
+    with torch.no_grad():
+        assert float((found - model(x, mask)).norm() / model(x, mask).norm()) < 0.04
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bundle_in_int8_refuses_nan(engine, tmp_path):
+    executable, files = bundle_of(engine, tmp_path, largest_weight())
+    backend = tsopt.runtime.backends.table.info_of(engine).load()
+    load = backend.load_runner(files, executable.signature, json.loads(json.dumps(executable.options)))
+    with pytest.raises(BackendError, match="contains NaN or infinity"):
+        load([torch.full_like(images(1)[0], math.nan)])
 
 
 def test_one_outlier_channel_keeps_the_accuracy():

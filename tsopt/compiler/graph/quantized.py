@@ -208,6 +208,27 @@ def in_float(program: Program) -> Program:
     return made
 
 
+def without_rounded_values(program: Program) -> Program:
+    """A copy in which only weights are quantized, which shares these; the program itself if there are none."""
+    if next(quantized_layers(program), None) is None:
+        return program
+    made = program.copy()
+    for layer in quantized_layers(made):
+        layer.node.replace_input_with(layer.dequantized, layer.x)
+    for node in list(made.calls()):
+        if found := calibrated_input(node):
+            node.replace_all_uses_with(found[0])
+    erase_dead(made)
+    return made
+
+
+def rounded_values(program: Program) -> list[fx.Node]:
+    """The float32 values that are rounded, by the program or by the engine."""
+    by_layers = [layer.x for layer in quantized_layers(program)]
+    others = [found[0] for node in program.calls() if (found := calibrated_input(node))]
+    return list(dict.fromkeys(by_layers + others))
+
+
 def simulated(program: Program) -> Program:
     """A copy that simulates the quantization in float32 (fake quantization), which torch runs several times as fast.
 

@@ -5,6 +5,7 @@ Can be imported without torch: a bundle checks its calls as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -14,23 +15,26 @@ from tsopt.errors import BackendError, BundleError, IndexOutOfRange, IndexRefuse
 from tsopt.runtime.calling.executable import Runner
 
 INDEX, REFUSED, RANGE = "index", "refused", "range"  # eager raises IndexError; RuntimeError; nothing at all
+FINITE, BELOW_INFINITY, NOT_NAN = "finite", "below infinity", "not nan"  # floats
+FLOATS = {FINITE: "NaN or infinity", BELOW_INFINITY: "NaN or infinity", NOT_NAN: "NaN"}  # what they do not admit
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The whole numbers that an input may hold, both ends included.
+    """The whole numbers that an input may hold, both ends included; or which floats.
 
     Attributes:
         input: its position among the inputs of the signature.
         kind: what eager does with others: `index` and `refused` raise IndexError and RuntimeError, `range` computes.
+            For floats it says which are admitted, and there are no ends.
         also: one number more, such as the target that a loss ignores.
         of, axis, below, above: where the ends depend on a size of the call, whose: each end is moved by so many times
             the size of this axis of this input.
     """
 
     input: int
-    low: int
-    high: int
+    low: int = 0
+    high: int = 0
     kind: str = RANGE
     also: int | None = None
     of: int = 0
@@ -40,9 +44,13 @@ class Bound:
 
     def admits(self, values: Sequence[Any]) -> bool:
         value = values[self.input]
+        if self.kind in FLOATS and not hasattr(value, "__array_interface__"):
+            value = value.detach().float()  # numpy has no bfloat16
         array = value if hasattr(value, "__array_interface__") else value.numpy(force=True)
         if not array.size:
             return True
+        if self.kind in FLOATS:
+            return self._admits_floats(array)
         low, high = self.low, self.high
         if self.below or self.above:
             size = int(values[self.of].shape[self.axis])
@@ -53,8 +61,20 @@ class Bound:
                 return True
         return bool(low <= array.min() and array.max() <= high)
 
+    def _admits_floats(self, array: Any) -> bool:
+        largest = array.max()  # NaN if there is one
+        if self.kind == NOT_NAN:
+            return bool(largest == largest)
+        return bool(largest < math.inf and (self.kind == BELOW_INFINITY or array.min() > -math.inf))
+
     def error(self, names: Sequence[str]) -> Exception:
         name = names[self.input]
+        if self.kind in FLOATS:
+            return BackendError(
+                f"input {name!r} contains {FLOATS[self.kind]}",
+                why="PyTorch would pass it on to the results; int8 layers would turn it into an ordinary number",
+                fix="check the inputs before the call, or export the model without precision=int8",
+            )
         if self.kind == RANGE:
             return BackendError(
                 f"input {name!r} contains values for which this backend differs from PyTorch",
@@ -115,7 +135,7 @@ def from_options(options: Mapping[str, Any], signature: Signature) -> list[Bound
 
 def _is_sound(bound: Bound, signature: Signature) -> bool:
     numbers = (bound.input, bound.low, bound.high, bound.of, bound.axis, bound.below, bound.above)
-    if not all(type(number) is int for number in numbers) or bound.kind not in (INDEX, REFUSED, RANGE):
+    if not all(type(number) is int for number in numbers) or bound.kind not in (INDEX, REFUSED, RANGE, *FLOATS):
         return False
     if bound.also is not None and type(bound.also) is not int:
         return False

@@ -87,7 +87,7 @@ class OpenVinoBackend:
         """Args: directory: holds the model as a file, and may go afterwards."""
         import torch
 
-        from tsopt.runtime.backends.eager import by_torch
+        from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
 
         threads = self.threads or torch.get_num_threads()
         options = {"threads": threads, "hint": self.hint, "precision": self.precision}
@@ -104,15 +104,16 @@ class OpenVinoBackend:
 
         runner = load_runner(directory, program.signature, options)
         examined = self._examined(program)
+        bounds = (*examined.bounds, *float_bounds(program))
         state = [program.state[item.name] for item in program.signature.state_inputs]
         return Executable(
             self.name,
             program.signature,
-            guarded(runner, examined.bounds, program.signature, lambda: by_torch(program)),
+            guarded(runner, bounds, program.signature, lambda: without_rounding(program)),
             state=state,
             save=save,
             hand_over=lambda place: model.save(place / FILE, apart=True),
-            options=options | to_options(examined.bounds),
+            options=options | to_options(bounds),
             notes=examined.notes,
             precision=self.precision,
         )

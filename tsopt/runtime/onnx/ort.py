@@ -98,7 +98,7 @@ class OnnxRuntimeBackend:
     def _executable(self, program: Program, model: OnnxModel) -> Executable:
         import torch
 
-        from tsopt.runtime.backends.eager import by_torch
+        from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
 
         options = {
             "threads": self.threads or torch.get_num_threads(),
@@ -108,7 +108,8 @@ class OnnxRuntimeBackend:
         int8_weights.check(options)
         session = _opened(model, options, _providers(program.signature))
         examined = self._examined(program)
-        options |= to_options(examined.bounds)
+        bounds = (*examined.bounds, *float_bounds(program))
+        options |= to_options(bounds)
         run = session_runner(session, program.signature)
 
         def save(place: Path) -> None:
@@ -117,7 +118,7 @@ class OnnxRuntimeBackend:
         return Executable(
             self.name,
             program.signature,
-            guarded(run, examined.bounds, program.signature, lambda: by_torch(program)),
+            guarded(run, bounds, program.signature, lambda: without_rounding(program)),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             hand_over=lambda place: model.save(place / FILE, apart=True),

@@ -1,0 +1,71 @@
+"""Which inputs can make a value of the program NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.ranges import SAME_VALUES, base_name
+
+
+class Harm(IntEnum):
+    """What in an operand makes a result NaN or infinite; each kind includes those before it."""
+
+    NONE = 0
+    NAN = 1
+    POSITIVE_INFINITY = 2
+    NEGATIVE_INFINITY = 3
+
+
+# Infinities pass, and so does NaN.
+PASSING = SAME_VALUES | {"to", "to_copy", "cat", "stack", "where", "masked_fill", "constant_pad_nd", "getitem"}
+BOUNDED = frozenset({"sigmoid", "tanh", "erf", "atan", "hardtanh", "relu6", "hardsigmoid"})
+ZERO_AT_NEGATIVE_INFINITY = frozenset({"softmax", "exp", "relu"})
+ATTENTION, MASK = "scaled_dot_product_attention", "attn_mask"
+
+
+def harmful_inputs(program: Program, values: Iterable[fx.Node]) -> dict[fx.Node, Harm]:
+    """The inputs of a program by which one of these values can become NaN or infinite, and what has to be in them.
+
+    Integers and booleans are neither, so an input that is only compared is not among them. A mask of 0 and -inf, which
+    is added to scores, harms by NaN and inf alone. Inputs that are large but finite are not considered.
+    """
+    harms: dict[fx.Node, Harm] = dict.fromkeys(values, Harm.NEGATIVE_INFINITY)
+    for node in reversed(program.graph.nodes):
+        if node.op != "call_function" or node not in harms:
+            continue
+        for operand in node.all_input_nodes:
+            harm = _harm_of(node, operand, harms[node]) if _is_real(operand) else Harm.NONE
+            if harm:
+                harms[operand] = max(harm, harms.get(operand, Harm.NONE))
+    return {node: harms[node] for node in program.graph.nodes if node.op == "placeholder" and node in harms}
+
+
+def _is_real(node: fx.Node) -> bool:
+    """Whether a value, or one of several, can be NaN."""
+    return any(value.is_floating_point() or value.is_complex() for value in ops.tensors_of(node.meta.get("val")))
+
+
+def _harm_of(node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
+    """What in an operand of a call has such an effect, if this in its result has."""
+    name = base_name(node)
+    if name == "nan_to_num":
+        return Harm.NONE
+    if name in BOUNDED or (name == "clamp" and _has_both_ends(node)):
+        return Harm.NAN
+    if name in ZERO_AT_NEGATIVE_INFINITY:
+        return Harm.POSITIVE_INFINITY
+    if name == ATTENTION and operand not in [item for key, item in ops.bind(node).items() if key != MASK]:
+        return Harm.POSITIVE_INFINITY
+    if name in PASSING or (name == "add" and harm > Harm.NAN and ops.bind(node).get("alpha") == 1):
+        return harm
+    return Harm.NEGATIVE_INFINITY  # by inf - inf or 0 * inf, or the sign changes
+
+
+def _has_both_ends(node: fx.Node) -> bool:
+    call = ops.bind(node)
+    return call.get("min") is not None and call.get("max") is not None
