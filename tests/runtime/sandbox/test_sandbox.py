@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import tsopt
+from tests.compiler.helpers import Net
 from tests.runtime.helpers import candidates
 from tests.runtime.sandbox.helpers import FAULTY, leftovers, running
 from tsopt.compiler.calls.example import Example
+from tsopt.errors import NoGain
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import contenders, preparation
 from tsopt.runtime.racing import race as race_module
@@ -47,6 +49,32 @@ def test_where_memory_is_short_only_the_fastest_are_kept(try_all, no_winner, mon
     assert rows["Right"].reason == "about 3.0 times slower than the best, and memory is short"
     rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1 << 40)
     assert {row.status for row in rows.values()} == {"ok"}
+
+
+def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_program):
+    size = sum(weight.nbytes for weight in mlp_program.weights.values())
+    half = Net(lambda self, x: x * self.y, y=torch.ones(size // 8))
+    programs = {"fp32": mlp_program, "int8": tsopt.capture(half, torch.ones(size // 8)), "bf16": NoGain("none")}
+    settings = RaceSettings(candidates=candidates("eager"), memory=int(contenders.COPIES * size * 1.6))
+    with Sandbox() as sandbox:
+        maker = Maker(programs, settings, sandbox)
+        full, low, none = Candidate("eager"), Candidate("eager", variant="int8"), Candidate("eager", variant="bf16")
+        assert maker.fit([full, low]) == 2
+        assert maker.fit([low, low, none, low]) == 4
+        assert maker.fit([full, full]) == 1
+        assert maker.fit([full, low, low]) == 2
+    assert Maker(programs, settings, None).fit([full] * 9) == 9, "they share what this process holds"
+
+
+@pytest.mark.parametrize(("memory", "kept"), [(499, 3), (399, 2), (1, 2)])
+def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_winner, monkeypatch, memory, kept):
+    took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Noisy": 2.0, "onnxruntime": 2.5, FAULTY + "Right": 3.0}
+    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
+    monkeypatch.setattr(preparation, "seconds_of", lambda made, *_: took[made.candidate.backend])
+    monkeypatch.setattr(contenders, "COPIES", 1.0)
+    monkeypatch.setattr(Maker, "_weight_bytes", lambda self, variant: 100)
+    rows, _ = try_all(*took, memory=memory)
+    assert [row.status for row in list(rows.values())[1:]] == ["ok"] * kept + ["not checked"] * (len(took) - kept)
 
 
 def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(mlp, mlp_input, mlp_program):

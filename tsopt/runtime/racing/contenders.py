@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
@@ -114,23 +115,27 @@ class Maker:
             programs = {name: owned(item) if isinstance(item, Program) else item for name, item in programs.items()}
         self._programs = programs
 
-    @property
-    def _weight_bytes(self) -> int:
-        program = self._programs[FP32]
+    def _weight_bytes(self, variant: str) -> int:
+        program = self._programs[variant]
         return sum(weight.nbytes for weight in program.weights.values()) if isinstance(program, Program) else 0
 
-    def is_tight(self, candidates: int) -> bool:
-        """Whether the memory is not enough for so many candidates at once, each in a process of its own."""
+    def bytes_of(self, candidate: Candidate) -> float:
+        """About how many bytes a compiled candidate takes."""
+        return COPIES * self._weight_bytes(candidate.variant)
+
+    def fit(self, candidates: Sequence[Candidate]) -> int:
+        """How many of these, the first ones, the memory is enough for at once, each in a process of its own."""
         if self.sandbox is None or self.memory is None:
-            return False
-        return candidates * COPIES * self._weight_bytes > self.memory
+            return len(candidates)
+        taken = accumulate(map(self.bytes_of, candidates))
+        return sum(size <= self.memory for size in taken)
 
     def make_room(self, others: Iterable[Contender]) -> None:
         """Before the winner is opened here: ends the processes of the others, if each holds a lot of weights.
 
         One that is needed after all is compiled here.
         """
-        if self._weight_bytes > MANY:
+        if self._weight_bytes(FP32) > MANY:
             for contender in others:
                 retire(contender)
 

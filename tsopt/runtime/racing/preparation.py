@@ -25,7 +25,7 @@ from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
 SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewer threads
-AT_ONCE = 2  # candidates that are kept where memory is tight
+AT_ONCE = 2  # candidates that are kept, however tight memory is
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
 # if they are made in several moments: a machine that is shared is almost twice as slow in some of them.
@@ -74,11 +74,11 @@ def prepare(
     entries = [_Entry(item, Row(item.title, key=item.key)) for item in settings.candidates]
     first = [entry for entry in entries if not _is_second(entry.candidate, settings)]
     under_way = _Preparation(maker, judge, clock, progress, len(entries), eager_seconds)
-    is_tight = maker.is_tight(len(first))
+    is_tight = maker.fit([entry.candidate for entry in first]) < len(first)
     for group in _groups(first, by_themselves=is_tight):
         under_way.admit(group)
         if is_tight:
-            _keep_the_fastest(first)
+            _keep_the_fastest(first, maker)
     by_key = {entry.candidate.key: entry for entry in first}
     for entry in [entry for entry in entries if entry not in first]:
         plain = by_key[Candidate(entry.candidate.backend).key]
@@ -101,10 +101,12 @@ def _keeps_to_one_core(candidate: Candidate) -> bool:
     return candidate.info.through_onnx
 
 
-def _keep_the_fastest(entries: Sequence[_Entry]) -> None:
-    """Lets go of all compiled candidates but for the fastest ones."""
+def _keep_the_fastest(entries: Sequence[_Entry], maker: Maker) -> None:
+    """Lets go of all compiled candidates but for the fastest ones, so that there is room to compile any other."""
     alive = sorted((entry for entry in entries if entry.contender is not None), key=lambda entry: entry.call_seconds)
-    for entry in alive[AT_ONCE:]:
+    largest = max((entry.candidate for entry in entries), key=maker.bytes_of)
+    fit = maker.fit([largest, *(entry.candidate for entry in alive)]) - 1
+    for entry in alive[max(fit, AT_ONCE) :]:
         behind = f"about {entry.call_seconds / alive[0].call_seconds:.1f} times slower than the best"
         entry.leave(NOT_CHECKED, f"{behind}, and memory is short")
 
