@@ -33,16 +33,35 @@ SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """An exported model, its weights still shared with the program, or read from a file."""
+    """An exported model, its weights still shared with the program, or mapped from a file."""
 
     model: Any
 
     @classmethod
     def read(cls, path: Path) -> OnnxModel:
-        """What `save` has written; the file may go."""
+        """What `save` has written; the file may be removed then, but not written to.
+
+        NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
+        """
+        import numpy as np
         import onnx_ir
 
-        return cls(onnx_ir.external_data.load_to_model(onnx_ir.load(path)))
+        model = onnx_ir.load(path)
+        files: dict[str, Any] = {}
+        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+            stored = value.const_value
+            if not isinstance(stored, onnx_ir.ExternalTensor):
+                continue
+            if not stored.size:
+                value.const_value = onnx_ir.Tensor(stored.numpy(), name=stored.name)
+                continue
+            if stored.path not in files:
+                files[stored.path] = np.memmap(stored.path, mode="r")
+            start = stored.offset or 0
+            bytes_of = files[stored.path][start : start + stored.nbytes]
+            array = np.frombuffer(bytes_of, stored.dtype.numpy()).reshape(stored.shape.numpy())
+            value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
+        return cls(model)
 
     def save(self, path: Path, apart: bool = False) -> None:
         """Writes the model.

@@ -93,9 +93,10 @@ class OnnxRuntimeBackend:
     def reopen(self, program: Program, directory: Path) -> Executable:
         from tsopt.runtime.onnx.export import OnnxModel
 
-        return self._executable(program, OnnxModel.read(directory / FILE))
+        return self._executable(program, OnnxModel.read(directory / FILE), directory / FILE)
 
-    def _executable(self, program: Program, model: OnnxModel) -> Executable:
+    def _executable(self, program: Program, model: OnnxModel, file: Path | None = None) -> Executable:
+        """Args: file: holds the model, and may go afterwards."""
         import torch
 
         from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
@@ -106,7 +107,8 @@ class OnnxRuntimeBackend:
         }
         options |= int8_weights.to_options(program)
         int8_weights.check(options)
-        session = _opened(model, options, _providers(program.signature))
+        providers = _providers(program.signature)
+        session = open_session(str(file), options, providers=providers) if file else _opened(model, options, providers)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
         options |= to_options(bounds)
