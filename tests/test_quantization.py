@@ -95,11 +95,34 @@ def test_the_criterion_keeps_more_layers_in_float32():
     assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))
 
 
+class TwoWays(nn.Module):
+    """Two layers side by side: the one whose own error is larger hardly counts for the output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matters, self.hardly = nn.Linear(64, 8), nn.Linear(64, 8)
+        with torch.no_grad():
+            self.hardly.weight[:, 0] *= 40  # fewer steps are left for the others
+
+    def forward(self, x):
+        return self.matters(x) + 1e-4 * self.hardly(x)
+
+
+def test_the_layer_that_counts_for_the_output_is_kept():
+    calls = rows(16, 64)
+    found = quantized(TwoWays().eval(), calls[0], calibration=calls, metric="cosine", max_drop=1e-6)
+    matters, hardly = records(found)
+    assert (bool(matters.kept), hardly.kept) == (True, "")
+    assert hardly.sqnr < matters.sqnr
+    assert hardly.output_sqnr > matters.output_sqnr + 40
+
+
 def test_a_limit_that_nothing_meets_keeps_all_in_float32():
     found = quantized(Residual().eval(), images(1)[0], calibration=images(8), metric="cosine", max_drop=0.0)
     for made in found.variants.values():
         assert isinstance(made, NoGain)
-        assert "no layer can run in int8: cosine similarity to eager 0.9999" in made.what
+        assert "no layer can run in int8: cosine similarity to eager 0.9999" in made.what, "not 1, where 1 is required"
     assert all(layer.kept for layer in records(found))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.passes.quantize.effects import effects_of
 from tsopt.passes.quantize.layer_names import kept_in_float, module_of
-from tsopt.passes.quantize.layers import NO_LAYER, layers_of, readers_of_integers
+from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
 from tsopt.passes.quantize.selection import fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor, losses_of
@@ -200,12 +203,14 @@ class _Quantizer:
         # NOTE: the loss with fixed scales bounds the loss with scales per call, so one order serves both variants.
         if not self._losses:
             known = self.layers if qparams is None else _with_input_in(self.layers, qparams)
-            self._losses = self._measured(known, by_tensor if qparams is None else by_qparams(qparams))
+            rounding = by_tensor if qparams is None else by_qparams(qparams)
+            self._losses = self._measured(known, rounding, corrected=qparams is not None)
 
         def pass_for(only: frozenset[str]) -> Pass:
             if qparams is None:
                 return DynamicInt8(self.largest, only)
-            return StaticInt8(qparams, {key: loss.shift for key, loss in self._losses.items()}, only, self.largest)
+            shifts = {key: loss.shift for key, loss in self._losses.items()}
+            return StaticInt8(qparams, shifts, only, self.largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
         chosen = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
@@ -231,20 +236,29 @@ class _Quantizer:
     ) -> Made:
         """Quantizes as many of these layers as the criterion accepts.
 
+        Those stay in float32 that cause most of the error for each multiplication. Where the effects of layers on the
+        outputs are not known, these are the ones that lose most themselves.
+
         Args:
             pass_for: the pass that quantizes the layers with these names.
             at_least: how many to keep in float32 in any case.
         """
         reasons = {layer.name: reason for layer in layers if (reason := self._reason(layer, losses))}
+
+        def rank(layer: fx.Node) -> float:
+            loss = losses[layer.name]
+            return loss.sqnr if loss.effect is None else -loss.effect / multiplications(self.program, layer)
+
         order = sorted(
             (layer for layer in layers if layer.name in losses),
-            key=lambda layer: (layer.name not in reasons, losses[layer.name].sqnr),
+            key=lambda layer: (layer.name not in reasons, rank(layer)),
         )
 
         def pass_with(kept: int) -> Pass:
             return pass_for(frozenset(layer.name for layer in order[kept:]))
 
-        kept, said = self._fewest(pass_with, len(order), max(at_least, sum(layer.name in reasons for layer in order)))
+        at_least = max(at_least, sum(layer.name in reasons for layer in order))
+        kept, said = self._fewest(pass_with, at_least, [losses[layer.name].effect for layer in order])
         together = "the quantized layers together exceed the accuracy limit"
         reasons = dict.fromkeys((layer.name for layer in order[:kept]), together) | reasons
         reasons |= {
@@ -279,12 +293,30 @@ class _Quantizer:
         with called_on_data(IndexError):
             return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
-    def _measured(self, layers: Sequence[fx.Node], rounding: Rounding) -> dict[str, Loss]:
-        """The loss of each of these layers, except of those whose input is not finite."""
+    def _measured(self, layers: Sequence[fx.Node], rounding: Rounding, *, corrected: bool = False) -> dict[str, Loss]:
+        """The loss of each of these layers, except of those whose input is not finite.
+
+        Args:
+            corrected: whether the bias of a layer will be corrected for its mean error.
+        """
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
-        tell = self._telling("measure")
+        same: dict[str, Any] = {"rounding": rounding, "largest": self.largest}
         with called_on_data(IndexError):
-            return losses_of(self.program, layers, calls, rounding=rounding, largest=self.largest, progress=tell)
+            losses = losses_of(self.program, layers, calls, progress=self._telling("measure"), **same)
+            shifts = {name: loss.shift for name, loss in losses.items() if corrected}
+            for name, effect in effects_of(
+                self.program, layers, calls, shifts=shifts, progress=self._telling("gradients"), **same
+            ).items():
+                losses[name].effect = effect
+        return losses
+
+    def _guess(self, effects: Sequence[float | None]) -> int | None:
+        """How many of these layers, the first ones, have to stay in float32 if their effects add up."""
+        known, limit = [effect for effect in effects if effect is not None], self.criterion.error_limit
+        if limit is None or len(known) < len(effects):
+            return None
+        of_the_last = list(accumulate(reversed(known)))  # of the last one, of the last two, ...
+        return len(known) - bisect_right(of_the_last, (SAFE * limit) ** 2)
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
@@ -298,9 +330,15 @@ class _Quantizer:
             return "its input is not finite"
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
 
-    def _fewest(self, pass_for: Callable[[int], Pass], count: int, at_least: int) -> tuple[int, str]:
-        """How many layers to keep in float32, and why fewer were not accepted."""
-        said = ""
+    def _fewest(
+        self, pass_for: Callable[[int], Pass], at_least: int, effects: Sequence[float | None]
+    ) -> tuple[int, str]:
+        """How many layers to keep in float32, and why fewer were not accepted.
+
+        Args:
+            effects: of all layers, in the order in which they are kept.
+        """
+        said, count = "", len(effects)
 
         def is_accepted(kept: int) -> bool:
             nonlocal said
@@ -312,7 +350,7 @@ class _Quantizer:
                 return False
             return True
 
-        return fewest_kept(count, at_least, is_accepted), said
+        return fewest_kept(count, at_least, is_accepted, self._guess(effects)), said
 
     def _record(self, layer: fx.Node, loss: Loss | None, kept: str) -> LayerRecord:
         weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
@@ -324,6 +362,7 @@ class _Quantizer:
             bytes_float=weight.nbytes,
             bytes_int8=weight.numel() + 4 * len(weight),
             kept=kept,
+            output_sqnr=None if loss is None or not loss.effect else -10 * math.log10(loss.effect),
         )
 
 

@@ -33,7 +33,7 @@ def test_the_layers_are_shown_and_a_bundle_is_written(tsopt, write, tmp_path, da
     *_, header, first, second = ran.out.splitlines()
     assert header.split()[:3] == ["layer", "op", "SQNR"]
     assert {first.split()[0], second.split()[0]} == {"0", "2"}
-    assert "| layer | op | SQNR dB |" in (tmp_path / "q.md").read_text()
+    assert "| layer | op | SQNR dB | output dB |" in (tmp_path / "q.md").read_text()
     assert package.load(tmp_path / "m.tsopt").signature.inputs
 
 

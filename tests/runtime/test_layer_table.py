@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from tsopt.runtime.layer_table import LAYER_COLUMNS, LayerRecord, by_loss, lines, summary
 
-GOOD = LayerRecord("stem", "stem, m.py:3", "conv2d", 41.26, 6912, 1984)
+GOOD = LayerRecord("stem", "stem, m.py:3", "conv2d", 41.26, 6912, 1984, output_sqnr=45.04)
 BAD = LayerRecord("head", "head, m.py:9", "linear", 12.0, 4000, 1400, "SQNR below 20 dB")
 OTHER = LayerRecord("tail", "", "linear", None, 4000, 1400, "its input is not finite")
 
@@ -12,16 +12,20 @@ def test_a_row_has_a_cell_for_each_column():
         "layer": "stem",
         "op": "conv2d",
         "SQNR dB": "41.3",
+        "output dB": "45.0",
         "KB fp32": "6.9",
         "KB int8": "2.0",
         "runs in": "int8",
         "because": "",
     }
-    assert OTHER.cells()[2:] == ("-", "4.0", "1.4", "fp32", "its input is not finite")
+    assert OTHER.cells()[2:] == ("-", "-", "4.0", "1.4", "fp32", "its input is not finite")
 
 
 def test_what_loses_most_comes_first():
     assert by_loss([OTHER, GOOD, BAD]) == [BAD, GOOD, OTHER]
+    far = LayerRecord("far", "", "linear", 25.0, 1, 1, output_sqnr=80.0)
+    assert by_loss([far, GOOD]) == [GOOD, far], "its error hardly reaches the outputs"
+    assert summary([GOOD, far]) == "2 of 2 layers in int8; lowest SQNR 25.0 dB (far)"
 
 
 def test_a_report_says_how_many_run_in_int8_and_why_others_do_not():
@@ -37,5 +41,7 @@ def test_a_report_says_how_many_run_in_int8_and_why_others_do_not():
 
 
 def test_json_has_no_infinity():
-    assert LayerRecord("a", "", "linear", float("inf"), 1, 1).record()["sqnr"] is None
+    record = LayerRecord("a", "", "linear", float("inf"), 1, 1, output_sqnr=float("nan")).record()
+    assert (record["sqnr"], record["output_sqnr"]) == (None, None)
+    assert GOOD.record()["output_sqnr"] == 45.04
     assert BAD.record()["kept"] == "SQNR below 20 dB"

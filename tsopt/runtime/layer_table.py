@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SHOWN = 3  # names of layers in a line
-LAYER_COLUMNS = ("layer", "op", "SQNR dB", "KB fp32", "KB int8", "runs in", "because")
+LAYER_COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "runs in", "because")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class LayerRecord:
         sqnr: signal to quantization noise of its own result, in dB; None where it was not measured.
         bytes_float, bytes_int8: of its weight.
         kept: why it stays in float32; empty where it is quantized.
+        output_sqnr: that of the outputs of the model if only this layer is quantized, by gradients, in dB; None
+            where that is not known.
     """
 
     name: str
@@ -31,22 +33,30 @@ class LayerRecord:
     bytes_float: int
     bytes_int8: int
     kept: str = ""
+    output_sqnr: float | None = None
 
     def cells(self) -> tuple[str, ...]:
         """The record under LAYER_COLUMNS."""
-        loss = "-" if self.sqnr is None else f"{self.sqnr:.1f}"
+        losses = ("-" if loss is None else f"{loss:.1f}" for loss in (self.sqnr, self.output_sqnr))
         sizes = (f"{self.bytes_float / 1e3:.1f}", f"{self.bytes_int8 / 1e3:.1f}")
-        return (self.name, self.op, loss, *sizes, "fp32" if self.kept else "int8", self.kept)
+        return (self.name, self.op, *losses, *sizes, "fp32" if self.kept else "int8", self.kept)
 
     def record(self) -> dict[str, Any]:
         """The record for machines."""
-        sqnr = self.sqnr if self.sqnr is not None and math.isfinite(self.sqnr) else None
-        return asdict(self) | {"sqnr": sqnr}
+        losses = {"sqnr": self.sqnr, "output_sqnr": self.output_sqnr}
+        return asdict(self) | {
+            key: loss if loss is not None and math.isfinite(loss) else None for key, loss in losses.items()
+        }
 
 
 def by_loss(records: Iterable[LayerRecord]) -> list[LayerRecord]:
-    """Sorted by SQNR, lowest first; unmeasured layers last."""
-    return sorted(records, key=lambda item: math.inf if item.sqnr is None else item.sqnr)
+    """Sorted by what they cost at the outputs, or by their own SQNR where that is not known; unmeasured layers last."""
+
+    def loss(item: LayerRecord) -> float:
+        known = item.sqnr if item.output_sqnr is None else item.output_sqnr
+        return math.inf if known is None else known
+
+    return sorted(records, key=loss)
 
 
 def lines(records: Sequence[LayerRecord], calibration: str) -> list[str]:
@@ -68,8 +78,10 @@ def lines(records: Sequence[LayerRecord], calibration: str) -> list[str]:
 
 def summary(records: Sequence[LayerRecord]) -> str:
     """`50 of 54 layers in int8; lowest SQNR 24.1 dB (layer1.conv1)`."""
-    quantized = [item for item in by_loss(records) if not item.kept]
+    quantized = [item for item in records if not item.kept]
     said = f"{len(quantized)} of {len(records)} layers in int8"
-    if quantized and quantized[0].sqnr is not None and math.isfinite(quantized[0].sqnr):
-        said += f"; lowest SQNR {quantized[0].sqnr:.1f} dB ({quantized[0].name})"
+    measured = [(item.sqnr, item.name) for item in quantized if item.sqnr is not None and math.isfinite(item.sqnr)]
+    if measured:
+        lowest, name = min(measured)
+        said += f"; lowest SQNR {lowest:.1f} dB ({name})"
     return said

@@ -24,6 +24,27 @@ def test_the_fewest_that_are_accepted_are_found(count, needed):
     assert found == count or found in tried
 
 
+@pytest.mark.parametrize("count", [1, 2, 54, 100])
+@pytest.mark.parametrize("needed", [0, 1, 5, 53, 99, 100])
+@pytest.mark.parametrize("guess", [0, 6, 99, 100])
+def test_a_guess_saves_trials_where_it_is_near_and_decides_nothing(count, needed, guess):
+    tried = []
+
+    def is_accepted(kept):
+        tried.append(kept)
+        return kept >= needed
+
+    assert fewest_kept(count, 0, is_accepted, guess) == min(needed, count)
+    assert len(tried) == len(set(tried)) <= 2 * math.log2(abs(guess - needed) + 1) + 3
+    assert all(0 <= kept < count for kept in tried)
+
+
+def test_a_guess_below_what_is_kept_in_any_case_is_raised_to_it():
+    tried = []
+    assert fewest_kept(10, 4, lambda kept: tried.append(kept) or True, 2) == 4
+    assert tried == [4]
+
+
 def test_what_is_kept_in_any_case_is_not_asked_about():
     tried = []
     assert fewest_kept(10, 4, lambda kept: tried.append(kept) or True) == 4

@@ -45,6 +45,12 @@ def is_layer(program: Program, node: fx.Node) -> bool:
     return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())
 
 
+def multiplications(program: Program, layer: fx.Node) -> int:
+    """How many a call of a layer takes: each weight is used once for each result of its output channel."""
+    weight = program.weights[str(ops.bind(layer)["weight"].target)]
+    return weight.numel() * int(layer.meta["val"].numel()) // len(weight)
+
+
 def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """The values that are quantized along with these layers, each with the calls that read the quantized form.
 

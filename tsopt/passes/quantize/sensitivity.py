@@ -26,12 +26,14 @@ class Loss:
         errors: of each output channel, summed up, float64, [out].
         squares: of all errors; `size`: of all results without quantization.
         count: results of each output channel.
+        effect: the squared relative error of the program's outputs that it causes; None if that is not known.
     """
 
     errors: torch.Tensor
     squares: float = 0.0
     size: float = 0.0
     count: int = 0
+    effect: float | None = None
 
     @property
     def shift(self) -> torch.Tensor:
@@ -49,49 +51,66 @@ class Loss:
         return 10 * math.log10(self.size / noise) if self.size > 0 else -math.inf
 
 
-class Measured(fx.Interpreter):
+class LayerErrors(fx.Interpreter):
     """Runs a program in float32, and runs each layer a second time with quantized input and weight.
-
-    A layer whose input is not finite in some call is left out of `losses`.
 
     Args:
         rounding: of the input of a layer.
         largest: the largest magnitude of a weight.
+
+    Attributes:
+        layers: by node name, without those whose input was not finite in some call.
+        found: what is known of each of them, by node name.
     """
 
     def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program.module())
         self._rounding = rounding
-        self._layers = {layer.name: layer for layer in layers}
+        self.layers = {layer.name: layer for layer in layers}
         weights = {str(ops.bind(layer)["weight"].target) for layer in layers}
         self._weights = {name: quantized_weight(program.weights[name].detach(), largest) for name in weights}
-        self.losses: dict[str, Loss] = {}
+        self.found: dict[str, Any] = {}
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
-        layer = self._layers.get(node.name)
+        layer = self.layers.get(node.name)
         if layer is not None:
             args, kwargs = self.fetch_args_kwargs_from_env(node)
             if bool(args[0].isfinite().all()):
-                self._measure(layer, value, args, kwargs)
+                with torch.no_grad():
+                    quantized = self._quantized(layer, args, kwargs)
+                self.add(layer.name, value, quantized)
             else:
-                self._layers.pop(node.name)
-                self.losses.pop(node.name, None)
+                self.layers.pop(node.name)
+                self.found.pop(node.name, None)
         return value
 
-    def _measure(self, layer: fx.Node, value: torch.Tensor, args: Any, kwargs: Any) -> None:
+    def _quantized(self, layer: fx.Node, args: Any, kwargs: Any) -> torch.Tensor:
         x, _, *others = args
-        near = self._rounding(layer, x)
         integers, scales = self._weights[str(ops.bind(layer)["weight"].target)]
         target: Any = layer.target
-        errors = target(near, dequantized_weight(integers, scales), *others, **kwargs).double() - value
-        channel = 1 if errors.dim() == 4 else errors.dim() - 1
-        by_channel = errors.movedim(channel, 0).flatten(1)
-        loss = self.losses.setdefault(layer.name, Loss(torch.zeros(len(by_channel), dtype=torch.float64)))
+        result: torch.Tensor = target(self._rounding(layer, x), dequantized_weight(integers, scales), *others, **kwargs)
+        return result
+
+    def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
+        """Takes the result of a layer in float32, and with quantization."""
+        raise NotImplementedError
+
+
+class _Losses(LayerErrors):
+    def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
+        errors = quantized.double() - value
+        by_channel = errors.movedim(channel_of(errors), 0).flatten(1)
+        loss = self.found.setdefault(name, Loss(torch.zeros(len(by_channel), dtype=torch.float64)))
         loss.errors += by_channel.sum(1)
         loss.squares += float(errors.square().sum())
         loss.size += float(value.double().square().sum())
         loss.count += by_channel.shape[1]
+
+
+def channel_of(result: torch.Tensor) -> int:
+    """The dimension of the outputs in the result of a layer."""
+    return 1 if result.dim() == 4 else result.dim() - 1
 
 
 def by_tensor(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +143,9 @@ def losses_of(
     progress: Callable[[str], None],
 ) -> dict[str, Loss]:
     """The loss of each layer by node name. All layers before it run in float32."""
-    measured, calls = Measured(program, layers, rounding, largest), list(calls)
+    measured, calls = _Losses(program, layers, rounding, largest), list(calls)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         with torch.no_grad():
             measured.run(*call)
-    return measured.losses
+    return measured.found

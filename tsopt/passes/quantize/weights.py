@@ -15,7 +15,7 @@ from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import LARGEST, erase_dead, quantize_weight, rewire
 from tsopt.compiler.precision_names import INT8_WEIGHTS
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
-from tsopt.passes.quantize.layers import layers_of
+from tsopt.passes.quantize.layers import layers_of, multiplications
 
 WORTHWHILE = 0.1  # share of the linear layers in the multiplications or in the weights of all layers
 
@@ -59,10 +59,5 @@ def share_of_linear(program: Program, layers: Sequence[fx.Node]) -> float:
     if not linear:
         return 0.0
     sizes = {layer: program.weights[str(ops.bind(layer)["weight"].target)].numel() for layer in layers}
-    # Each weight of a layer is used once for each result of an output channel.
-    used = {layer: size * layer.meta["val"].numel() // _outputs(program, layer) for layer, size in sizes.items()}
+    used = {layer: multiplications(program, layer) for layer in layers}
     return max(sum(map(costs.__getitem__, linear)) / sum(costs.values()) for costs in (sizes, used))
-
-
-def _outputs(program: Program, layer: fx.Node) -> int:
-    return len(program.weights[str(ops.bind(layer)["weight"].target)])

@@ -53,10 +53,12 @@ class Criterion(Protocol):
     Attributes:
         is_cheap: whether it needs only the data, so that it can judge every candidate.
         key: what it asks for, as a text; empty for what no text tells.
+        error_limit: about the largest relative error of the outputs that it accepts; None if that is not known.
     """
 
     is_cheap: bool
     key: str
+    error_limit: float | None
 
     def judge(self, candidate: Called) -> Judgement:
         """The judgement on a candidate, which is called like the model."""
@@ -89,6 +91,8 @@ class Likeness:
         self._metric, self._max_drop, self._state = metric, max_drop, state
         self._wanted: list[Outputs] = []
         self.key = f"{metric} {max_drop}"
+        # A cosine is 1 - error^2 / 2, if the error has no preferred direction.
+        self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: math.sqrt(2 * max_drop)}.get(metric)
         for call in data:
             if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
                 break
@@ -113,7 +117,10 @@ class Likeness:
             return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text)
         value = (cosine if self._metric == COSINE else top1)(found, self._wanted)
         name = "cosine similarity to eager" if self._metric == COSINE else "top-1 agreement with eager"
-        text = f"{name} {value:.6g} on {self._inputs}, at least {1 - self._max_drop:.6g} is required"
+        found_text, required = (f"{number:.6g}" for number in (value, 1 - self._max_drop))
+        if found_text == required:  # to six digits
+            found_text = f"{value:.12g}"
+        text = f"{name} {found_text} on {self._inputs}, at least {required} is required"
         return Judgement(1 - value <= self._max_drop + ROUNDING, 1 - value, self._max_drop, text)
 
     def tolerance(self, candidate: Called) -> float:
@@ -142,6 +149,7 @@ class Metric:
 
     is_cheap = False
     key = ""
+    error_limit: float | None = None
 
     def __init__(
         self,

@@ -1,0 +1,119 @@
+"""What each layer adds to the error of the outputs: against the error itself, and where gradients do not exist."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.graph.program import Numerics
+from tsopt.compiler.graph.quantized import simulated
+from tsopt.compiler.rewriting.pass_base import Limits
+from tsopt.compiler.rewriting.pipeline import run
+from tsopt.passes.quantize.effects import effects_of
+from tsopt.passes.quantize.layers import layers_of
+from tsopt.passes.quantize.sensitivity import by_group
+from tsopt.passes.quantize.weights import Int8Weights
+
+
+def effects(program, calls, shifts=None, largest=127):
+    return effects_of(
+        *(program, layers_of(program), calls),
+        rounding=by_group,
+        largest=largest,
+        shifts=shifts or {},
+        progress=lambda text: None,
+    )
+
+
+def measured(program, layer, calls):
+    """The squared relative error of the output with one layer in int8."""
+    made, _ = run(program, (Int8Weights(frozenset({layer.name})),), Limits(Numerics.LOSSY))
+    made, total = simulated(made), 0.0
+    for call in calls:
+        with torch.no_grad():
+            (found,), (wanted,) = made.module()(*call), program.module()(*call)
+        total += float((found - wanted).square().sum() / wanted.square().sum())
+    return total / len(calls)
+
+
+def test_an_effect_is_the_error_of_the_output_that_the_layer_causes():
+    program = tsopt.capture(mlp(32, 64, 64, 8), torch.randn(16, 32))
+    calls = [(torch.randn(16, 32, generator=seeded(seed)),) for seed in range(32)]
+    found = effects(program, calls)
+    for layer in layers_of(program):
+        assert math.log10(found[layer.name] / measured(program, layer, calls)) == pytest.approx(0, abs=0.25)
+
+
+def test_a_layer_that_hardly_counts_has_a_small_effect():
+    """Its own error is like that of the others."""
+
+    def model(self, x):
+        return F.linear(x, a) + 1e-3 * F.linear(x, b)
+
+    a, b = (torch.randn(8, 16, generator=seeded(seed)) for seed in (1, 2))
+    program = tsopt.capture(Net(model), torch.randn(4, 16))
+    large, small = effects(program, [(torch.randn(4, 16, generator=seeded(0)),)]).values()
+    assert small < large * 1e-4
+
+
+def test_an_error_that_is_corrected_does_not_count():
+    program = tsopt.capture(mlp(16, 8), torch.randn(1, 16))
+    (layer,) = layers_of(program)
+    call = (torch.randn(1, 16, generator=seeded(0)),)
+    with torch.no_grad():
+        made = simulated(run(program, (Int8Weights(),), Limits(Numerics.LOSSY))[0])
+        shift = (program.module()(*call)[0] - made.module()(*call)[0])[0]
+    assert effects(program, [call], {layer.name: shift})[layer.name] < 1e-6 * effects(program, [call])[layer.name]
+
+
+@pytest.mark.parametrize("kind", ["several outputs", "an integer", "a mask of infinities"])
+def test_outputs_of_all_kinds(kind):
+    weight = torch.randn(8, 16, generator=seeded(1))
+
+    def model(self, x):
+        y = F.linear(x, weight)
+        others = {
+            "several outputs": (y * 1e6, x.sum()),
+            "an integer": (y.argmax(-1),),
+            "a mask of infinities": (y.masked_fill(y < 0, -math.inf),),
+        }
+        return (y, *others[kind])
+
+    program = tsopt.capture(Net(model), torch.randn(4, 16))
+    (effect,) = effects(program, [(torch.randn(4, 16, generator=seeded(0)),)]).values()
+    assert 1e-6 < effect < 1e-3
+
+
+def test_a_layer_that_no_output_depends_on_smoothly_has_none():
+    weight = torch.randn(8, 16, generator=seeded(1))
+    program = tsopt.capture(Net(lambda self, x: F.linear(x, weight).argmax(-1)), torch.randn(4, 16))
+    assert list(effects(program, [(torch.randn(4, 16),)]).values()) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [lambda y: (y * 0).sqrt() + y, lambda y: torch.fake_quantize_per_tensor_affine(y, 0.1, 0, 0, 255).detach()],
+    ids=["an infinite gradient", "detached"],
+)
+def test_where_gradients_say_nothing_there_are_no_effects(end):
+    weight = torch.randn(8, 16, generator=seeded(1))
+    program = tsopt.capture(Net(lambda self, x: end(F.linear(x, weight))), torch.randn(4, 16))
+    assert not any(effects(program, [(torch.randn(4, 16),)]).values())
+
+
+def test_the_model_is_left_as_it_is():
+    model = Residual().eval()
+    with torch.inference_mode():
+        call = (images(1)[0] * 1.0,)
+    program = tsopt.capture(model, images(1)[0])
+    state = torch.random.get_rng_state()
+    assert all(effects(program, [call]).values()), "data may come from inference mode"
+    assert all(weight.grad is None for weight in (*model.parameters(), *program.weights.values()))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert effects(program, [call]) == effects(program, [call])
