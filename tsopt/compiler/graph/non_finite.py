@@ -31,8 +31,9 @@ ATTENTION, MASK = "scaled_dot_product_attention", "attn_mask"
 def harmful_inputs(program: Program, values: Iterable[fx.Node]) -> dict[fx.Node, Harm]:
     """The inputs of a program by which one of these values can become NaN or infinite, and what has to be in them.
 
-    Integers and booleans are neither, so an input that is only compared is not among them. A mask of 0 and -inf, which
-    is added to scores, harms by NaN and inf alone. Inputs that are large but finite are not considered.
+    Integers and booleans are neither, so an input that is only compared is not among them. A mask that is added to
+    attention scores may contain -inf; only NaN and inf in it are harmful. Not considered: finite inputs that overflow,
+    and masks that hide a whole row, for which softmax returns NaN.
     """
     harms: dict[fx.Node, Harm] = dict.fromkeys(values, Harm.NEGATIVE_INFINITY)
     for node in reversed(program.graph.nodes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ class Loss:
         return 10 * math.log10(self.size / noise) if self.size > 0 else -math.inf
 
 
-class LayerErrors(fx.Interpreter):
+class LayerErrors(fx.Interpreter, ABC):
     """Runs a program in float32, and runs each layer a second time with quantized input and weight.
 
     Args:
@@ -92,9 +93,9 @@ class LayerErrors(fx.Interpreter):
         result: torch.Tensor = target(self._rounding(layer, x), dequantized_weight(integers, scales), *others, **kwargs)
         return result
 
+    @abstractmethod
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         """Takes the result of a layer in float32, and with quantization."""
-        raise NotImplementedError
 
 
 class _Losses(LayerErrors):

@@ -26,7 +26,7 @@ class Bound:
     Attributes:
         input: its position among the inputs of the signature.
         kind: what eager does with others: `index` and `refused` raise IndexError and RuntimeError, `range` computes.
-            For floats it says which are admitted, and there are no ends.
+            For floats, it says which are admitted, and `low` and `high` are not used.
         also: one number more, such as the target that a loss ignores.
         of, axis, below, above: where the ends depend on a size of the call, whose: each end is moved by so many times
             the size of this axis of this input.
@@ -43,10 +43,10 @@ class Bound:
     above: int = 0
 
     def admits(self, values: Sequence[Any]) -> bool:
-        value = values[self.input]
-        if self.kind in FLOATS and not hasattr(value, "__array_interface__"):
-            value = value.detach().float()  # numpy has no bfloat16
-        array = value if hasattr(value, "__array_interface__") else value.numpy(force=True)
+        array = values[self.input]
+        if not hasattr(array, "__array_interface__"):
+            is_narrow = self.kind in FLOATS and array.element_size() < 4
+            array = (array.float() if is_narrow else array).numpy(force=True)  # numpy has no bfloat16
         if not array.size:
             return True
         if self.kind in FLOATS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,14 @@ class OnnxModel:
         import numpy as np
         import onnx_ir
 
-        model = onnx_ir.load(path)
-        files: dict[str, Any] = {}
+        model, mapped = onnx_ir.load(path), cache(partial(np.memmap, mode="r"))
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
             stored = value.const_value
-            if not isinstance(stored, onnx_ir.ExternalTensor):
-                continue
-            if not stored.size:
-                value.const_value = onnx_ir.Tensor(stored.numpy(), name=stored.name)
-                continue
-            if stored.path not in files:
-                files[stored.path] = np.memmap(stored.path, mode="r")
-            start = stored.offset or 0
-            bytes_of = files[stored.path][start : start + stored.nbytes]
-            array = np.frombuffer(bytes_of, stored.dtype.numpy()).reshape(stored.shape.numpy())
-            value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
+            if isinstance(stored, onnx_ir.ExternalTensor):
+                start = stored.offset or 0
+                part = mapped(stored.path)[start : start + stored.nbytes] if stored.size else b""
+                array = np.frombuffer(part, stored.dtype.numpy()).reshape(stored.shape.numpy())
+                value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
         return cls(model)
 
     def save(self, path: Path, apart: bool = False) -> None:
