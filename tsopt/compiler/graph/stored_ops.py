@@ -32,47 +32,53 @@ FACTORIES = frozenset(
 # need no entry: they have no indices, and TensorIterator checks their shapes.
 _NAMES = """
 __and__ __or__ __xor__ _safe_softmax _to_copy _unique2 _unsafe_view _upsample_bilinear2d_aa _upsample_nearest_exact1d
-_upsample_nearest_exact2d _upsample_nearest_exact3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d addbmm addmm addmv addr alias alias_copy all alpha_dropout
-amax amin aminmax any arange argmax argmin argsort argwhere as_strided as_strided_copy as_strided_scatter atleast_1d
+_upsample_nearest_exact2d _upsample_nearest_exact3d absolute adaptive_avg_pool1d adaptive_avg_pool2d
+adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d addbmm addmm addmv addr adjoint
+affine_grid_generator alias alias_copy all alpha_dropout amax amin aminmax any arange arccos arccosh arcsin arcsinh
+arctan arctan2 arctanh argmax argmin argsort argwhere as_strided as_strided_copy as_strided_scatter atleast_1d
 atleast_2d atleast_3d avg_pool1d avg_pool2d avg_pool3d baddbmm bartlett_window batch_norm bernoulli bilinear
-binary_cross_entropy binary_cross_entropy_with_logits bincount blackman_window block_diag bmm broadcast_tensors
-broadcast_to bucketize cartesian_prod cat cauchy cdist chain_matmul chalf channel_shuffle cholesky cholesky_inverse
-cholesky_solve chunk column_stack complex concat constant_pad_nd contiguous conv1d conv2d conv3d conv_tbc
-conv_transpose1d conv_transpose2d conv_transpose3d copy cosine_embedding_loss cosine_similarity count_nonzero cross
-cross_entropy_loss cummax cummin cumprod cumsum cumulative_trapezoid detach diag diag_embed diagflat diagonal
-diagonal_copy diagonal_scatter diff dist divide dot dropout dsplit dstack einsum embedding embedding_renorm empty
-empty_like empty_permuted empty_strided expand expand_as expand_copy exponential eye feature_alpha_dropout
-feature_dropout fft_fft fft_fft2 fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2
-fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2
-fft_rfftfreq fft_rfftn fill flatten flip fliplr flipud floor_divide fractional_max_pool2d fractional_max_pool3d full
-full_like gather geometric geqrf glu gradient grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
+binary_cross_entropy binary_cross_entropy_with_logits bincount binomial blackman_window block_diag bmm
+broadcast_tensors broadcast_to bucketize cartesian_prod cat cauchy cdist chain_matmul chalf channel_shuffle cholesky
+cholesky_inverse cholesky_solve chunk col2im column_stack complex concat concatenate constant_pad_nd contiguous conv1d
+conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d copy cosine_embedding_loss cosine_similarity
+count_nonzero cross cross_entropy_loss cummax cummin cumprod cumsum cumulative_trapezoid det detach diag diag_embed
+diagflat diagonal diagonal_copy diagonal_scatter diff dist divide dot dropout dsplit dstack einsum embedding
+embedding_renorm empty empty_like empty_permuted empty_strided expand expand_as expand_copy exponential eye
+fake_quantize_per_channel_affine fake_quantize_per_tensor_affine feature_alpha_dropout feature_dropout fft_fft fft_fft2
+fft_fftfreq fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft
+fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftfreq fft_rfftn fill fix flatten flip
+fliplr flipud floor_divide fractional_max_pool2d fractional_max_pool3d frobenius_norm full full_like gather geometric
+geqrf ger glu gradient greater greater_equal grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell
 hamming_window hann_window hardswish hinge_embedding_loss histc histogram histogramdd hsplit hstack huber_loss im2col
-imag index index_add index_copy index_fill index_put index_reduce index_select inner instance_norm isclose isin isreal
-istft kaiser_window kl_div kron kthvalue l1_loss layer_norm lift_fresh_copy linalg_cholesky linalg_cholesky_ex
-linalg_cond linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvalsh linalg_householder_product
-linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_lu linalg_lu_factor linalg_lu_factor_ex
-linalg_lu_solve linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv
-linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd linalg_svdvals
-linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot linalg_vector_norm linear linspace log_normal
-log_sigmoid log_softmax logcumsumexp logdet logspace logsumexp lstm lstm_cell lu_solve mH mT margin_ranking_loss
-masked_fill masked_scatter matmul matrix_H matrix_exp max max_pool1d max_pool1d_with_indices max_pool2d
-max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d mean median meshgrid min mm mode
-moveaxis movedim mse_loss msort multi_margin_loss multilabel_margin_loss multinomial multiply mv nanmean nanmedian
-nanquantile nansum narrow narrow_copy native_group_norm native_layer_norm new_empty new_empty_strided new_full
-new_ones new_zeros nll_loss_nd nonzero nonzero_static normal normal_functional numpy_T one_hot ones ones_like ormqr
-outer pad pairwise_distance pdist permute permute_copy pinverse pixel_shuffle pixel_unshuffle poisson_nll_loss polar
-prelu prod put qr quantile rand randint randint_like randn randn_like randperm range ravel real renorm repeat
-repeat_interleave reshape reshape_as resolve_conj resolve_neg rms_norm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell
-roll rot90 rsub scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted select
-select_scatter slice slice_scatter smooth_l1_loss soft_margin_loss softmax sort special_ndtr special_polygamma split
-split_with_sizes split_with_sizes_copy squeeze squeeze_copy stack std std_mean stft subtract sum sum_to_size svd
-swapaxes t t_copy take take_along_dim tensor_split tensordot tile to topk trace transpose transpose_copy trapezoid
-trapz triangular_solve tril tril_indices triplet_margin_loss triu triu_indices type_as unbind unbind_copy unflatten
-unfold unfold_copy uniform unique_consecutive unique_dim unsafe_chunk unsafe_split unsqueeze unsqueeze_copy
-upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
-upsample_trilinear3d var var_mean vdot view view_as view_as_complex view_as_real view_copy vsplit vstack where zero
-zeros zeros_like
+imag index index_add index_copy index_fill index_put index_reduce index_select inner instance_norm inverse isclose isin
+isreal istft kaiser_window kl_div kron kthvalue l1_loss layer_norm less less_equal lift_fresh_copy linalg_cholesky
+linalg_cholesky_ex linalg_cond linalg_cross linalg_det linalg_diagonal linalg_eig linalg_eigh linalg_eigvalsh
+linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor linalg_ldl_factor_ex linalg_lu linalg_lu_factor
+linalg_lu_factor_ex linalg_lu_solve linalg_matmul linalg_matrix_exp linalg_matrix_norm linalg_matrix_power
+linalg_matrix_rank linalg_multi_dot linalg_norm linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
+linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot
+linalg_vector_norm linear linspace log_normal log_sigmoid log_softmax logcumsumexp logdet logspace logsumexp lstm
+lstm_cell lu_solve mH mT margin_ranking_loss masked_fill masked_scatter matmul matrix_H matrix_exp matrix_power max
+max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d
+max_unpool3d mean median meshgrid min mm mode moveaxis movedim mse_loss msort multi_margin_loss multilabel_margin_loss
+multinomial multiply mv nanmean nanmedian nanquantile nansum narrow narrow_copy native_group_norm native_layer_norm
+negative new_empty new_empty_strided new_full new_ones new_zeros nll_loss_nd nonzero nonzero_static norm normal
+normal_functional not_equal nuclear_norm numpy_T one_hot ones ones_like orgqr ormqr outer pad pad_sequence
+pairwise_distance pdist permute permute_copy pinverse pixel_shuffle pixel_unshuffle poisson poisson_nll_loss polar
+prelu prod put qr quantile rand rand_like randint randint_like randn randn_like random randperm range ravel real renorm
+repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg rms_norm rnn_relu rnn_relu_cell rnn_tanh
+rnn_tanh_cell roll rot90 row_stack rsub scalar_tensor scaled_dot_product_attention scatter scatter_add scatter_reduce
+searchsorted select select_scatter slice slice_scatter slogdet smooth_l1_loss soft_margin_loss softmax sort
+special_digamma special_erf special_erfc special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+special_gammaincc special_gammaln special_i0 special_log1p special_log_softmax special_logit special_logsumexp
+special_multigammaln special_ndtr special_polygamma special_psi special_round special_sinc special_softmax
+special_xlogy split split_with_sizes split_with_sizes_copy squeeze squeeze_copy stack std std_mean stft subtract sum
+sum_to_size svd swapaxes swapdims t t_copy take take_along_dim tensor_split tensordot tile to topk trace transpose
+transpose_copy trapezoid trapz triangular_solve tril tril_indices triplet_margin_loss triu triu_indices true_divide
+type_as unbind unbind_copy unflatten unfold unfold_copy uniform unique_consecutive unique_dim unsafe_chunk unsafe_split
+unsqueeze unsqueeze_copy upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d
+upsample_nearest3d upsample_trilinear3d vander var var_mean vdot view view_as view_as_complex view_as_real view_copy
+vsplit vstack where zero zeros zeros_like
 """
 LISTED = frozenset(_NAMES.split())
 
@@ -159,7 +165,7 @@ def _cells(bound: Mapping[str, Any]) -> str:
 
 def _shape(value: Any) -> tuple[int, ...]:
     """Of a value that is a tensor; that of a number otherwise."""
-    found = value.meta["val"] if isinstance(value, fx.Node) else None
+    found = value.meta["val"] if isinstance(value, fx.Node) else value
     return tuple(found.shape) if isinstance(found, torch.Tensor) else ()
 
 
