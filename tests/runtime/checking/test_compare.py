@@ -181,6 +181,17 @@ def test_float64_does_not_decide_where_eager_is_far_from_it():
     assert found.reason.endswith("; eager is too far from float64 for it to decide")
 
 
+@pytest.mark.parametrize(
+    ("moved", "test"), [(0.4, "undecided"), (1e-3, "float64"), (None, "float64")], ids=["far", "near", "no neighbour"]
+)
+def test_where_eager_is_far_from_float64_it_is_undecided_only_if_rounding_moves_it_as_far(moved, test):
+    truth = torch.ones(2000, dtype=torch.float64)
+    draws = [] if moved is None else [far(0.4 + moved)]
+    found = compare(far(0.2), far(0.4), reference64=lambda: truth, neighbours=lambda: draws)
+    assert (found.ok, found.test) == (False, test)
+    assert found.reason.endswith("; eager is too far from float64 for it to decide")
+
+
 def test_float64_itself_has_no_better_reference():
     reference = torch.ones(2, dtype=torch.float64)
     assert not compare(reference + 1e-5, reference, reference64=lambda: reference).ok

@@ -78,3 +78,37 @@ def test_one_draw_would_not_have_done():
 @pytest.mark.parametrize("by", [1e-5, 1e-2])
 def test_a_mistake_that_rounding_does_not_explain_is_still_wrong(by):
     assert not oracle(Steep()).judge(lambda x: Steep()(x * (1 + by))).ok
+
+
+class Waves(nn.Module):
+    """The sine of a large number is what rounding makes of it; `floor` has the extremes of a float tried."""
+
+    def forward(self, x):
+        return torch.sin(x * 0.7) + (x - x.floor())
+
+
+class WavesInAnotherOrder(Waves):
+    def forward(self, x):
+        return torch.sin(x * 0.7**0.5 * 0.7**0.5) + (x - x.floor())
+
+
+def judged_on_waves(candidate, **options):
+    x = torch.randn(2, 8)
+    return Oracle(Waves(), as_example(x), tsopt.capture(Waves(), x), **options).judge(candidate)
+
+
+def test_where_eager_itself_is_noise_on_extremes_another_order_gets_a_note():
+    verdict = judged_on_waves(WavesInAnotherOrder())
+    assert verdict.ok, verdict.reason
+    assert verdict.notes[0].startswith("differs from eager where rounding an input changes the outputs as much: ")
+    assert "extreme" in verdict.notes[0]
+
+
+def test_what_is_further_away_than_noise_is_wrong_on_extremes():
+    verdict = judged_on_waves(lambda x: torch.where(x.abs() > 1e9, x, Waves()(x)))
+    assert not verdict.ok
+    assert "extreme" in verdict.reason
+
+
+def test_noise_is_no_excuse_where_every_difference_decides():
+    assert not judged_on_waves(WavesInAnotherOrder(), strict_specials=True).ok
