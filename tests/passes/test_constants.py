@@ -127,6 +127,11 @@ def test_other_differences_stay(w):
     assert found.declined == set()
 
 
+@pytest.mark.parametrize("item", [constants.literal_minus, constants.uniform_minus])
+def test_a_constant_minus_a_literal_stays(item):
+    check_declines(item, With(lambda x, w: x * (w - 2.0), torch.tensor(3.0)), specials(N))
+
+
 @pytest.mark.parametrize(
     ("item", "function"),
     [

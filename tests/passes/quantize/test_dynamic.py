@@ -18,6 +18,7 @@ from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain
 from tsopt.passes.lower_precision import in_precision
 from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.passes.quantize.layers import layers_of
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
@@ -89,6 +90,14 @@ def test_each_layer_takes_fuel_and_is_told_by_its_place():
     made, (record,) = run(tsopt.capture(mlp(), X), (DynamicInt8(),), Limits(Numerics.LOSSY, fuel=1))
     assert [(done.rule, done.where[:1]) for done in record.done] == [("quantize_layer", "0")]
     assert len(layers(made)) == 1
+
+
+def test_only_the_chosen_layers_are_quantized():
+    program = tsopt.capture(mlp(), X)
+    first, last = layers_of(program)
+    made, _ = run(program, (DynamicInt8(only=frozenset({last.name})),), Limits(Numerics.LOSSY))
+    assert [layer.node.meta["module"] for layer in layers(made)] == [last.meta["module"]]
+    assert first.meta["module"] != last.meta["module"]
 
 
 def test_convolutions_are_quantized():

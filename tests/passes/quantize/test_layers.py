@@ -25,6 +25,14 @@ def readers(model, *inputs):
     return {names[value]: [names[user] for user in users] for value, users in found.items()}
 
 
+def test_a_layer_on_another_device_stays_as_it_is():
+    """The meta device stands for any: the kernels of int8 are those of the CPU."""
+    program = tsopt.capture(nn.Linear(3, 2).eval(), torch.randn(2, 3))
+    assert len(layers_of(program)) == 1
+    program.weights = {name: weight.to("meta") for name, weight in program.weights.items()}
+    assert layers_of(program) == []
+
+
 def test_the_input_of_a_layer_is_read_by_it():
     assert readers(nn.Linear(3, 2).eval(), torch.randn(2, 3)) == {"input": ["aten.linear"]}
 

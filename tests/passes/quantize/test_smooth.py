@@ -23,16 +23,22 @@ from tsopt.quantization import Int8Options, quantize
 SIZE = 32
 
 
+SCALES = torch.ones(SIZE)
+SCALES[5] = 300.0
+W = torch.randn(8, SIZE, generator=seeded(1))
+
+
 class Normed(nn.Module):
     """A norm with an outlier channel, read by two linear layers, and by a sum if it is `shared`."""
 
-    def __init__(self, norm=nn.LayerNorm, shared=False):
+    def __init__(self, norm=nn.LayerNorm, shared=False, outlier=True):
         super().__init__()
         torch.manual_seed(0)
         self.norm, self.left, self.right = norm(SIZE), nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
         self.shared = shared
-        with torch.no_grad():
-            self.norm.weight[3] = 100.0
+        if outlier:
+            with torch.no_grad():
+                self.norm.weight[3] = 100.0
 
     def forward(self, x):
         x = self.norm(x)
@@ -72,6 +78,43 @@ def test_a_norm_is_divided_itself(norm):
     assert close(after, model, x)
 
 
+def test_a_norm_without_a_weight_is_divided_after_it():
+    class Plain(Normed):
+        def forward(self, x):
+            return super().forward(x * SCALES)
+
+    model, x = Plain(lambda size: nn.LayerNorm(size, elementwise_affine=False), outlier=False).eval(), rows()
+    before, after, factors = smoothed(model, x)
+    assert len(factors) == 1
+    assert len(list(after.calls())) == len(list(before.calls())) + 1
+    assert close(after, model, x)
+
+
+def test_a_norm_with_a_computed_weight_is_divided_after_it():
+    def forward(self, x):
+        return F.linear(F.layer_norm(x, (SIZE,), SCALES * x.abs().amax()), W)
+
+    model, x = Net(forward), rows()
+    before, after, factors = smoothed(model, x)
+    assert len(factors) == 1
+    assert len(list(after.calls())) == len(list(before.calls())) + 1
+    assert close(after, model, x)
+
+
+def test_each_value_takes_fuel():
+    x = rows()
+    program = tsopt.transform(
+        tsopt.capture(Net(lambda self, x: F.linear(x * SCALES, W) + F.linear(x * SCALES.flip(0), W)), x)
+    )
+    named = layers_of(program)
+    factors = factors_for(program, named, [(x,)], largest=127, progress=lambda text: None)
+    assert len(factors) == 2
+    change = Smooth(factors, frozenset(layer.name for layer in named))
+    for fuel in range(3):
+        _, (record,) = run(program, (change,), Limits(fuel=fuel))
+        assert len(record.done) == fuel
+
+
 def test_a_value_that_others_read_is_divided_for_the_layers_only():
     model, x = Normed(shared=True).eval(), rows()
     before, after, _ = smoothed(model, x)
@@ -102,11 +145,6 @@ def test_a_value_that_is_not_finite_stays_as_it_is(bad):
     x[0, 0] = bad
     _, _, factors = smoothed(Net(lambda self, x: F.linear(x * SCALES, W)), rows(), x)
     assert factors == {}
-
-
-SCALES = torch.ones(SIZE)
-SCALES[5] = 300.0
-W = torch.randn(8, SIZE, generator=seeded(1))
 
 
 def test_a_channel_that_is_always_zero_or_that_no_weight_reads():

@@ -10,6 +10,7 @@ from torch import nn
 import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, calibrated_pass, images, seeded
+from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import QParams, quantized, quantized_layer, simulated
@@ -78,6 +79,21 @@ def test_a_layer_whose_input_has_no_parameters_stays_as_it_is():
     made, _ = run(program, (StaticInt8({}),), Limits(Numerics.LOSSY))
     assert made.numerics == Numerics.EXACT
     assert not layers(made)
+
+
+def test_a_result_that_has_no_parameters_stays_in_float():
+    """As one that is not finite on the data: its convolution is quantized, and what reads it reads floats."""
+    program = tsopt.transform(tsopt.capture(Residual().eval(), images(1)[0]))
+    change = calibrated_pass(program, [(x,) for x in images(2)])
+    inputs = {ops.bind(layer)["input"].name for layer in layers_of(program)}
+    known = {name: by for name, by in change.qparams.items() if name in inputs}
+    assert len(known) < len(change.qparams)
+    made, _ = run(program, (StaticInt8(known),), Limits(Numerics.LOSSY))
+    verify_program(made)
+    assert len(layers(made)) == 3
+
+    rounded = [node for node in made.calls() if node.target is quantized.quantize_per_tensor.default]
+    assert len(rounded) == len(known)
 
 
 def test_each_layer_takes_fuel():

@@ -61,6 +61,12 @@ def test_only_the_named_layers():
     assert [layer.node.name for layer in quantized_layers(made)] == [last]
 
 
+def test_each_layer_takes_fuel():
+    program = tsopt.transform(tsopt.capture(mlp(16, 32, 8), torch.randn(3, 16, generator=seeded(0))))
+    made, (record,) = run(program, (Int8Weights(),), Limits(Numerics.LOSSY, fuel=1))
+    assert len(record.done) == len(list(quantized_layers(made))) == 1
+
+
 def test_a_weight_of_two_layers_is_stored_once():
     made = in_int8(lambda self, x: F.linear(F.linear(x, W).relu(), W), torch.ones(2, 8))
     assert len({layer.weight for layer in quantized_layers(made)}) == 1

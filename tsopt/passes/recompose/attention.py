@@ -2,6 +2,8 @@
 
 The op is always called on four axes, and on operands whose last axis is dense: anything else, and a value
 with a different width than the query, takes a path in PyTorch that is slower than the formula.
+
+NOTE: the kernel on CPU returns 0 where all scores of a row are NaN (torch 2.13): NaN in a query is lost there.
 """
 
 from __future__ import annotations
