@@ -64,6 +64,7 @@ def test_export_takes_the_same_options(tsopt, write):
     assert "precision int8-static" in ran.out
 
 
+@pytest.mark.slow
 def test_bench_takes_the_same_options(tsopt, write):
     write(WITH_DATA)
     ran = tsopt("bench", "m.py", *QUICKLY, "--precision", "auto", "--calibration", "m.py:data", "--max-drop", "0.5")

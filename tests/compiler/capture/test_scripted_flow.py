@@ -260,6 +260,7 @@ def an_item(x: torch.Tensor):
     return x
 
 
+@pytest.mark.sliced(6)
 @pytest.mark.parametrize(
     ("function", "why"),
     [

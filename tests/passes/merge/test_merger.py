@@ -315,6 +315,7 @@ def _chains(branches: int, length: int) -> Any:
     return make.program(make.call(aten.stack.default, ends))
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("branches", "length", "done"), [(1000, 2, 1), (1, 2000, 0), (8, 400, 1), (5, 400, 0), (2, 1000, 0)]
 )

@@ -101,6 +101,7 @@ def rows(size, *lead):
     return x
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize(
     ("size", "lead", "bias"),
     [

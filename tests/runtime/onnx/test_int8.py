@@ -47,6 +47,7 @@ def test_sums_are_exact(engine, kind):
     assert torch.allclose(found, torch.full_like(found, 64 * 255 * 127.0), rtol=1e-6), "2,072,640 each"
 
 
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("model", "x"),
@@ -109,6 +110,7 @@ def int8_weights_of(model, x):
     return run(program, (Int8Weights(),), Limits(Numerics.LOSSY))[0]
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(

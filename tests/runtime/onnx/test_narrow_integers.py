@@ -194,6 +194,7 @@ def test_onnx_runtime_compares_int64_by_signed_halves(model):
         assert torch.equal(executable(call), model(call))
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize(
     "model",
     [

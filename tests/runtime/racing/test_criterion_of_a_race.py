@@ -29,9 +29,17 @@ def optimized(model=None, example=None, *, backends=("openvino",), **options):
     return tsopt.optimize(model, example, backends=backends, **given)
 
 
-def test_the_winner_runs_in_int8_and_says_by_what_it_was_judged(int8_wins):
-    model = Residual().eval()
-    fast = optimized(model)
+@pytest.fixture(scope="module")
+def won():
+    """A model, and what it is optimized to, for tests that only look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        fast_timings(patch, TITLE)
+        model = Residual().eval()
+        return model, optimized(model)
+
+
+def test_the_winner_runs_in_int8_and_says_by_what_it_was_judged(won):
+    model, fast = won
     assert fast.report.winner == TITLE
     assert fast.report.numerics == "LOSSY"
     assert any(
@@ -92,9 +100,8 @@ def _is_model(candidate):
     return not isinstance(getattr(candidate, "_called", candidate), tsopt.Executable)
 
 
-def test_audits_accept_what_the_data_has_shown(int8_wins):
-    model = Residual().eval()
-    fast = optimized(model)
+def test_audits_accept_what_the_data_has_shown(won):
+    model, fast = won
     exe = fast.executable
     assert 0.044 <= exe.tolerance < 0.2
     assert executable_difference(exe, model, tsopt.example(images(1, 70)[0])) == ""
@@ -113,10 +120,10 @@ def test_a_bundle_keeps_the_tolerance(int8_wins, tmp_path):
         tsopt.verify(model, loaded, images(1)[0] * 1e4, precision=loaded.precision)
 
 
-def test_an_invalid_tolerance_is_refused(int8_wins, tmp_path):
+def test_an_invalid_tolerance_is_refused(won, tmp_path):
     from tsopt.runtime.bundles.members import MANIFEST, digest_of
 
-    place = optimized().save(tmp_path / "m.tsopt")
+    place = won[1].save(tmp_path / "m.tsopt")
     manifest = json.loads((place / MANIFEST).read_text())
     for value in (0.0, -1.0, 2.0, 1, "0.1", True, [0.1]):
         manifest["tolerance"] = value

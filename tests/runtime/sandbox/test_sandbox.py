@@ -174,6 +174,7 @@ def test_where_memory_runs_out_candidates_end_first_and_the_caller_last(sandbox)
     candidate.retire()
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize(
     ("given", "free", "is_shared"), [(None, 1 << 30, True), (None, 1 << 20, False), (1 << 20, 1 << 30, False)]
 )
