@@ -47,6 +47,37 @@ class Residual(nn.Module):
         return self.head(self.pool(x).mean((2, 3)))
 
 
+class Sequences(nn.Module):
+    """1-D convolutions around a residual sum, and a linear layer for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv1d(3, 8, 3, padding=1)
+        self.inner = nn.Conv1d(8, 8, 3, padding=2, dilation=2, groups=2)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = torch.nn.functional.gelu(self.inner(x)) + x
+        return self.head(torch.nn.functional.max_pool1d(x, 2).transpose(1, 2))
+
+
+class Video(nn.Module):
+    """3-D convolutions, pooling, and a linear layer for each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner = nn.Conv3d(3, 8, 3, padding=1), nn.Conv3d(8, 8, 3, padding=1, bias=False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = torch.nn.functional.max_pool3d(x + self.inner(x), 2)
+        return self.head(x.permute(0, 2, 3, 4, 1))
+
+
 def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []

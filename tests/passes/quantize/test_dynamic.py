@@ -92,6 +92,22 @@ def test_each_layer_takes_fuel_and_is_told_by_its_place():
     assert len(layers(made)) == 1
 
 
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 9)),
+        (nn.Conv3d(2, 4, 3, padding=1), (1, 2, 5, 4, 3)),
+        (nn.Linear(16, 8), (2, 3, 5, 16)),
+    ],
+    ids=str,
+)
+def test_layers_of_any_rank_are_quantized(model, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    program = in_int8(model.eval(), x)
+    assert len(layers(program)) == 1
+    assert 0 < relative_error(program, model, x) < 0.02
+
+
 def test_only_the_chosen_layers_are_quantized():
     program = tsopt.capture(mlp(), X)
     first, last = layers_of(program)
@@ -117,8 +133,8 @@ KERNEL = torch.randn(8, 8, 1, 1, generator=torch.Generator().manual_seed(4))
     [
         lambda self, x: F.conv2d(x[:, :, None, None], x[:, :, None, None]),
         lambda self, x: F.conv2d(x.t()[:, :, None], KERNEL),
-        lambda self, x: F.conv1d(x[:, :, None], KERNEL[..., 0]),
-        lambda self, x: F.conv3d(x[:, :, None, None, None], KERNEL[..., None]),
+        lambda self, x: F.conv1d(x.t(), KERNEL[..., 0]),
+        lambda self, x: F.conv_transpose2d(x[:, :, None, None], KERNEL),
         lambda self, x: F.linear(x, x),
         lambda self, x: F.linear(x[0], W),
         lambda self, x: F.linear(x.double(), W.double()),
@@ -128,8 +144,8 @@ KERNEL = torch.randn(8, 8, 1, 1, generator=torch.Generator().manual_seed(4))
     ids=[
         "computed kernel",
         "one image",
-        "conv1d",
-        "conv3d",
+        "one sequence",
+        "transposed convolution",
         "computed weight",
         "vector",
         "float64",

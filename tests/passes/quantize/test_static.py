@@ -122,6 +122,27 @@ def test_the_mean_error_is_taken_off_by_the_bias(bias):
     assert errors[1] < errors[0] / 20
 
 
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(nn.Linear(16, 6), (2, 3, 5, 16)), (nn.Conv1d(16, 6, 3), (2, 16, 9)), (nn.Conv3d(3, 6, 2), (1, 3, 4, 5, 6))],
+    ids=["linear on images", "conv1d", "conv3d"],
+)
+def test_errors_are_those_of_output_channels(model, shape):
+    x = torch.rand(shape, generator=seeded(0))
+    made, program = calibrated(model.eval(), x)
+    (layer,) = layers_of(program)
+    by = by_qparams(calibrated_pass(program, [(x,)]).qparams)
+    found = losses_of(program, [layer], [(x,)], rounding=by, largest=127, progress=lambda text: None)[layer.name]
+    assert found.shift.shape == (6,)
+    with torch.no_grad():
+        error = made.module()(x)[0] - model(x)
+    mean = error.movedim(-1 if isinstance(model, nn.Linear) else 1, 0).flatten(1).mean(1)
+    torch.testing.assert_close(-found.shift, mean, rtol=1e-2, atol=5e-5)  # ties are rounded by other kernels
+    shifted, _ = calibrated(model, x, shifts={layer.name: found.shift})
+    with torch.no_grad():
+        assert float((shifted.module()(x)[0] - model(x)).mean().abs()) <= float(error.mean().abs()) + 1e-6
+
+
 def test_a_computed_bias_is_left():
     rows = torch.randn(2, 4, generator=seeded(3))
     x = torch.randn(1, 4, generator=seeded(4))

@@ -123,6 +123,28 @@ CONVOLUTIONS = [
 
 
 @pytest.mark.usefixtures("integers_win")
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv1d(6, 8, 3, stride=2, padding=1), (2, 6, 9)),
+        (nn.Conv3d(3, 4, 2, padding=1, bias=False), (1, 3, 4, 5, 6)),
+        (nn.Linear(6, 4), (2, 3, 5, 6)),
+    ],
+    ids=str,
+)
+def test_layers_of_any_rank_run_on_integers(layer, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    program = in_precision(tsopt.capture(nn.Sequential(layer).eval(), x), "int8")
+    lowered = lower(program)
+    assert lowered.on_integers == 1
+    (answer,), (wanted,) = lowered.program.module()(x), program.module()(x)
+    torch.testing.assert_close(answer, wanted, rtol=1e-4, atol=1e-4)
+    odd = x.index_fill(1, torch.tensor([0]), NAN)  # what integers cannot hold runs in float
+    with torch.no_grad():
+        torch.testing.assert_close(lowered.program.module()(odd)[0], layer(odd), rtol=0, atol=0.05, equal_nan=True)
+
+
+@pytest.mark.usefixtures("integers_win")
 @pytest.mark.parametrize("x", [IMAGE, IMAGE.relu(), IMAGE.contiguous(memory_format=torch.channels_last), IMAGE + 5])
 @pytest.mark.parametrize("layer", CONVOLUTIONS, ids=str)
 def test_a_convolution_adds_up_what_the_program_says(layer, x):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.passes.quantize.models import Residual, Sequences, Video, images, mlp, seeded
 from tests.passes.quantize.test_static import calibrated
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import largest_weight
@@ -33,30 +33,33 @@ def compiled(made, engine):
     return compile_by(made, engine)
 
 
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "conv1d", "conv3d"])
 def test_sums_are_exact(engine, kind):
     """The probe of 64 products of 255 and 127, which kernels that add pairs in 16 bits get wrong."""
     weight, largest = torch.full((4, 64), 127.0), largest_weight()
     x = torch.full((1, 64), 255.0)
-    if kind == "conv":
-        weight, x = weight[:, :, None, None], x[:, :, None, None].expand(1, 64, 3, 3).contiguous()
-    layer = F.linear if kind == "linear" else F.conv2d
-    made, _ = calibrated(lambda self, x: layer(x, weight), x, largest=largest)
+    if kind != "linear":
+        spatial = [1] * int(kind[4])
+        weight, x = weight.view(4, 64, *spatial), x.view(1, 64, *spatial).repeat(1, 1, *[3] * len(spatial))
+    made, _ = calibrated(lambda self, x: getattr(F, kind)(x, weight), x, largest=largest)
     found = compiled(made, engine)(x)
     assert torch.allclose(found, torch.full_like(found, 64 * 255 * 127.0), rtol=1e-6), "2,072,640 each"
 
 
-@pytest.mark.sliced(3)
+@pytest.mark.sliced(5)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("model", "x"),
     [
         (Residual().eval(), images(1)[0]),
+        (Sequences().eval(), torch.randn(2, 3, 20, generator=seeded(0))),
+        (Video().eval(), torch.randn(1, 3, 4, 6, 6, generator=seeded(0))),
         (mlp(16, 32, 8), torch.randn(5, 16, generator=seeded(0))),
         (mlp(16, 32, 8), torch.randn(2, 5, 16, generator=seeded(0))),
     ],
-    ids=["convolutions", "rows", "sequences"],
+    ids=["images", "1-D", "3-D", "rows", "sequences"],
 )
 def test_engines_compute_what_the_program_says(engine, model, x):
     made, _ = calibrated(model, x, largest=largest_weight())

@@ -28,7 +28,8 @@ SIGNED = (-127, 127, torch.int8)
 GROUP = 128  # elements of a row that share a scale where an engine rounds them itself
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 
-DIMENSIONS = {aten.linear.default: 2, aten.conv2d.default: 4}  # of a weight
+CONVOLUTIONS = {aten.conv1d.default: 3, aten.conv2d.default: 4, aten.conv3d.default: 5}  # dimensions of a weight
+DIMENSIONS = {aten.linear.default: 2, **CONVOLUTIONS}
 LARGEST = 127  # of a weight
 # Without VNNI instructions, two products of an unsigned and a signed byte are added in 16 bits, which saturate
 # silently: 2 * 255 * 64 is below 2^15.
@@ -60,11 +61,11 @@ class QuantizedLayer:
     """A linear layer or a convolution with an int8 weight, and one scale and zero point for the input if it has any.
 
     Attributes:
-        node: the call of `aten.linear` or `aten.conv2d`.
-        x: its input before quantization: float32, [..., in] or [batch, in, height, width].
+        node: the call of `aten.linear` or of a convolution.
+        x: its input before quantization: float32, [..., in] or [batch, in, *spatial].
         dequantized: the input after quantization and back; `x` itself where the program does not quantize it.
         by: its scale and zero point; None where each call computes them, or there are none.
-        weight: name of the int8 weight, [out, in] or [out, in / groups, height, width].
+        weight: name of the int8 weight, [out, in] or [out, in / groups, *kernel].
         scales: name of the scales of its outputs, float32, [out].
         zeros: name of its zero points, all 0, int64, [out].
         bias: float32, [out], or nothing.

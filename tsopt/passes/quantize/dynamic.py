@@ -18,7 +18,7 @@ from tsopt.passes.quantize.layers import layers_of
 
 @dataclass(frozen=True, slots=True)
 class DynamicInt8(Pass):
-    """Linear layers and 2-D convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
+    """Linear layers and convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
 
     Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
     for the whole tensor.

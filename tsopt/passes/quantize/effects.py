@@ -79,7 +79,7 @@ class _Gradients(LayerErrors):
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         shift = self._shifts.get(name, torch.zeros(1))
-        after = (1,) * (quantized.dim() - 1 - channel_of(quantized))
+        after = (1,) * (quantized.dim() - 2 if channel_of(self.layers[name]) == 1 else 0)
         self.found[name] = value, quantized + shift.view(-1, *after) - value.detach()
         if not value.requires_grad:
             value.requires_grad_()

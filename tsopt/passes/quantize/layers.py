@@ -10,14 +10,21 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import DIMENSIONS
+from tsopt.compiler.graph.quantized import CONVOLUTIONS, DIMENSIONS
 
 NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
 # Engines fuse these into the convolution, so its quantized output is the output of the activation.
 BOUNDING = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default)
 # Ops that only move values. Their outputs keep the input's parameters, so that no requantization is needed.
 MOVING = (
-    *(aten.max_pool2d.default, aten.reshape.default, aten.view.default, aten._unsafe_view.default),
+    *(
+        aten.max_pool1d.default,
+        aten.max_pool2d.default,
+        aten.max_pool3d.default,
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+    ),
     *(aten.flatten.using_ints, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.contiguous.default, aten.clone.default),
     *(aten.pixel_shuffle.default, aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec),
@@ -32,7 +39,7 @@ def layers_of(program: Program) -> list[fx.Node]:
 
 
 def is_layer(program: Program, node: fx.Node) -> bool:
-    """Whether a call is a linear layer or a 2-D convolution on the CPU, for a batch, with a finite constant weight."""
+    """Whether a call is a linear layer or a convolution on the CPU, for a batch, with a finite constant weight."""
     if node.target not in DIMENSIONS:
         return False
     call = ops.bind(node)
@@ -40,7 +47,7 @@ def is_layer(program: Program, node: fx.Node) -> bool:
     if weight is None or weight.dtype != torch.float32 or weight.device.type != "cpu":
         return False
     dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
-    batched = value.dim() == dimensions == 4 or (dimensions == 2 and value.dim() > 1)
+    batched = value.dim() == dimensions if node.target in CONVOLUTIONS else value.dim() > 1
     filled = value.numel() and node.meta["val"].numel() and weight.numel()
     return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())
 
@@ -65,7 +72,7 @@ def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.No
 
     for layer in layers:
         reads(layer, ops.bind(layer)["input"])
-        if layer.target is aten.conv2d.default:
+        if layer.target in CONVOLUTIONS:
             end = end_of(layer)
             for user in end.users:
                 reads(user, end)
@@ -93,9 +100,9 @@ def _is_bounded(node: fx.Node) -> bool:
 
 
 def _operands_of_sum(node: fx.Node) -> list[fx.Node]:
-    """Both operands of a sum of two images of the same size."""
+    """Both operands of a sum of two values of the same size."""
     if node.target is not aten.add.Tensor or ops.bind(node)["alpha"] != 1 or len(node.all_input_nodes) != 2:
         return []
     values = [operand.meta["val"] for operand in node.all_input_nodes]
     alike = values[0].shape == values[1].shape and all(value.dtype == torch.float32 for value in values)
-    return list(node.all_input_nodes) if alike and values[0].dim() == 4 else []
+    return list(node.all_input_nodes) if alike else []

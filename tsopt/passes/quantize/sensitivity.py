@@ -13,7 +13,14 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import HIGHEST, QParams, dequantized_weight, quantized_weight, rounded_by_group
+from tsopt.compiler.graph.quantized import (
+    CONVOLUTIONS,
+    HIGHEST,
+    QParams,
+    dequantized_weight,
+    quantized_weight,
+    rounded_by_group,
+)
 from tsopt.passes.quantize.observe import Call
 
 Rounding = Callable[[fx.Node, torch.Tensor], torch.Tensor]  # a layer and its input -> the input after quantization
@@ -101,7 +108,7 @@ class LayerErrors(fx.Interpreter, ABC):
 class _Losses(LayerErrors):
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         errors = quantized.double() - value
-        by_channel = errors.movedim(channel_of(errors), 0).flatten(1)
+        by_channel = errors.movedim(channel_of(self.layers[name]), 0).flatten(1)
         loss = self.found.setdefault(name, Loss(torch.zeros(len(by_channel), dtype=torch.float64)))
         loss.errors += by_channel.sum(1)
         loss.squares += float(errors.square().sum())
@@ -109,9 +116,9 @@ class _Losses(LayerErrors):
         loss.count += by_channel.shape[1]
 
 
-def channel_of(result: torch.Tensor) -> int:
-    """The dimension of the outputs in the result of a layer."""
-    return 1 if result.dim() == 4 else result.dim() - 1
+def channel_of(layer: fx.Node) -> int:
+    """The dimension of the output channels in the result of a layer."""
+    return 1 if layer.target in CONVOLUTIONS else -1
 
 
 def by_tensor(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:

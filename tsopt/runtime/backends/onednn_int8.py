@@ -67,7 +67,8 @@ class Int8Site:
 
 def _site(layer: QuantizedLayer) -> Int8Site:
     call = ops.bind(layer.node)
-    spatial = [tuple(each(call[key], 2)) for key in ("stride", "padding", "dilation") if key in call]
+    dims = layer.node.meta["val"].dim() - 2
+    spatial = [tuple(each(call[key], dims)) for key in ("stride", "padding", "dilation") if key in call]
     geometry = (*spatial, call["groups"]) if spatial else ()
     site = site_of(layer.node)
     if site.other is not None or site.activation[0] not in (BY_CONVOLUTIONS if geometry else ACTIVATED):
@@ -192,7 +193,8 @@ def _in_float(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry, activation: Attribute
 ) -> torch.Tensor:
     """The layer by torch."""
-    found = F.conv2d(x, weight, bias, *geometry) if geometry else F.linear(x, weight, bias)
+    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+    found = convolve(x, weight, bias, *geometry) if geometry else F.linear(x, weight, bias)
     name, scalars, algorithm = activation
     return ACTIVATED[name](found, scalars, algorithm)
 

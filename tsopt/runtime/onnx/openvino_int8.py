@@ -13,7 +13,7 @@ from torch import fx
 
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import calibrated_input, erase_dead, quantized_layer
+from tsopt.compiler.graph.quantized import CONVOLUTIONS, calibrated_input, erase_dead, quantized_layer
 
 FUSED = (
     *(aten.silu.default, aten.hardswish.default, aten.sigmoid.default, aten.hardsigmoid.default),
@@ -37,5 +37,5 @@ def _read_in_float(program: Program, activation: fx.Node) -> None:
     if found is None or len(dequantized.users) > 1:
         return
     x, _ = found
-    if len(x.users) == 1 and x.target is aten.conv2d.default and quantized_layer(program, x) is not None:
+    if len(x.users) == 1 and x.target in CONVOLUTIONS and quantized_layer(program, x) is not None:
         activation.replace_input_with(dequantized, x)
