@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -17,10 +19,11 @@ from tsopt.runtime.backends.candidate import Candidate, candidates_for
 BOTH = ("int8", "int8-static")
 
 
-def quantized(model, example, *, wanted=BOTH, progress=None, **options):
+def quantized(model, example, *, wanted=BOTH, progress=None, seconds=math.inf, **options):
     program = tsopt.transform(tsopt.capture(model, example))
     tell = progress or (lambda text: None)
-    return quantize(model, program, as_example(example), wanted, Int8Options(**options), progress=tell)
+    made = Int8Options(**options)
+    return quantize(model, program, as_example(example), wanted, made, seconds=seconds, progress=tell)
 
 
 def records(found, variant="int8-static"):
@@ -225,6 +228,34 @@ def test_sizes_that_may_differ_are_calibrated_at_those_of_the_data():
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finished_in_time_is_not_made():
+    found = quantized(Residual().eval(), images(1)[0], seconds=0.0, max_drop=0.1)
+    said = "quantization did not finish within 0 s, half of the budget"
+    assert {name: made.what for name, made in found.variants.items()} == {"int8": said, "int8-static": said}
+    assert found.criterion is not None, "candidates in other precisions are judged all the same"
+
+
+@pytest.mark.parametrize(("budget", "limit"), [(None, math.inf), (30.0, 15.0)])
+def test_the_budget_is_for_quantization_and_candidates(monkeypatch, budget, limit):
+    class Seen(BaseException):
+        """Ends `optimize` where the race begins."""
+
+    def quantized(*args, seconds, **options):
+        assert seconds == limit
+        return quantize(*args, seconds=seconds, **options)
+
+    def race(model, captured, programs, example, settings, **options):
+        raise Seen(settings.budget)
+
+    monkeypatch.setattr("tsopt.request.quantize", quantized)
+    monkeypatch.setattr("tsopt.request.race", race)
+    options = {"precision": "int8", "isolate": False, "cache": False, "backends": ("onednn",)}
+    with pytest.raises(Seen) as caught:
+        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], budget=budget, **options)
+    (left,) = caught.value.args
+    assert left is None if budget is None else 0 < left < budget
 
 
 def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):

@@ -135,8 +135,9 @@ def optimize(
         isolate: give each candidate its own process, so that a crash or a hang costs only a row in the table. False
             runs all candidates in this process, which saves a few seconds.
         budget: time limit in seconds for compiling, checking and timing all candidates together; None for no limit.
+            Quantization may take half of it, and what it takes is missing for the candidates.
         memory: bytes that the candidates' processes may take together; None for 80 % of what is free. If that is not
-            enough for all of them, they are compiled one after the other, and only the two fastest are kept.
+            enough for all of them, they are compiled one after the other, and of the fastest as many are kept as fit.
         cache: reuse the result of an earlier race of the same program on this machine, once its winner has been
             verified and timed against eager again, and store the result of a new race. `tsopt cache show` says where.
         check_indices: engines that accept out-of-range indices get every call's indices checked, whatever the cost,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,7 @@ def quantize(
     options: Int8Options,
     *,
     seed: int = 0,
+    seconds: float = math.inf,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Quantization:
     """Creates the requested int8 variants of a program.
@@ -110,12 +112,14 @@ def quantize(
     Args:
         model: what candidates are compared with; it is called on the data.
         wanted: names of variants, of which those in int8 are made.
+        seconds: time limit; variants that are not finished then are not made.
 
     Raises:
         UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
     """
     # The first does without factors for channels, which would make the weights harder to quantize.
     wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
+    end = time.monotonic() + seconds
     if not wanted and not options.judges:
         return Quantization()
     data = _data(program, example, options, seed, progress)
@@ -123,7 +127,7 @@ def quantize(
         state = tuple(program.state.values())
         judging = data.held_out[:JUDGED]
         criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
-        made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress)
+        made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress, end)
         variants: dict[str, Program | NoGain] = {}
         layers: dict[str, tuple[LayerRecord, ...]] = {}
         for name in wanted:
@@ -133,6 +137,8 @@ def quantize(
                     layers[name] = found
             except UsageError:
                 raise
+            except _OutOfTime:
+                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, half of the budget")
             except Exception as error:  # a bug in quantization must not cost the float32 candidates
                 if error is made.progress_error:
                     raise
@@ -161,8 +167,12 @@ def _data(
     return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
 
 
+class _OutOfTime(Exception):
+    """The time limit is over."""
+
+
 class _Quantizer:
-    """Makes the variants of one program."""
+    """Makes the variants of one program, until `end` of the monotonic clock."""
 
     def __init__(
         self,
@@ -171,7 +181,9 @@ class _Quantizer:
         criterion: Criterion,
         options: Int8Options,
         progress: Callable[[str], None],
+        end: float,
     ) -> None:
+        self._end = end
         self.program, self.data, self.criterion = program, data, criterion
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
@@ -184,6 +196,9 @@ class _Quantizer:
         self._kept_before = 0
 
     def progress(self, text: str) -> None:
+        """Called at each step: each input, each trial."""
+        if time.monotonic() >= self._end:
+            raise _OutOfTime
         try:
             self._tell(text)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,7 +40,7 @@ from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partit
 from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race
-from tsopt.runtime.racing.contenders import RaceSettings
+from tsopt.runtime.racing.contenders import LEAST_SECONDS, RaceSettings
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import warn
 from tsopt.runtime.racing.race import race
@@ -55,6 +56,7 @@ ONLY_FP32_IN_PARTS = (
     "calibration, metric, max_drop and keep_float apply to a model that is one graph; "
     "this one is partitioned, and runs in full precision"
 )
+SHARE_OF_QUANTIZATION = 0.5  # of the budget: the rest is for the candidates
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
 
 
@@ -116,13 +118,15 @@ class Request:
                 examples = tuple(item.apart() for item in examples)
                 example = examples[0]
             made = self._prepared(rehearsal.program(captured), rehearsal, examples)
+            start = time.perf_counter()
             quantized = self._quantized(rehearsal, made.optimized, example)
+            left = self._budget_after(time.perf_counter() - start)
             outcome = (cached_race if self.cache else race)(
                 rehearsal.model,
                 made.captured,
                 variants(made.optimized, self.race.candidates, quantized),
                 example,
-                replace(self.race, held_out=made.ranges.held_out, criterion=quantized.criterion),
+                replace(self.race, held_out=made.ranges.held_out, criterion=quantized.criterion, budget=left),
                 sandbox=sandbox,
                 progress=self.progress,
             )
@@ -155,8 +159,15 @@ class Request:
             return Quantization()
         wanted = {candidate.variant for candidate in self.race.candidates}
         return quantize(
-            *(rehearsal.model, program, example, wanted, self.int8), seed=self.race.seed, progress=self.progress
+            *(rehearsal.model, program, example, wanted, self.int8),
+            seed=self.race.seed,
+            seconds=math.inf if self.race.budget is None else SHARE_OF_QUANTIZATION * self.race.budget,
+            progress=self.progress,
         )
+
+    def _budget_after(self, spent: float) -> float | None:
+        """What quantization has left of the budget for the candidates."""
+        return None if self.race.budget is None else max(self.race.budget - spent, LEAST_SECONDS)
 
     def _prepared(self, captured: Program, rehearsal: Rehearsal, examples: Sequence[Example]) -> _Prepared:
         """Validates the ranges of sizes, runs the passes, and checks their result at the same sizes."""

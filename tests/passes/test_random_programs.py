@@ -17,18 +17,21 @@ from tests.passes.helpers import assert_same_bits, capture
 from tests.passes.quantize.models import calibrated_pass
 from tests.passes.random_calls import Drawn
 from tests.passes.random_programs import RULES, around, programs
+from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import in_float, simulated
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.stored_ops import refusal
 from tsopt.compiler.graph.verify import output_aliases, verify_program
+from tsopt.compiler.precision_names import INT8_VARIANTS
 from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import RulePass
-from tsopt.errors import BundleError
+from tsopt.errors import BundleError, NoGain
 from tsopt.passes import STANDARD
 from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.quantization import Int8Options, quantize
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.reference64 import Reference64
 
@@ -244,6 +247,31 @@ def test_quantization_keeps_random_programs_legal(fuzz_factor):
     check()
     assert quantized > 10
     assert known > 5, "of random values many are not finite, and their layers stay in float32"
+
+
+def test_random_programs_are_calibrated_and_layers_chosen_without_an_error(fuzz_factor):
+    """All of it: factors of channels, ranges, errors and effects of layers, corrections, and the choice by a limit."""
+    layers = [rule for rule in RULES if any(name in rule.name for name in ("linear", "conv", "attention"))]
+    made = 0
+
+    @campaign(12, fuzz_factor)
+    @given(drawn=st.one_of(programs(), st.sampled_from(layers).flatmap(around)), max_drop=st.sampled_from([None, 0.05]))
+    def check(drawn, max_drop):
+        nonlocal made
+        model, call = drawn.program.module(), as_example(tuple(drawn.inputs))
+        program = run(capture(model, call, allow_nan=True), STANDARD)[0]
+        found = quantize(model, program, call, INT8_VARIANTS, Int8Options(calibration=[call] * 4, max_drop=max_drop))
+        for name, variant in found.variants.items():
+            if isinstance(variant, NoGain):
+                assert "internal error" not in variant.what, name
+                continue
+            made += 1
+            verify_program(variant, aliases=output_aliases(program))
+            for mine, theirs in zip(evaluate(variant, drawn.inputs), evaluate(program, drawn.inputs), strict=True):
+                assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+
+    check()
+    assert made > 3
 
 
 def flat(passes: Sequence[Pass | Repeat]) -> list[Pass]:

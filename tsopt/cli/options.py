@@ -148,7 +148,11 @@ Without = Annotated[
 Seconds = Annotated[float, typer.Option("--seconds", callback=_seconds, help="Time limit for timing, in seconds.")]
 Budget = Annotated[
     float | None,
-    typer.Option("--budget", metavar="SECONDS", help="Time limit for all candidates together; none by default."),
+    typer.Option(
+        "--budget",
+        metavar="SECONDS",
+        help="Time limit for all candidates together, and for quantization; none by default.",
+    ),
 ]
 Memory = Annotated[
     str | None,
