@@ -254,7 +254,7 @@ def test_random_programs_are_calibrated_and_layers_chosen_without_an_error(fuzz_
     layers = [rule for rule in RULES if any(name in rule.name for name in ("linear", "conv", "attention"))]
     made = 0
 
-    @campaign(12, fuzz_factor)
+    @campaign(8, fuzz_factor)
     @given(drawn=st.one_of(programs(), st.sampled_from(layers).flatmap(around)), max_drop=st.sampled_from([None, 0.05]))
     def check(drawn, max_drop):
         nonlocal made

@@ -68,7 +68,7 @@ def _empty():
     clear()
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_memoized_is_real_and_the_model_is_what_it_was(way):
     model, x = Positions(way).eval(), torch.randn(2, 4)
@@ -79,7 +79,7 @@ def test_what_is_memoized_is_real_and_the_model_is_what_it_was(way):
     torch.testing.assert_close(program.module()(x)[0], found)
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_optimized_as_one_graph(way):
     model, x = Positions(way).eval(), torch.randn(2, 4)
@@ -88,7 +88,7 @@ def test_it_is_optimized_as_one_graph(way):
     torch.testing.assert_close(fast(x), model(x))
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_caches_that_a_server_has_frozen_before_it_forks_are_found(way):
     """`gc.freeze()` hides them from the garbage collector's list of objects and of what refers to them."""

@@ -52,7 +52,7 @@ GOOD = {
 }  # fmt: skip
 
 
-@pytest.mark.sliced(4)
+@pytest.mark.sliced(3)
 @pytest.mark.parametrize("name", GOOD)
 def test_the_standard_passes_change_no_value(name):
     torch.manual_seed(0)
