@@ -232,7 +232,7 @@ def test_sizes_that_may_differ_are_calibrated_at_those_of_the_data():
 
 def test_what_is_not_finished_in_time_is_not_made():
     found = quantized(Residual().eval(), images(1)[0], seconds=0.0, max_drop=0.1)
-    said = "quantization did not finish within 0 s, half of the budget"
+    said = "quantization did not finish within 0 s, its share of the budget"
     assert {name: made.what for name, made in found.variants.items()} == {"int8": said, "int8-static": said}
     assert found.criterion is not None, "candidates in other precisions are judged all the same"
 

@@ -138,7 +138,7 @@ def quantize(
             except UsageError:
                 raise
             except _OutOfTime:
-                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, half of the budget")
+                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, its share of the budget")
             except Exception as error:  # a bug in quantization must not cost the float32 candidates
                 if error is made.progress_error:
                     raise

@@ -78,9 +78,9 @@ class _Gradients(LayerErrors):
         self._shifts = shifts
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
-        shift = self._shifts.get(name, torch.zeros(1))
-        after = (1,) * (quantized.dim() - 2 if channel_of(self.layers[name]) == 1 else 0)
-        self.found[name] = value, quantized + shift.view(-1, *after) - value.detach()
+        shift, channel = self._shifts.get(name, torch.zeros(1)), channel_of(self.layers[name])
+        shifted = (quantized.movedim(channel, -1) + shift).movedim(-1, channel)
+        self.found[name] = value, shifted - value.detach()
         if not value.requires_grad:
             value.requires_grad_()
 

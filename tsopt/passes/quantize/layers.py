@@ -17,14 +17,8 @@ NO_LAYER = "the program has no float32 linear layer or convolution with a consta
 BOUNDING = (aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default)
 # Ops that only move values. Their outputs keep the input's parameters, so that no requantization is needed.
 MOVING = (
-    *(
-        aten.max_pool1d.default,
-        aten.max_pool2d.default,
-        aten.max_pool3d.default,
-        aten.reshape.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-    ),
+    *(aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default),
+    *(aten.reshape.default, aten.view.default, aten._unsafe_view.default),
     *(aten.flatten.using_ints, aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.select.int),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default, aten.contiguous.default, aten.clone.default),
     *(aten.pixel_shuffle.default, aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec),

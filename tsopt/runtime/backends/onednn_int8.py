@@ -51,6 +51,7 @@ ACTIVATED: dict[str, Callable[[torch.Tensor, Sequence[float], str], torch.Tensor
     "gelu": lambda y, scalars, algorithm: F.gelu(y, approximate=algorithm),
     "leaky_relu": lambda y, scalars, algorithm: F.leaky_relu(y, scalars[0]),
 }
+LAYERS = {2: F.linear, 3: F.conv1d, 4: F.conv2d, 5: F.conv3d}  # by the dimensions of the weight
 BY_CONVOLUTIONS = ("none", "relu", "hardtanh", "swish", "hardswish")
 Geometry = tuple[Any, ...]  # stride, padding, dilation, groups of a convolution; nothing for a linear layer
 
@@ -193,8 +194,8 @@ def _in_float(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry, activation: Attribute
 ) -> torch.Tensor:
     """The layer by torch."""
-    convolve: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    found = convolve(x, weight, bias, *geometry) if geometry else F.linear(x, weight, bias)
+    layer: Any = LAYERS[weight.dim()]
+    found = layer(x, weight, bias, *geometry)
     name, scalars, algorithm = activation
     return ACTIVATED[name](found, scalars, algorithm)
 
