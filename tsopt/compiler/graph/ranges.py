@@ -1,59 +1,22 @@
 """The ranges of integer values in a program: interval arithmetic, op by op. Never changes a program.
 
-A Range holds the mathematical result, before it wraps around in its dtype: `int8 + int8` goes up to 254. Its users then
-start from the range of the dtype again. Nothing is known about the result of an op without a rule: it may wrap around.
+A Range holds the mathematical result, before it wraps around in its dtype. Its users then start from the range of the
+dtype again.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.intervals import ANY, FLAG, Range, of_dtype, range_of_tensor
 from tsopt.compiler.graph.program import Program
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """From low to high, both included. Infinite where nothing is known."""
-
-    low: float
-    high: float
-
-    def __contains__(self, other: Range) -> bool:
-        return self.low <= other.low and other.high <= self.high
-
-    def __or__(self, other: Range) -> Range:
-        return Range(min(self.low, other.low), max(self.high, other.high))
-
-    def __and__(self, other: Range) -> Range:
-        return Range(max(self.low, other.low), min(self.high, other.high))
-
-    def __neg__(self) -> Range:
-        return Range(-self.high, -self.low)
-
-
-ANY = Range(-math.inf, math.inf)
-FLAG = Range(0, 1)
-Ranges = dict[fx.Node, Range]
-Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node
-
-
-def of_dtype(dtype: torch.dtype) -> Range:
-    """All that a dtype holds; ANY for what is not a whole number."""
-    if dtype == torch.bool:
-        return FLAG
-    if dtype.is_floating_point or dtype.is_complex:
-        return ANY
-    info = torch.iinfo(dtype)
-    return Range(info.min, info.max)
+from tsopt.compiler.graph.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values
 
 
 def recorded(program: Program) -> Values:
@@ -76,410 +39,32 @@ def ranges_of(program: Program, values: Values, inputs: Sequence[Range]) -> Rang
         elif node.op == "get_attr":
             found[node] = range_of_tensor(program.weights[str(node.target)])
         elif ops.is_call(node) and isinstance(values.get(node), torch.Tensor):
-            found[node] = _Call(node, values, found).range()
+            found[node] = _range_of(RangedCall(node, values, found))
     return found
 
 
-def range_of_tensor(tensor: torch.Tensor) -> Range:
-    """What a tensor holds, where that is whole numbers or it is one number."""
-    if tensor.numel() == 0 or tensor.is_complex() or tensor.device.type == "meta":
-        return of_dtype(tensor.dtype)
-    if tensor.is_floating_point() and tensor.numel() > 1:
-        return ANY
-    low, high = (float(end) if tensor.is_floating_point() else int(end) for end in tensor.detach().aminmax())
-    return Range(low, high) if low == low else ANY
-
-
-def wrapped(found: Range, dtype: torch.dtype) -> Range:
-    """What is left of a range in a dtype: the range itself, or all of the dtype where it would wrap around."""
-    whole = of_dtype(dtype)
-    return found if found in whole else whole
-
-
-class _Call:
-    """One call, whose arguments are ranges."""
-
-    def __init__(self, node: fx.Node, values: Values, found: Ranges) -> None:
-        self.node, self.values, self.found = node, values, found
-        self.value: torch.Tensor = values[node]
-        self.name = base_name(node)
-        self.arguments = ops.bind(node)
-
-    def range(self) -> Range:
-        if self.value.dtype == torch.bool:
-            return FLAG
-        if self.name == "getitem":
-            return self._part()
-        rule = RULES.get(self.name)
-        try:
-            found = rule(self) if rule is not None else None
-        except (KeyError, TypeError, ValueError, ArithmeticError):
-            found = None  # a form of the op that the rule does not know
-        return ANY if found is None or math.isnan(found.low) or math.isnan(found.high) else found
-
-    def of(self, argument: Any) -> Range:
-        """The range of an argument, as it is in its dtype."""
-        argument = self.arguments[argument] if isinstance(argument, str) else argument
-        if isinstance(argument, (list, tuple)):
-            return self.union(argument)
-        if isinstance(argument, fx.Node):
-            value = self.values[argument]
-            if isinstance(value, torch.Tensor):
-                return wrapped(self.found[argument], value.dtype)
-            argument = value
-        number = argument if isinstance(argument, float) else int(argument)
-        return Range(number, number)
-
-    def union(self, arguments: Sequence[Any]) -> Range:
-        found = [self.of(argument) for argument in arguments]
-        return Range(min(r.low for r in found), max(r.high for r in found))
-
-    def number(self, name: str, default: float | None = None) -> float:
-        found = self.arguments.get(name, default)
-        found = self.values[found] if isinstance(found, fx.Node) else default if found is None else found
-        if not isinstance(found, (int, float)):
-            raise TypeError(name)
-        return found
-
-    def size(self, name: str = "self", dims: Any = None) -> int:
-        """How many elements an argument has along some of its axes, or in all."""
-        shape = self.values[self.arguments[name]].shape
-        if dims is None or dims == []:
-            return math.prod(shape)
-        dims = dims if isinstance(dims, (list, tuple)) else [dims]
-        return math.prod(shape[int(dim)] for dim in dims) if shape else 1
-
-    def _part(self) -> Range:
-        """One of several results."""
-        source: Any = self.node.args[0]
-        if not isinstance(source, fx.Node) or not ops.is_overload(source.target):
-            return of_dtype(self.value.dtype)
-        inner = _Call.__new__(_Call)
-        inner.node, inner.values, inner.found, inner.value = source, self.values, self.found, self.value
-        inner.name, inner.arguments = base_name(source), ops.bind(source)
-        if inner.name in PLACES and self.value.dtype == torch.int64 and self.node.args[1] == 1:
-            dim = inner.arguments.get("dim", -1)
-            return Range(0, max(0, inner.size("self", dim) - 1))
-        if inner.name in (*SAME_VALUES, *PLACES):
-            return inner.of("self")
-        return of_dtype(self.value.dtype)
-
-
-def base_name(node: fx.Node) -> str:
-    """`add` for `aten.add.Tensor`, `getitem`; empty for calls that are neither ATen nor quantization ops."""
-    if node.target is operator.getitem:
-        return "getitem"
-    name = node.target._schema.name if ops.is_overload(node.target) else ""  # type: ignore[union-attr]
-    namespace, _, base = name.partition("::")
-    return base.strip("_") if namespace == "aten" or ops.is_quantization(node.target) else ""
-
-
-# ---- rules --------------------------------------------------------------------------------------------------
-
-Rule = Callable[[_Call], Range | None]
-
-# Values and where they were.
-PLACES = frozenset({"sort", "topk", "max", "min", "mode", "median", "kthvalue", "cummax", "cummin"})
-# Each value of the result is a value of the first argument.
-SAME_VALUES = frozenset(
-    {
-        "view",
-        "reshape",
-        "permute",
-        "transpose",
-        "t",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-        "flip",
-        "roll",
-        "gather",
-        "index_select",
-        "index",
-        "repeat",
-        "tile",
-        "split",
-        "chunk",
-        "unbind",
-        "tensor_split",
-        "split_with_sizes",
-        "unsafe_split",
-        "unsafe_chunk",
-        "narrow",
-        "unfold",
-        "diagonal",
-        "movedim",
-        "swapaxes",
-        "take",
-        "take_along_dim",
-        "masked_select",
-        "expand_as",
-        "view_as",
-        "reshape_as",
-        "unsafe_view",
-        "amin",
-        "amax",
-        "as_strided",
-        "repeat_interleave",
-        "lift_fresh_copy",
-        "detach_copy",
-        "ravel",
-        "broadcast_to",
-        "max_pool2d",
-        "max_pool1d",
-        "dropout",
-    }
-)
-
-
-def _corners(function: Callable[[float, float], float], a: Range, b: Range) -> Range:
-    """Of a function that is monotone in each argument."""
-    found = [function(x, y) for x, y in itertools.product((a.low, a.high), (b.low, b.high))]
-    found = [0.0 if math.isnan(value) else value for value in found]  # 0 * inf: nothing, any number of times
-    return Range(min(found), max(found))
-
-
-def _product(x: float, y: float) -> float:
-    return 0 if x == 0 or y == 0 else x * y
-
-
-def _scaled(found: Range, factor: float) -> Range:
-    return _corners(_product, found, Range(factor, factor))
-
-
-def _sum(a: Range, b: Range) -> Range:
-    return Range(a.low + b.low, a.high + b.high)
-
-
-def _add(call: _Call) -> Range:
-    return _sum(call.of("self"), _scaled(call.of("other"), call.number("alpha", 1)))
-
-
-def _sub(call: _Call) -> Range:
-    return _sum(call.of("self"), _scaled(call.of("other"), -call.number("alpha", 1)))
-
-
-def _rsub(call: _Call) -> Range:
-    return _sum(call.of("other"), _scaled(call.of("self"), -call.number("alpha", 1)))
-
-
-def _quotient(call: _Call) -> Range | None:
-    """Rounded, by numbers of one sign."""
-    divisor = call.of("other")
-    if divisor.low <= 0 <= divisor.high:
-        return None
-    if base_name(call.node) == "div" and call.arguments.get("rounding_mode") is None:
-        return _corners(operator.truediv, call.of("self"), divisor)
-    found = _corners(operator.truediv, call.of("self"), divisor)
-    return Range(_floor(found.low), _floor(found.high) + 1)
-
-
-def _floor(value: float) -> float:
-    return value if math.isinf(value) else math.floor(value)
-
-
-def _remainder(call: _Call) -> Range:
-    """Of the sign of the divisor."""
-    divisor = call.of("other")
-    return Range(min(0, divisor.low + 1), max(0, divisor.high - 1))
-
-
-def _fmod(call: _Call) -> Range:
-    """Of the sign of the dividend."""
-    divisor, value = call.of("other"), call.of("self")
-    most = max(abs(divisor.low), abs(divisor.high)) - 1
-    return Range(max(-most, min(0, value.low)), min(most, max(0, value.high)))
-
-
-def _absolute(found: Range) -> Range:
-    low = 0 if found.low <= 0 <= found.high else min(abs(found.low), abs(found.high))
-    return Range(low, max(abs(found.low), abs(found.high)))
-
-
-def _reduced(call: _Call) -> Range:
-    """A sum over axes: of as many values as there are along them."""
-    dims = call.arguments.get("dim")
-    count, value = call.size("self", dims), call.of("self")
-    return Range(_product(min(0, value.low) if base_name(call.node) == "cumsum" else value.low, count),
-                 _product(max(0, value.high) if base_name(call.node) == "cumsum" else value.high, count))  # fmt: skip
-
-
-def _greater(call: _Call) -> Range:
-    a, b = call.of("self"), call.of("other")
-    return Range(max(a.low, b.low), max(a.high, b.high))
-
-
-def _smaller(call: _Call) -> Range:
-    a, b = call.of("self"), call.of("other")
-    return Range(min(a.low, b.low), min(a.high, b.high))
-
-
-def _scatter(call: _Call) -> Range | None:
-    if "reduce" in call.arguments:
-        return None
-    return call.union([call.arguments["self"], call.arguments["src" if "src" in call.arguments else "value"]])
-
-
-def _rounded(call: _Call) -> Range:
-    """To whole numbers, whichever way."""
-    found = call.of("self")
-    return Range(_floor(found.low), -_floor(-found.high))
-
-
-def _cast(call: _Call, source: str = "self") -> Range:
-    """The range after a cast: a float holds a large integer only approximately."""
-    found, dtype = call.of(source), call.value.dtype
-    if not dtype.is_floating_point:
-        return Range(_floor(found.low), -_floor(-found.high))
-    exact = 2 / torch.finfo(dtype).eps
-    return Range(*(end if abs(end) <= exact else end * (1 + math.copysign(2 / exact, end * way)) for end, way in
-                   ((found.low, -1), (found.high, 1))))  # fmt: skip
-
-
-def _clamp(call: _Call) -> Range:
-    found = call.of("self")
-    for name, end in (("min", max), ("max", min)):
-        if call.arguments.get(name) is not None:
-            limit = call.of(name)
-            found = Range(end(found.low, limit.low), end(found.high, limit.high))
-    return found
-
-
-def _arange(call: _Call) -> Range:
-    start, end = call.number("start", 0), call.number("end")
-    return Range(min(start, end), max(start, end))
-
-
-def _place(call: _Call) -> Range:
-    return Range(0, max(0, call.size("self", call.arguments.get("dim")) - 1))
-
-
-def _count(name: str) -> Rule:
-    return lambda call: Range(0, call.size(name))
-
-
-def _bits(call: _Call) -> Range | None:
-    """No more bits than the larger one has; of numbers that are not negative, no sign."""
-    a, b = call.of("self"), call.of("other")
-    low, high = min(a.low, b.low), max(a.high, b.high)
-    if math.isinf(low) or math.isinf(high):
-        return None
-    above = 1 << max(int(high).bit_length(), int(-low - 1).bit_length() if low < 0 else 0)
-    return Range(-above if low < 0 else 0, above - 1)
-
-
-def _power(call: _Call) -> Range | None:
-    exponent, base = call.number("exponent"), call.of("self")
-    if exponent != int(exponent) or exponent < 0 or max(abs(base.low), abs(base.high)) ** exponent > 1e300:
-        return None
-    found = _corners(operator.pow, base, Range(exponent, exponent))
-    return Range(min(0, found.low), found.high) if exponent % 2 == 0 else found
-
-
-def _shift(call: _Call, left: bool) -> Range | None:
-    by = call.of("other")
-    if by.low < 0 or by.high > 63:
-        return None
-    return _corners(lambda x, n: _floor(x * 2**n if left else x / 2**n), call.of("self"), by)
-
-
-def _logarithm(call: _Call) -> Range | None:
-    found = call.of("self")
-    return Range(math.log(found.low), math.log(found.high)) if found.low > 0 else None
-
-
-def _within(*sources: str) -> Rule:
-    """Values of several arguments."""
-    return lambda call: call.union([call.arguments[name] for name in sources])
-
-
-def _constant(name: str) -> Rule:
-    return lambda call: call.of(name)
-
-
-def _quantized(call: _Call) -> Range:
-    return Range(call.number("quant_min"), call.number("quant_max"))
-
-
-def _padded(call: _Call) -> Range:
-    return call.of("self") | Range(0, 0)
-
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(SAME_VALUES, lambda call: call.of(next(iter(call.arguments)))),
-    "max": lambda call: _greater(call) if "other" in call.arguments else call.of("self"),
-    "min": lambda call: _smaller(call) if "other" in call.arguments else call.of("self"),
-    **dict.fromkeys(("median", "mode", "kthvalue", "msort", "sort"), lambda call: call.of("self")),
-    "copy": lambda call: _cast(call, "src"),
-    "fill": _constant("value"),
-    "one": lambda call: Range(1, 1),
-    "zero": lambda call: Range(0, 0),
-    **dict.fromkeys(("to", "type_as", "to_copy"), _cast),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _rounded),
-    "embedding": _constant("weight"),
-    "add": _add,
-    "sub": _sub,
-    "rsub": _rsub,
-    "mul": lambda call: _corners(_product, call.of("self"), call.of("other")),
-    "div": _quotient,
-    "floor_divide": _quotient,
-    "remainder": _remainder,
-    "fmod": _fmod,
-    "neg": lambda call: -call.of("self"),
-    "abs": lambda call: _absolute(call.of("self")),
-    "sign": lambda call: Range(-1, 1),
-    "sum": _reduced,
-    "cumsum": _reduced,
-    "count_nonzero": _count("self"),
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": _clamp,
-    "relu": lambda call: Range(max(0, call.of("self").low), max(0, call.of("self").high)),
-    **dict.fromkeys(("maximum", "fmax"), _greater),
-    **dict.fromkeys(("minimum", "fmin"), _smaller),
-    "cat": lambda call: call.of("tensors"),
-    "stack": lambda call: call.of("tensors"),
-    "where": lambda call: call.union([call.arguments["self"], call.arguments["other"]]),
-    "masked_fill": _within("self", "value"),
-    "scatter": _scatter,
-    "index_put": lambda call: None if call.arguments["accumulate"] else _within("self", "values")(call),
-    "index_fill": _within("self", "value"),
-    "index_copy": _within("self", "source"),
-    "masked_scatter": _within("self", "source"),
-    "slice_scatter": _within("self", "src"),
-    "select_scatter": _within("self", "src"),
-    "tril": _padded,
-    "triu": _padded,
-    "constant_pad_nd": _within("self", "value"),
-    "pad": lambda call: call.of("self") | call.of(call.arguments["value"] or 0),
-    "arange": _arange,
-    "full": _constant("fill_value"),
-    "full_like": _constant("fill_value"),
-    "new_full": _constant("fill_value"),
-    "scalar_tensor": _constant("s"),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda call: Range(0, 0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: Range(1, 1)),
-    **dict.fromkeys(("argmax", "argmin", "argsort"), _place),
-    "one_hot": lambda call: FLAG,
-    **dict.fromkeys(("quantize_per_tensor", "quantize_per_channel"), _quantized),
-    "bucketize": _count("boundaries"),
-    "searchsorted": _count("sorted_sequence"),
-    "nonzero": lambda call: Range(0, max(call.values[call.arguments["self"]].shape, default=1)),
-    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "and", "or", "xor"), _bits),
-    "bitwise_not": lambda call: Range(-call.of("self").high - 1, -call.of("self").low - 1),
-    **dict.fromkeys(("bitwise_left_shift", "lshift"), lambda call: _shift(call, True)),
-    **dict.fromkeys(("bitwise_right_shift", "rshift"), lambda call: _shift(call, False)),
-    "pow": _power,
-    "log": _logarithm,
-    "sigmoid": lambda call: FLAG,
-    "softmax": lambda call: FLAG,
-    "tanh": lambda call: Range(-1, 1),
-}
+def _range_of(call: RangedCall) -> Range:
+    if call.value.dtype == torch.bool:
+        return FLAG
+    if call.name == "getitem":
+        return _range_of_part(call)
+    rule = RULES.get(call.name)
+    try:
+        found = rule(call) if rule is not None else None
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        found = None  # a form of the op that the rule does not know
+    return ANY if found is None or math.isnan(found.low) or math.isnan(found.high) else found
+
+
+def _range_of_part(call: RangedCall) -> Range:
+    """One of several results."""
+    source: Any = call.node.args[0]
+    if not isinstance(source, fx.Node) or not ops.is_overload(source.target):
+        return of_dtype(call.value.dtype)
+    inner = RangedCall(source, call.values, call.found)
+    if inner.name in PLACES and call.value.dtype == torch.int64 and call.node.args[1] == 1:
+        dim = inner.arguments.get("dim", -1)
+        return Range(0, max(0, inner.size("self", dim) - 1))
+    if inner.name in (*SAME_VALUES, *PLACES):
+        return inner.of("self")
+    return of_dtype(call.value.dtype)

@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.intervals import Range, of_dtype
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.ranges import PLACES, RULES, Range, base_name, of_dtype, recorded
+from tsopt.compiler.graph.range_rules import PLACES, RULES, base_name
+from tsopt.compiler.graph.ranges import recorded
 from tsopt.runtime.onnx.indices import USES, affine, uses_of
 from tsopt.runtime.onnx.narrow_integers import PRODUCTS
 

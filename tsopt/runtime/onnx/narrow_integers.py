@@ -18,20 +18,11 @@ from torch import fx
 
 from tsopt.compiler.calls.signature import Signature, dim_of
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.intervals import ANY, FLAG, Range, of_dtype, wrapped
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.ranges import (
-    ANY,
-    FLAG,
-    Range,
-    Ranges,
-    Values,
-    base_name,
-    of_dtype,
-    ranges_of,
-    recorded,
-    wrapped,
-)
+from tsopt.compiler.graph.range_rules import Ranges, Values, base_name
+from tsopt.compiler.graph.ranges import ranges_of, recorded
 from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound

@@ -1,0 +1,338 @@
+"""Rules of interval arithmetic: the range of the result of an op, by the ranges of its arguments.
+
+A rule returns the mathematical result, before it wraps around in its dtype: `int8 + int8` goes up to 254. Nothing is
+known about the result of an op without a rule: it may wrap around.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.intervals import FLAG, Range, wrapped
+
+Ranges = dict[fx.Node, Range]
+Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node
+
+
+class RangedCall:
+    """One call, whose arguments are ranges."""
+
+    def __init__(self, node: fx.Node, values: Values, found: Ranges) -> None:
+        self.node, self.values, self.found = node, values, found
+        self.value: Any = values[node]  # several for an op with several results
+        self.name = base_name(node)
+        self.arguments = ops.bind(node)
+
+    def of(self, argument: Any) -> Range:
+        """The range of an argument, as it is in its dtype."""
+        argument = self.arguments[argument] if isinstance(argument, str) else argument
+        if isinstance(argument, (list, tuple)):
+            return self.union(argument)
+        if isinstance(argument, fx.Node):
+            value = self.values[argument]
+            if isinstance(value, torch.Tensor):
+                return wrapped(self.found[argument], value.dtype)
+            argument = value
+        number = argument if isinstance(argument, float) else int(argument)
+        return Range(number, number)
+
+    def union(self, arguments: Sequence[Any]) -> Range:
+        found = [self.of(argument) for argument in arguments]
+        return Range(min(r.low for r in found), max(r.high for r in found))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        found = self.arguments.get(name, default)
+        found = self.values[found] if isinstance(found, fx.Node) else default if found is None else found
+        if not isinstance(found, (int, float)):
+            raise TypeError(name)
+        return found
+
+    def size(self, name: str = "self", dims: Any = None) -> int:
+        """How many elements an argument has along some of its axes, or in all."""
+        shape = self.values[self.arguments[name]].shape
+        if dims is None or dims == []:
+            return math.prod(shape)
+        dims = dims if isinstance(dims, (list, tuple)) else [dims]
+        return math.prod(shape[int(dim)] for dim in dims) if shape else 1
+
+
+def base_name(node: fx.Node) -> str:
+    """`add` for `aten.add.Tensor`, `getitem`; empty for calls that are neither ATen nor quantization ops."""
+    if node.target is operator.getitem:
+        return "getitem"
+    name = node.target._schema.name if ops.is_overload(node.target) else ""  # type: ignore[union-attr]
+    namespace, _, base = name.partition("::")
+    return base.strip("_") if namespace == "aten" or ops.is_quantization(node.target) else ""
+
+
+Rule = Callable[[RangedCall], Range | None]
+
+# Values and where they were.
+PLACES = frozenset({"sort", "topk", "max", "min", "mode", "median", "kthvalue", "cummax", "cummin"})
+# Each value of the result is a value of the first argument.
+SAME_VALUES = frozenset(
+    {
+        "view", "reshape", "permute", "transpose", "t", "expand",
+        "slice", "select", "unsqueeze", "squeeze", "flatten", "unflatten",
+        "contiguous", "clone", "alias", "detach", "flip", "roll",
+        "gather", "index_select", "index", "repeat", "tile", "split",
+        "chunk", "unbind", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk",
+        "narrow", "unfold", "diagonal", "movedim", "swapaxes", "take",
+        "take_along_dim", "masked_select", "expand_as", "view_as", "reshape_as", "unsafe_view",
+        "amin", "amax", "as_strided", "repeat_interleave", "lift_fresh_copy", "detach_copy",
+        "ravel", "broadcast_to", "max_pool2d", "max_pool1d", "dropout",
+    }
+)  # fmt: skip
+
+
+def _corners(function: Callable[[float, float], float], a: Range, b: Range) -> Range:
+    """Of a function that is monotone in each argument."""
+    found = [function(x, y) for x, y in itertools.product((a.low, a.high), (b.low, b.high))]
+    found = [0.0 if math.isnan(value) else value for value in found]  # 0 * inf: nothing, any number of times
+    return Range(min(found), max(found))
+
+
+def _product(x: float, y: float) -> float:
+    return 0 if x == 0 or y == 0 else x * y
+
+
+def _scaled(found: Range, factor: float) -> Range:
+    return _corners(_product, found, Range(factor, factor))
+
+
+def _sum(a: Range, b: Range) -> Range:
+    return Range(a.low + b.low, a.high + b.high)
+
+
+def _add(call: RangedCall) -> Range:
+    return _sum(call.of("self"), _scaled(call.of("other"), call.number("alpha", 1)))
+
+
+def _sub(call: RangedCall) -> Range:
+    return _sum(call.of("self"), _scaled(call.of("other"), -call.number("alpha", 1)))
+
+
+def _rsub(call: RangedCall) -> Range:
+    return _sum(call.of("other"), _scaled(call.of("self"), -call.number("alpha", 1)))
+
+
+def _quotient(call: RangedCall) -> Range | None:
+    """Rounded, by numbers of one sign."""
+    divisor = call.of("other")
+    if divisor.low <= 0 <= divisor.high:
+        return None
+    if base_name(call.node) == "div" and call.arguments.get("rounding_mode") is None:
+        return _corners(operator.truediv, call.of("self"), divisor)
+    found = _corners(operator.truediv, call.of("self"), divisor)
+    return Range(_floor(found.low), _floor(found.high) + 1)
+
+
+def _floor(value: float) -> float:
+    return value if math.isinf(value) else math.floor(value)
+
+
+def _remainder(call: RangedCall) -> Range:
+    """Of the sign of the divisor."""
+    divisor = call.of("other")
+    return Range(min(0, divisor.low + 1), max(0, divisor.high - 1))
+
+
+def _fmod(call: RangedCall) -> Range:
+    """Of the sign of the dividend."""
+    divisor, value = call.of("other"), call.of("self")
+    most = max(abs(divisor.low), abs(divisor.high)) - 1
+    return Range(max(-most, min(0, value.low)), min(most, max(0, value.high)))
+
+
+def _absolute(found: Range) -> Range:
+    low = 0 if found.low <= 0 <= found.high else min(abs(found.low), abs(found.high))
+    return Range(low, max(abs(found.low), abs(found.high)))
+
+
+def _reduced(call: RangedCall) -> Range:
+    """A sum over axes: of as many values as there are along them."""
+    dims = call.arguments.get("dim")
+    count, value = call.size("self", dims), call.of("self")
+    return Range(_product(min(0, value.low) if base_name(call.node) == "cumsum" else value.low, count),
+                 _product(max(0, value.high) if base_name(call.node) == "cumsum" else value.high, count))  # fmt: skip
+
+
+def _greater(call: RangedCall) -> Range:
+    a, b = call.of("self"), call.of("other")
+    return Range(max(a.low, b.low), max(a.high, b.high))
+
+
+def _smaller(call: RangedCall) -> Range:
+    a, b = call.of("self"), call.of("other")
+    return Range(min(a.low, b.low), min(a.high, b.high))
+
+
+def _scatter(call: RangedCall) -> Range | None:
+    if "reduce" in call.arguments:
+        return None
+    return call.union([call.arguments["self"], call.arguments["src" if "src" in call.arguments else "value"]])
+
+
+def _rounded(call: RangedCall) -> Range:
+    """To whole numbers, whichever way."""
+    found = call.of("self")
+    return Range(_floor(found.low), -_floor(-found.high))
+
+
+def _cast(call: RangedCall, source: str = "self") -> Range:
+    """The range after a cast: a float holds a large integer only approximately."""
+    found, dtype = call.of(source), call.value.dtype
+    if not dtype.is_floating_point:
+        return Range(_floor(found.low), -_floor(-found.high))
+    exact = 2 / torch.finfo(dtype).eps
+    return Range(*(end if abs(end) <= exact else end * (1 + math.copysign(2 / exact, end * way)) for end, way in
+                   ((found.low, -1), (found.high, 1))))  # fmt: skip
+
+
+def _clamp(call: RangedCall) -> Range:
+    found = call.of("self")
+    for name, end in (("min", max), ("max", min)):
+        if call.arguments.get(name) is not None:
+            limit = call.of(name)
+            found = Range(end(found.low, limit.low), end(found.high, limit.high))
+    return found
+
+
+def _arange(call: RangedCall) -> Range:
+    start, end = call.number("start", 0), call.number("end")
+    return Range(min(start, end), max(start, end))
+
+
+def _place(call: RangedCall) -> Range:
+    return Range(0, max(0, call.size("self", call.arguments.get("dim")) - 1))
+
+
+def _count(name: str) -> Rule:
+    return lambda call: Range(0, call.size(name))
+
+
+def _bits(call: RangedCall) -> Range | None:
+    """No more bits than the larger one has; of numbers that are not negative, no sign."""
+    a, b = call.of("self"), call.of("other")
+    low, high = min(a.low, b.low), max(a.high, b.high)
+    if math.isinf(low) or math.isinf(high):
+        return None
+    above = 1 << max(int(high).bit_length(), int(-low - 1).bit_length() if low < 0 else 0)
+    return Range(-above if low < 0 else 0, above - 1)
+
+
+def _power(call: RangedCall) -> Range | None:
+    exponent, base = call.number("exponent"), call.of("self")
+    if exponent != int(exponent) or exponent < 0 or max(abs(base.low), abs(base.high)) ** exponent > 1e300:
+        return None
+    found = _corners(operator.pow, base, Range(exponent, exponent))
+    return Range(min(0, found.low), found.high) if exponent % 2 == 0 else found
+
+
+def _shift(call: RangedCall, left: bool) -> Range | None:
+    by = call.of("other")
+    if by.low < 0 or by.high > 63:
+        return None
+    return _corners(lambda x, n: _floor(x * 2**n if left else x / 2**n), call.of("self"), by)
+
+
+def _logarithm(call: RangedCall) -> Range | None:
+    found = call.of("self")
+    return Range(math.log(found.low), math.log(found.high)) if found.low > 0 else None
+
+
+def _within(*sources: str) -> Rule:
+    """Values of several arguments."""
+    return lambda call: call.union([call.arguments[name] for name in sources])
+
+
+def _constant(name: str) -> Rule:
+    return lambda call: call.of(name)
+
+
+def _quantized(call: RangedCall) -> Range:
+    return Range(call.number("quant_min"), call.number("quant_max"))
+
+
+def _padded(call: RangedCall) -> Range:
+    return call.of("self") | Range(0, 0)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(SAME_VALUES, lambda call: call.of(next(iter(call.arguments)))),
+    "max": lambda call: _greater(call) if "other" in call.arguments else call.of("self"),
+    "min": lambda call: _smaller(call) if "other" in call.arguments else call.of("self"),
+    **dict.fromkeys(("median", "mode", "kthvalue", "msort", "sort"), lambda call: call.of("self")),
+    "copy": lambda call: _cast(call, "src"),
+    "fill": _constant("value"),
+    "one": lambda call: Range(1, 1),
+    "zero": lambda call: Range(0, 0),
+    **dict.fromkeys(("to", "type_as", "to_copy"), _cast),
+    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _rounded),
+    "embedding": _constant("weight"),
+    "add": _add,
+    "sub": _sub,
+    "rsub": _rsub,
+    "mul": lambda call: _corners(_product, call.of("self"), call.of("other")),
+    "div": _quotient,
+    "floor_divide": _quotient,
+    "remainder": _remainder,
+    "fmod": _fmod,
+    "neg": lambda call: -call.of("self"),
+    "abs": lambda call: _absolute(call.of("self")),
+    "sign": lambda call: Range(-1, 1),
+    "sum": _reduced,
+    "cumsum": _reduced,
+    "count_nonzero": _count("self"),
+    "clamp": _clamp,
+    "clamp_min": _clamp,
+    "clamp_max": _clamp,
+    "relu": lambda call: Range(max(0, call.of("self").low), max(0, call.of("self").high)),
+    **dict.fromkeys(("maximum", "fmax"), _greater),
+    **dict.fromkeys(("minimum", "fmin"), _smaller),
+    "cat": lambda call: call.of("tensors"),
+    "stack": lambda call: call.of("tensors"),
+    "where": lambda call: call.union([call.arguments["self"], call.arguments["other"]]),
+    "masked_fill": _within("self", "value"),
+    "scatter": _scatter,
+    "index_put": lambda call: None if call.arguments["accumulate"] else _within("self", "values")(call),
+    "index_fill": _within("self", "value"),
+    "index_copy": _within("self", "source"),
+    "masked_scatter": _within("self", "source"),
+    "slice_scatter": _within("self", "src"),
+    "select_scatter": _within("self", "src"),
+    "tril": _padded,
+    "triu": _padded,
+    "constant_pad_nd": _within("self", "value"),
+    "pad": lambda call: call.of("self") | call.of(call.arguments["value"] or 0),
+    "arange": _arange,
+    "full": _constant("fill_value"),
+    "full_like": _constant("fill_value"),
+    "new_full": _constant("fill_value"),
+    "scalar_tensor": _constant("s"),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda call: Range(0, 0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: Range(1, 1)),
+    **dict.fromkeys(("argmax", "argmin", "argsort"), _place),
+    "one_hot": lambda call: FLAG,
+    **dict.fromkeys(("quantize_per_tensor", "quantize_per_channel"), _quantized),
+    "bucketize": _count("boundaries"),
+    "searchsorted": _count("sorted_sequence"),
+    "nonzero": lambda call: Range(0, max(call.values[call.arguments["self"]].shape, default=1)),
+    **dict.fromkeys(("bitwise_and", "bitwise_or", "bitwise_xor", "and", "or", "xor"), _bits),
+    "bitwise_not": lambda call: Range(-call.of("self").high - 1, -call.of("self").low - 1),
+    **dict.fromkeys(("bitwise_left_shift", "lshift"), lambda call: _shift(call, True)),
+    **dict.fromkeys(("bitwise_right_shift", "rshift"), lambda call: _shift(call, False)),
+    "pow": _power,
+    "log": _logarithm,
+    "sigmoid": lambda call: FLAG,
+    "softmax": lambda call: FLAG,
+    "tanh": lambda call: Range(-1, 1),
+}
