@@ -128,6 +128,26 @@ def test_a_call_that_fails_in_the_engine_is_told_in_our_words(monkeypatch):
     assert caught.value.why == "no memory for it"
 
 
+SIGNAL = """
+import gc, signal, torch, tsopt
+program = tsopt.capture(torch.nn.Linear(4, 4).eval(), torch.ones(1, 4))
+first, second = (tsopt.compile(program, "openvino") for _ in range(2))
+del first
+gc.collect()
+del second
+gc.collect()
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@installed
+def test_a_signal_is_handled_after_executables_are_gone():
+    """A Core that is destroyed leaves the process with a stack for signal handlers that is gone."""
+    done = subprocess.run([sys.executable, "-c", SIGNAL], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "handled"), done.stderr
+
+
 @installed
 def test_an_unknown_hint_is_refused():
     with pytest.raises(tsopt.UsageError, match="unknown hint 'speed'"):

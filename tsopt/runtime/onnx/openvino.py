@@ -5,6 +5,7 @@ Can be imported without torch: a bundle needs only OpenVINO.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -130,8 +131,6 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
         BackendError: OpenVINO refuses it.
         BundleError: it is not the model of this signature.
     """
-    import openvino
-
     int8_weights.check(options)
     config: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("other_ops", options.get("precision", FP32))],
@@ -141,11 +140,29 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     }
     if options.get("threads"):
         config["INFERENCE_NUM_THREADS"] = options["threads"]
+    with _MAKING:
+        core = _core()
     try:
-        compiled = openvino.Core().compile_model(str(directory / FILE), "CPU", config)
+        compiled = core.compile_model(str(directory / FILE), "CPU", config)
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
         raise _failed("OpenVINO rejects the exported model", error) from error
     return guarded(_runner(compiled, signature), from_options(options, signature), signature)
+
+
+_MAKING = threading.Lock()
+
+
+@functools.cache
+def _core() -> Any:
+    """OpenVINO's Core, one for the whole life of the process.
+
+    NOTE: when a Core is created, it replaces the stack for signal handlers, and when it is destroyed, it restores the
+    previous one, which may be that of a Core already destroyed. The next signal, such as Ctrl-C, then ends the process
+    with a segmentation fault (OpenVINO 2026.4).
+    """
+    import openvino
+
+    return openvino.Core()
 
 
 def _failed(what: str, error: Exception) -> BackendError:
