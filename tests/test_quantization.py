@@ -262,7 +262,7 @@ def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
     def broken(*args, **options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("tsopt.quantization.losses_of", broken)
+    monkeypatch.setattr("tsopt.quantization.losses_with_effects", broken)
     found = quantized(Residual().eval(), images(1)[0], calibration=images(2))
     assert [made.what for made in found.variants.values()] == [
         "internal error in tsopt while quantizing: ZeroDivisionError: a bug"

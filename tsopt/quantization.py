@@ -27,12 +27,12 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
-from tsopt.passes.quantize.effects import effects_of
+from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layer_names import kept_in_float, module_of
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
 from tsopt.passes.quantize.selection import fewest_kept
-from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor, losses_of
+from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
@@ -315,23 +315,14 @@ class _Quantizer:
             corrected: whether the bias of a layer will be corrected for its mean error.
         """
         calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
-        same: dict[str, Any] = {"rounding": rounding, "largest": self.largest}
         with called_on_data(IndexError):
-            losses = losses_of(self.program, layers, calls, progress=self._telling("measure"), **same)
-            shifts = {name: loss.shift for name, loss in losses.items() if corrected}
-            for name, effect in effects_of(
-                self.program, layers, calls, shifts=shifts, progress=self._telling("gradients"), **same
-            ).items():
-                losses[name].effect = effect
-        return losses
-
-    def _guess(self, effects: Sequence[float | None]) -> int | None:
-        """How many of these layers, the first ones, have to stay in float32 if their effects add up."""
-        known, limit = [effect for effect in effects if effect is not None], self.criterion.error_limit
-        if limit is None or len(known) < len(effects):
-            return None
-        of_the_last = list(accumulate(reversed(known)))  # of the last one, of the last two, ...
-        return len(known) - bisect_right(of_the_last, (SAFE * limit) ** 2)
+            return losses_with_effects(
+                *(self.program, layers, calls),
+                rounding=rounding,
+                largest=self.largest,
+                corrected=corrected,
+                progress=self._telling("measure"),
+            )
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
@@ -353,19 +344,21 @@ class _Quantizer:
         Args:
             effects: of all layers, in the order in which they are kept.
         """
-        said, count = "", len(effects)
+        said, count, expected = "", len(effects), _Expected.of(effects, self.criterion.error_limit)
 
         def is_accepted(kept: int) -> bool:
             nonlocal said
             self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
             made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
             judgement = self.criterion.judge(compile(simulated(made), "eager", share_weights=True))
+            if expected is not None:
+                expected.correct(kept, judgement.error)
             if not judgement.ok or judgement.loss > SAFE * judgement.limit:
                 said = judgement.text
                 return False
             return True
 
-        return fewest_kept(count, at_least, is_accepted, self._guess(effects)), said
+        return fewest_kept(count, at_least, is_accepted, None if expected is None else expected.fewest), said
 
     def _record(self, layer: fx.Node, loss: Loss | None, kept: str) -> LayerRecord:
         weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
@@ -379,6 +372,36 @@ class _Quantizer:
             kept=kept,
             output_sqnr=None if loss is None or not loss.effect else -10 * math.log10(loss.effect),
         )
+
+
+class _Expected:
+    """The error of the outputs that is expected of many layers together: their effects add up.
+
+    Args:
+        effects: squared relative errors, in the order in which layers are kept in float32.
+        limit: of the relative error.
+    """
+
+    def __init__(self, effects: Sequence[float], limit: float) -> None:
+        self._of_the_last = list(accumulate(reversed(effects)))  # of the last one, of the last two, ...
+        self._limit = (SAFE * limit) ** 2
+        self._factor = 1.0  # what was measured, over what was expected
+
+    @classmethod
+    def of(cls, effects: Sequence[float | None], limit: float | None) -> _Expected | None:
+        """None where the effects or the limit are not known."""
+        known = [effect for effect in effects if effect is not None]
+        return cls(known, limit) if limit is not None and len(known) == len(effects) else None
+
+    def correct(self, kept: int, error: float | None) -> None:
+        """Takes the relative error that was measured with so many layers in float32."""
+        expected = self._of_the_last[-kept - 1]
+        if error and expected and math.isfinite(error):
+            self._factor = error**2 / expected
+
+    def fewest(self) -> int:
+        """How many layers have to stay in float32."""
+        return len(self._of_the_last) - bisect_right(self._of_the_last, self._limit / self._factor)
 
 
 def _with_input_in(layers: Sequence[fx.Node], names: Container[str]) -> list[fx.Node]:

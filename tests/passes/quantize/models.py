@@ -78,6 +78,22 @@ class Video(nn.Module):
         return self.head(x.permute(0, 2, 3, 4, 1))
 
 
+class Bounds(nn.Module):
+    """Convolutions, each with an activation that cuts its results off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU6()),
+            *(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Hardtanh(-0.5, 1.5)),
+            nn.Conv2d(8, 4, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).clamp(max=0.25)
+
+
 def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []

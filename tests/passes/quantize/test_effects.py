@@ -15,20 +15,21 @@ from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import simulated
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
-from tsopt.passes.quantize.effects import effects_of
+from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layers import layers_of
 from tsopt.passes.quantize.sensitivity import by_group
 from tsopt.passes.quantize.weights import Int8Weights
 
 
-def effects(program, calls, shifts=None, largest=127):
-    return effects_of(
+def effects(program, calls, corrected=False):
+    found = losses_with_effects(
         *(program, layers_of(program), calls),
         rounding=by_group,
-        largest=largest,
-        shifts=shifts or {},
+        largest=127,
+        corrected=corrected,
         progress=lambda text: None,
     )
+    return {name: loss.effect for name, loss in found.items()}
 
 
 def measured(program, layer, calls):
@@ -66,10 +67,17 @@ def test_an_error_that_is_corrected_does_not_count():
     program = tsopt.capture(mlp(16, 8), torch.randn(1, 16))
     (layer,) = layers_of(program)
     call = (torch.randn(1, 16, generator=seeded(0)),)
-    with torch.no_grad():
-        made = simulated(run(program, (Int8Weights(),), Limits(Numerics.LOSSY))[0])
-        shift = (program.module()(*call)[0] - made.module()(*call)[0])[0]
-    assert effects(program, [call], {layer.name: shift})[layer.name] < 1e-6 * effects(program, [call])[layer.name]
+    corrected, whole = (effects(program, [call], corrected)[layer.name] for corrected in (True, False))
+    assert corrected < 1e-6 * whole, "the error of a single row is its mean"
+
+
+def test_a_correction_is_of_all_calls():
+    """Opposite errors in two calls: their mean corrects nothing."""
+    program = tsopt.capture(mlp(16, 8), torch.randn(1, 16))
+    (layer,) = layers_of(program)
+    x = torch.randn(1, 16, generator=seeded(0))
+    corrected, whole = (effects(program, [(x,), (-x,)], corrected)[layer.name] for corrected in (True, False))
+    assert corrected == pytest.approx(whole, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["several outputs", "an integer", "a mask of infinities"])
@@ -104,7 +112,8 @@ def test_a_layer_that_no_output_depends_on_smoothly_has_none():
 def test_where_gradients_say_nothing_there_are_no_effects(end):
     weight = torch.randn(8, 16, generator=seeded(1))
     program = tsopt.capture(Net(lambda self, x: end(F.linear(x, weight))), torch.randn(4, 16))
-    assert not any(effects(program, [(torch.randn(4, 16),)]).values())
+    (effect,) = effects(program, [(torch.randn(4, 16),)]).values()
+    assert not effect
 
 
 def test_the_model_is_left_as_it_is():

@@ -37,10 +37,13 @@ def test_the_input_of_a_layer_is_read_by_it():
     assert readers(nn.Linear(3, 2).eval(), torch.randn(2, 3)) == {"input": ["aten.linear"]}
 
 
-def test_the_result_of_a_convolution_is_an_integer_after_its_activation():
-    x = images(1)[0]
-    found = readers(lambda self, x: F.avg_pool2d(F.relu(F.conv2d(x, KERNEL)), 2), x)
-    assert found == {"input": ["aten.conv2d"], "aten.relu": ["aten.avg_pool2d"]}
+@pytest.mark.parametrize("bound", [F.relu, F.relu6, F.hardtanh, lambda y: y.clamp(0, 3), lambda y: y.clamp(max=1)])
+def test_the_result_of_a_convolution_is_an_integer_after_its_activation(bound):
+    found = readers(lambda self, x: F.avg_pool2d(bound(F.conv2d(x, KERNEL)), 2), images(1)[0])
+    (first, *users), (activation, *last) = found.items()
+    assert (first, users) == ("input", [["aten.conv2d"]])
+    assert activation.startswith(("aten.relu", "aten.hardtanh", "aten.clamp"))
+    assert last == [["aten.avg_pool2d"]]
 
 
 def test_the_result_of_a_convolution_is_an_integer_before_an_activation_that_is_no_bound():

@@ -34,15 +34,41 @@ def test_a_guess_saves_trials_where_it_is_near_and_decides_nothing(count, needed
         tried.append(kept)
         return kept >= needed
 
-    assert fewest_kept(count, 0, is_accepted, guess) == min(needed, count)
+    assert fewest_kept(count, 0, is_accepted, lambda: guess) == min(needed, count)
     assert len(tried) == len(set(tried)) <= 2 * math.log2(abs(guess - needed) + 1) + 3
     assert all(0 <= kept < count for kept in tried)
 
 
 def test_a_guess_below_what_is_kept_in_any_case_is_raised_to_it():
     tried = []
-    assert fewest_kept(10, 4, lambda kept: tried.append(kept) or True, 2) == 4
+    assert fewest_kept(10, 4, lambda kept: tried.append(kept) or True, lambda: 2) == 4
     assert tried == [4]
+
+
+@pytest.mark.parametrize("needed", [0, 5, 53, 99, 100])
+def test_a_guess_that_learns_is_followed(needed):
+    """Far off at first, it is right once something has been tried."""
+    tried = []
+
+    def is_accepted(kept):
+        tried.append(kept)
+        return kept >= needed
+
+    assert fewest_kept(1000, 0, is_accepted, lambda: needed if tried else 900) == needed
+    assert tried[:2] == [900, needed]
+    assert len(tried) <= 4
+
+
+@pytest.mark.parametrize("far", [0, 999, -5, 5000])
+def test_a_guess_that_stays_wrong_costs_little(far):
+    tried = []
+
+    def is_accepted(kept):
+        tried.append(kept)
+        return kept >= 400
+
+    assert fewest_kept(1000, 0, is_accepted, lambda: far) == 400
+    assert len(tried) == len(set(tried)) <= 2 * math.log2(1000) + 3
 
 
 def test_what_is_kept_in_any_case_is_not_asked_about():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Residual, Sequences, Video, images, mlp, seeded
+from tests.passes.quantize.models import Bounds, Residual, Sequences, Video, images, mlp, seeded
 from tests.passes.quantize.test_static import calibrated
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import largest_weight
@@ -56,10 +56,11 @@ def test_sums_are_exact(engine, kind):
         (Residual().eval(), images(1)[0]),
         (Sequences().eval(), torch.randn(2, 3, 20, generator=seeded(0))),
         (Video().eval(), torch.randn(1, 3, 4, 6, 6, generator=seeded(0))),
+        (Bounds().eval(), 8 * images(1)[0]),
         (mlp(16, 32, 8), torch.randn(5, 16, generator=seeded(0))),
         (mlp(16, 32, 8), torch.randn(2, 5, 16, generator=seeded(0))),
     ],
-    ids=["images", "1-D", "3-D", "rows", "sequences"],
+    ids=["images", "1-D", "3-D", "bounds", "rows", "sequences"],
 )
 def test_engines_compute_what_the_program_says(engine, model, x):
     made, _ = calibrated(model, x, largest=largest_weight())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,87 +15,90 @@ from torch import fx
 
 from tsopt.compiler.graph.program import Program
 from tsopt.passes.quantize.observe import Call
-from tsopt.passes.quantize.sensitivity import LayerErrors, Rounding, channel_of
+from tsopt.passes.quantize.sensitivity import Loss, Losses, Rounding, channel_of, losses_of
 
 log = logging.getLogger("tsopt")
 DRAWS = 8  # of signs, over all calls: an estimate with a standard deviation of half of the value
 
 
-def effects_of(
+def losses_with_effects(
     program: Program,
     layers: Sequence[fx.Node],
     calls: Sequence[Call],
     *,
     rounding: Rounding,
     largest: int,
-    shifts: Mapping[str, torch.Tensor],
+    corrected: bool,
     progress: Callable[[str], None],
-) -> dict[str, float]:
-    """The squared relative error of the outputs that each layer causes, by node name.
+) -> dict[str, Loss]:
+    """The loss of each layer by node name, and its effect: the squared relative error of the outputs that it causes.
 
     To first order, an error e of a layer changes the outputs y by J e. For random signs v, the mean of (v J e)^2 is
     |J e|^2 (Hutchinson's estimator), and v J is the gradient of v y, so one backward pass serves all layers. Errors of
     different layers are taken to be uncorrelated: what several layers cause is the sum of what each causes.
 
+    No effect is known where the outputs cannot be differentiated, or a gradient is not finite.
+
     Args:
         rounding, largest: as in `losses_of`.
-        shifts: what is added to the result of a quantized layer, float32, [out], by node name.
-
-    Returns:
-        Nothing where the outputs cannot be differentiated, or a gradient is not finite.
+        corrected: whether the bias of a layer will be corrected for its mean error.
     """
-    measured = _Gradients(program, layers, rounding, largest, shifts)
+    measured = _Effects(program, layers, rounding, largest)
     draws, draw = -(-DRAWS // len(calls)), torch.Generator().manual_seed(0)
-    sums = dict.fromkeys(measured.layers, 0.0)
     is_result = [item.writes is None for item in program.signature.outputs]
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         try:
             with _differentiating():
-                measured.found.clear()
                 outputs = measured.run(*map(_differentiable, call))
-                results = [y for y, wanted in zip(outputs, is_result, strict=True) if wanted]
-                for name, square in measured.squares(results, draws, draw):
-                    sums[name] += square
+                measured.differentiate([y for y, wanted in zip(outputs, is_result, strict=True) if wanted], draws, draw)
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
-            return {}
-    effects = {name: sums[name] / (draws * len(calls)) for name in measured.layers}
-    return effects if all(map(math.isfinite, effects.values())) else {}
+            return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
+    effects = {name: measured.effect(name, corrected) / (draws * len(calls)) for name in measured.found}
+    if all(map(math.isfinite, effects.values())):
+        for name, effect in effects.items():
+            measured.found[name].effect = effect
+    return measured.found
 
 
-class _Gradients(LayerErrors):
-    """Keeps the result and the error of each layer for a backward pass."""
+class _Effects(Losses):
+    """Losses, and what a backward pass finds of each layer."""
 
-    def __init__(
-        self,
-        program: Program,
-        layers: Sequence[fx.Node],
-        rounding: Rounding,
-        largest: int,
-        shifts: Mapping[str, torch.Tensor],
-    ) -> None:
+    def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program, layers, rounding, largest)
-        self._shifts = shifts
+        self._call: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # results of layers and their errors
+        # v J e, and v J summed up for each output channel, for each draw: a correction adds the same to a whole channel
+        self._products: dict[str, list[tuple[float, torch.Tensor]]] = defaultdict(list)
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
-        shift, channel = self._shifts.get(name, torch.zeros(1)), channel_of(self.layers[name])
-        shifted = (quantized.movedim(channel, -1) + shift).movedim(-1, channel)
-        self.found[name] = value, shifted - value.detach()
+        super().add(name, value.detach(), quantized)
+        self._call[name] = value, quantized - value.detach()
         if not value.requires_grad:
             value.requires_grad_()
 
-    def squares(self, results: Sequence[Any], draws: int, draw: torch.Generator) -> Iterator[tuple[str, float]]:
-        """(v J e)^2 of each layer and draw, with results of norm 1."""
+    def differentiate(self, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
+        """The backward passes of a call, with results of norm 1."""
+        found, self._call = self._call, {}
         parts = [y[y.isfinite()] for y in results if isinstance(y, torch.Tensor) and y.requires_grad]
         parts = [part / part.detach().norm() for part in parts if part.any()]
-        values = [value for value, _ in self.found.values()]
+        values = [value for value, _ in found.values()]
         for left in reversed(range(draws if parts and values else 0)):
             signed = torch.stack([(part * _signs(part, draw)).sum() for part in parts]).sum()
             gradients = torch.autograd.grad(signed, values, retain_graph=left > 0, allow_unused=True)
-            for (name, (_, error)), gradient in zip(self.found.items(), gradients, strict=True):
+            for (name, (_, error)), gradient in zip(found.items(), gradients, strict=True):
                 if gradient is not None:
-                    yield name, float((gradient * error).sum(dtype=torch.float64).square())
+                    by_channel = gradient.movedim(channel_of(self.layers[name]), 0).flatten(1).sum(1)
+                    product = float((gradient * error).sum(dtype=torch.float64))
+                    self._products[name].append((product, by_channel))
+
+    def effect(self, name: str, corrected: bool) -> float:
+        """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
+        shift = self.found[name].shift if corrected else torch.zeros(1)
+        return sum(
+            (product + float((by_channel * shift).sum(dtype=torch.float64))) ** 2
+            for product, by_channel in self._products[name]
+        )
 
 
 @contextmanager

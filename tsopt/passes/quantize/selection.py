@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def fewest_kept(count: int, at_least: int, is_accepted: Callable[[int], bool], guess: int | None = None) -> int:
+def fewest_kept(
+    count: int, at_least: int, is_accepted: Callable[[int], bool], guess: Callable[[], int] | None = None
+) -> int:
     """The smallest number of layers to keep in float32 so that the result is accepted.
 
-    Takes two trials where the guess is right, about 2 log2(distance) where it is not, about log2(count) without one.
+    Takes two trials where the guess is right, and otherwise a step to the next guess, or twice as long as the last step
+    where that is farther. A step past what is known already is a bisection instead, as all of them are without a guess.
     Assumes that accuracy does not drop when more layers stay in float32. The returned number has been tried, unless
     it is `count`, which quantizes nothing.
 
@@ -16,20 +19,17 @@ def fewest_kept(count: int, at_least: int, is_accepted: Callable[[int], bool], g
         count: of all layers.
         at_least: what is kept in any case.
         is_accepted: whether the accuracy is good enough with so many kept, those that lose most first.
-        guess: a number that is probably near.
+        guess: a number that is probably near, by all that has been tried.
     """
     if at_least >= count:
         return count
-    low, high = at_least - 1, count  # `low` is too few, or not wanted; `high` is enough
-    if guess is not None:
-        step, middle = 1, min(max(guess, at_least), count - 1)
-        while low < middle < high:
-            accepted = is_accepted(middle)
-            low, high = (low, middle) if accepted else (middle, high)
-            middle, step = (middle - step, 2 * step) if accepted else (middle + step, 2 * step)
-    else:
-        low, high = (low, at_least) if is_accepted(at_least) else (at_least, high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_accepted(middle) else (middle, high)
-    return high
+    low, high, step = at_least - 1, count, 1  # `low` is too few, or not wanted; `high` is enough
+    tried = at_least if guess is None else min(max(guess(), at_least), count - 1)
+    while True:
+        is_enough = is_accepted(tried)
+        low, high = (low, tried) if is_enough else (tried, high)
+        if high - low <= 1:
+            return high
+        farther = 0 if guess is None else min(guess(), high - step) if is_enough else max(guess(), low + step)
+        tried = farther if guess is not None and low < farther < high else (low + high) // 2
+        step *= 2

@@ -105,7 +105,9 @@ class LayerErrors(fx.Interpreter, ABC):
         """Takes the result of a layer in float32, and with quantization."""
 
 
-class _Losses(LayerErrors):
+class Losses(LayerErrors):
+    """The loss of each layer."""
+
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         errors = quantized.double() - value
         by_channel = errors.movedim(channel_of(self.layers[name]), 0).flatten(1)
@@ -151,7 +153,7 @@ def losses_of(
     progress: Callable[[str], None],
 ) -> dict[str, Loss]:
     """The loss of each layer by node name. All layers before it run in float32."""
-    measured, calls = _Losses(program, layers, rounding, largest), list(calls)
+    measured, calls = Losses(program, layers, rounding, largest), list(calls)
     for number, call in enumerate(calls, 1):
         progress(f"{number} of {len(calls)}")
         with torch.no_grad():

@@ -39,12 +39,14 @@ class Judgement:
 
     loss: a relative error, or the drop of a metric; `limit`: how much is accepted.
     text: `relative error 6.2 % on 16 inputs, limit 4.4 %`.
+    error: about the relative error of the outputs; None if the metric does not tell.
     """
 
     ok: bool
     loss: float
     limit: float
     text: str
+    error: float | None = None
 
 
 class Criterion(Protocol):
@@ -91,8 +93,7 @@ class Likeness:
         self._metric, self._max_drop, self._state = metric, max_drop, state
         self._wanted: list[Outputs] = []
         self.key = f"{metric} {max_drop}"
-        # A cosine is 1 - error^2 / 2, if the error has no preferred direction.
-        self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: math.sqrt(2 * max_drop)}.get(metric)
+        self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: _error_of_cosine(1 - max_drop)}.get(metric)
         for call in data:
             if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
                 break
@@ -114,14 +115,15 @@ class Likeness:
         if self._metric == SQNR:
             error = relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
-            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text)
+            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text, error)
         value = (cosine if self._metric == COSINE else top1)(found, self._wanted)
         name = "cosine similarity to eager" if self._metric == COSINE else "top-1 agreement with eager"
         found_text, required = (f"{number:.6g}" for number in (value, 1 - self._max_drop))
         if found_text == required:  # to six digits
             found_text = f"{value:.12g}"
         text = f"{name} {found_text} on {self._inputs}, at least {required} is required"
-        return Judgement(1 - value <= self._max_drop + ROUNDING, 1 - value, self._max_drop, text)
+        drop, known = 1 - value, _error_of_cosine(value) if self._metric == COSINE else None
+        return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text, known)
 
     def tolerance(self, candidate: Called) -> float:
         errors = [
@@ -279,6 +281,11 @@ def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Ou
         seed_torch(0)
         leaves, _ = flatten(called(*args, **kwargs))
     return [leaf.detach().clone() for leaf in leaves]
+
+
+def _error_of_cosine(value: float) -> float:
+    """The relative error of outputs with this cosine, if it has no preferred direction: a cosine is 1 - error^2 / 2."""
+    return math.sqrt(2 * max(1 - value, 0.0))
 
 
 def _bytes(answers: Sequence[Outputs]) -> int:
