@@ -33,6 +33,7 @@ def losses_with_effects(
 ) -> dict[str, Loss]:
     """The loss of each layer by node name, and its effect: the squared relative error of the outputs that it causes.
 
+    The relative error is that of all calls together: an error counts by the size of the outputs of its call.
     To first order, an error e of a layer changes the outputs y by J e. For random signs v, the mean of (v J e)^2 is
     |J e|^2 (Hutchinson's estimator), and v J is the gradient of v y, so one backward pass serves all layers. Errors of
     different layers are taken to be uncorrelated: what several layers cause is the sum of what each causes.
@@ -51,11 +52,12 @@ def losses_with_effects(
         try:
             with _differentiating():
                 outputs = measured.run(*map(_differentiable, call))
-                measured.differentiate([y for y, wanted in zip(outputs, is_result, strict=True) if wanted], draws, draw)
+                results = [y for y, wanted in zip(outputs, is_result, strict=True) if wanted]
+                measured.differentiate(number, results, draws, draw)
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
             return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
-    effects = {name: measured.effect(name, corrected) / (draws * len(calls)) for name in measured.found}
+    effects = {name: measured.effect(name, corrected) / draws for name in measured.found}
     if all(map(math.isfinite, effects.values())):
         for name, effect in effects.items():
             measured.found[name].effect = effect
@@ -68,8 +70,10 @@ class _Effects(Losses):
     def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program, layers, rounding, largest)
         self._call: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # results of layers and their errors
-        # v J e, and v J summed up for each output channel, for each draw: a correction adds the same to a whole channel
-        self._products: dict[str, list[tuple[float, torch.Tensor]]] = defaultdict(list)
+        self._sizes: dict[int, dict[int, float]] = {}  # the squared norm of each output, by call and position
+        # v J e, and v J summed up for each output channel, for each call and draw: a correction adds the same to all
+        # values of a channel.
+        self._products: dict[str, list[tuple[int, float, torch.Tensor]]] = defaultdict(list)
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         super().add(name, value.detach(), quantized)
@@ -77,11 +81,16 @@ class _Effects(Losses):
         if not value.requires_grad:
             value.requires_grad_()
 
-    def differentiate(self, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
+    def differentiate(self, number: int, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
         """The backward passes of a call, with results of norm 1."""
         found, self._call = self._call, {}
-        parts = [y[y.isfinite()] for y in results if isinstance(y, torch.Tensor) and y.requires_grad]
-        parts = [part / part.detach().norm() for part in parts if part.any()]
+        parts, sizes = [], self._sizes.setdefault(number, {})
+        for position, y in enumerate(results):
+            if isinstance(y, torch.Tensor) and y.requires_grad:
+                part = y[y.isfinite()]
+                if size := float(part.detach().square().sum(dtype=torch.float64)):
+                    sizes[position] = size
+                    parts.append(part / math.sqrt(size))
         values = [value for value, _ in found.values()]
         for left in reversed(range(draws if parts and values else 0)):
             signed = torch.stack([(part * _signs(part, draw)).sum() for part in parts]).sum()
@@ -90,15 +99,23 @@ class _Effects(Losses):
                 if gradient is not None:
                     by_channel = gradient.movedim(channel_of(self.layers[name]), 0).flatten(1).sum(1)
                     product = float((gradient * error).sum(dtype=torch.float64))
-                    self._products[name].append((product, by_channel))
+                    self._products[name].append((number, product, by_channel))
 
     def effect(self, name: str, corrected: bool) -> float:
         """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
         shift = self.found[name].shift if corrected else torch.zeros(1)
         return sum(
-            (product + float((by_channel * shift).sum(dtype=torch.float64))) ** 2
-            for product, by_channel in self._products[name]
+            self._share(number) * (product + float((by_channel * shift).sum(dtype=torch.float64))) ** 2
+            for number, product, by_channel in self._products[name]
         )
+
+    def _share(self, number: int) -> float:
+        """The share of a call in the squared norms of the outputs of all calls: the mean over the outputs."""
+        shares = [
+            size / sum(sizes.get(position, 0.0) for sizes in self._sizes.values())
+            for position, size in self._sizes[number].items()
+        ]
+        return sum(shares) / len(shares)
 
 
 @contextmanager
