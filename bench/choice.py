@@ -1,7 +1,8 @@
 """How good is the choice of a race? An oracle with ten times the timing says which candidate is the best.
 
 Usage: python -m bench.choice [MODEL ...] [--races N] [--busy]; writes bench/results/choice.{json,md}, or
-choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time.
+choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time. `--oracle FILE` takes the
+oracle of an earlier run on the same machine.
 
 The regret of a race is how much slower the chosen candidate is than the best one, by the medians of the oracle: the
 engines in this process, interleaved. 0 % is the best choice; a choice that is slower than eager would be a broken
@@ -58,11 +59,13 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="all when none is named; the numbers of the others stay")
     parser.add_argument("--races", type=int, default=10)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--oracle", type=Path)
     asked = parser.parse_args()
     place = RESULTS / f"choice{'_busy' if asked.busy else ''}.json"
     rows: dict[str, Any] = json.loads(place.read_text())["models"] if asked.models and place.exists() else {}
+    known = json.loads(asked.oracle.read_text())["models"] if asked.oracle else {}
     for name in asked.models or NAMES:
-        oracle = in_own_process("bench.choice:oracle", name)
+        oracle = known[name]["oracle"] if name in known else in_own_process("bench.choice:oracle", name)
         with busy() if asked.busy else contextlib.nullcontext():
             races = [in_own_process("bench.choice:raced", name) for _ in range(asked.races)]
         rows[name] = {"oracle": oracle, "races": races, "regret": [regret(oracle, item["winner"]) for item in races]}
