@@ -51,6 +51,7 @@ bench: $(READY) ## benchmark real models, eager against compiled and pass by pas
 	$(BIN)/python -m bench.int8
 	$(BIN)/python -m bench.int8_by_hand
 	$(BIN)/python -m bench.int8_probe
+	$(BIN)/python -m bench.auto
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m bench.trained
 	$(BIN)/python -m bench.coverage

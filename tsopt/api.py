@@ -89,7 +89,7 @@ def optimize(
             minutes. With `"all"`, an engine that is not installed is a row in the table; one requested by name is an
             error.
         precision: a lower precision in which products of float32 matrices may be computed: `"bf16"`, `"fp16"`,
-            `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and 2-D convolutions on
+            `"tf32"` (on a GPU), or `"auto"` for all of these; or `"int8"` for linear layers and convolutions on
             8-bit integers (on the CPU): with scales that each call computes from its input, for the whole of it or for
             groups in each row (linear layers only), or that `calibration` finds. These candidates race alongside those
             in `"fp32"`. Their outputs are compared by the relative error of a whole tensor: at most 4.4 % for `int8`,
@@ -107,7 +107,7 @@ def optimize(
         metric: the accuracy metric for candidates in lower precisions: a function that takes a model and returns a
             number, higher is better; `"top1"` or `"cosine"`, the agreement with eager; or `"sqnr"`, the default: a
             relative error of at most 4.4 % over all held-out inputs. As many layers run in int8 as this allows; those
-            with the largest error stay in float32.
+            whose error counts most at the outputs stay in float32.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
         keep_float: layers that stay in float32, by module path, such as `"encoder.layer.3.*"`.

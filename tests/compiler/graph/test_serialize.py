@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.passes.helpers import assert_same_bits, call, capture, ops_of
@@ -49,6 +50,33 @@ def test_a_program_comes_back_the_same(tmp_path, optimized):
     for name, weight in program.weights.items():
         assert made.weights[name].stride() == weight.stride()
         assert_same_bits(made.weights[name], weight)
+
+
+@pytest.mark.parametrize("axes", [(1, 0, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)])
+def test_a_permuted_weight_is_stored_as_it_lies_in_memory(tmp_path, axes):
+    """So that the file is mapped, and nothing is copied when it is read."""
+    weight = torch.randn(2, 3, 4, 5).permute(axes)
+    program = capture(lambda x: x + weight, torch.ones(()))
+    write_program(program, tmp_path)
+    (data,) = load_file(tmp_path / WEIGHTS).values()
+    assert data.shape == (2, 3, 4, 5)
+    (made,) = read_program(tmp_path).weights.values()
+    assert made.stride() == weight.stride()
+    assert made.permute([axes.index(dim) for dim in range(4)]).is_contiguous()
+    assert_same_bits(made, weight)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda w: w[::2], lambda w: w.t()[::2], lambda w: w[:, :1].expand(4, 6), lambda w: w[1]]
+)
+def test_a_weight_that_is_a_part_of_another_is_stored_as_what_it_shows(tmp_path, view):
+    whole = torch.randn(4, 6)
+    weight = view(whole)
+    program = capture(lambda x: x + weight.sum() + whole.sum(), torch.ones(()))
+    made = stored(program, tmp_path)
+    for name, value in program.weights.items():
+        assert_same_bits(made.weights[name], value)
+        assert made.weights[name].stride() == value.stride()
 
 
 def test_a_program_that_came_back_runs(tmp_path):
@@ -161,6 +189,10 @@ DAMAGE = {
     ),
     "weight": lambda d: nodes_of(d, "get_attr").update(target="nowhere"),
     "stride": lambda d: nodes_of(d, "get_attr").update(stride=[10**12, 1]),
+    "order": lambda d: nodes_of(d, "get_attr").update(order=[0, 0]),
+    "long-order": lambda d: nodes_of(d, "get_attr").update(order=[1, 0, 2]),
+    "short-order": lambda d: nodes_of(d, "get_attr").update(order=[0]),
+    "wrong-order": lambda d: nodes_of(d, "get_attr").update(order=[1, 0]),
     "negative-stride": lambda d: nodes_of(d, "get_attr").update(stride=[-1, 1]),
     "short-stride": lambda d: nodes_of(d, "get_attr").update(stride=[1]),
     "no-nodes": lambda d: d.update(nodes=[]),

@@ -48,9 +48,7 @@ def write_program(program: Program, directory: Path) -> None:
         BackendError: an op outside ATen, which another process would not know.
     """
     (directory / GRAPH).write_text(json.dumps(_program_json(program)))
-    tensors = {name: program.weights[name] for name in program.used_weights()}
-    # safetensors keeps no strides and no sharing: a view is written as what it shows.
-    save_file({k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}, directory / WEIGHTS)
+    save_file(_as_stored({name: program.weights[name] for name in program.used_weights()}), directory / WEIGHTS)
 
 
 def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bool = False) -> Program:
@@ -94,8 +92,11 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
     out: dict[str, Any] = {"op": node.op}
     if node.op == "get_attr":
         value = node.meta["val"]
-        place = {} if value.device.type == "cpu" else {"device": str(value.device)}
-        return out | {"target": str(node.target), "stride": list(value.stride())} | place | _meta_json(node)
+        out |= {"target": str(node.target), "stride": list(value.stride())}
+        out |= {} if value.device.type == "cpu" else {"device": str(value.device)}
+        order = _memory_order(value)
+        out |= {} if order == sorted(order) else {"order": order}
+        return out | _meta_json(node)
     if node.op == "call_function":
         number = ops.number_name(node.target)
         named = f"size.{number}" if number else "getitem" if node.target is operator.getitem else str(node.target)
@@ -148,6 +149,31 @@ def _value_json(value: Any, numbers: dict[fx.Node, int]) -> Any:
     raise BackendError(f"an argument of type {type(value).__name__} cannot be stored")
 
 
+def _memory_order(value: torch.Tensor) -> list[int]:
+    """Its dimensions as they lie in memory, the outermost first; as they are where its values are not side by side."""
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    return order if value.permute(order).is_contiguous() else list(range(value.dim()))
+
+
+def _as_stored(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors as safetensors takes them, which knows no strides and no sharing: a view is written as what it shows.
+
+    A transposed weight is written as it lies in memory, so that the file can be mapped and nothing has to be copied.
+    """
+    found: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu()
+        value = value.permute(_memory_order(tensor)).contiguous()
+        storage = value.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        found[name] = value
+    return found
+
+
 class _Reader:
     def __init__(self, data: Any, tensors: dict[str, torch.Tensor], own: bool) -> None:
         self.data, self.tensors, self.own = data, tensors, own
@@ -184,6 +210,9 @@ class _Reader:
             return made
         if item["op"] == "get_attr":
             tensor = self.tensors[item["target"]]
+            if "order" in item:  # permuted back; anything but a permutation of the dimensions is an error of torch
+                order = [int(dim) for dim in item["order"]]
+                tensor = tensor.permute([order.index(dim) for dim in range(tensor.dim())])
             stride = tuple(int(s) for s in item["stride"])
             if tensor.stride() != stride:
                 tensor = _restrided(tensor, stride)

@@ -48,7 +48,10 @@ from tsopt.runtime.sandbox.transfer import Gone, Message, read_tensors, receive,
 
 # Imported while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
 # NOTE: not OpenVINO, whose threads do not survive a fork.
-PRELOADED = ("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript")
+PRELOADED = (
+    *("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript"),
+    *("onnxscript.function_libs.torch_lib.ops", "onnxscript.rewriter", "tsopt.runtime.onnx.export"),
+)
 
 # Where memory runs out, a candidate is to go, which costs a row, then the helper; never the process of the user.
 HELPER_DIES, CANDIDATE_DIES = 500, 1000
