@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layer_names import kept_in_float, module_of
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
 from tsopt.passes.quantize.observe import Call, observe, qparams_of
-from tsopt.passes.quantize.selection import fewest_kept
+from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
@@ -344,7 +342,7 @@ class _Quantizer:
         Args:
             effects: of all layers, in the order in which they are kept.
         """
-        said, count, expected = "", len(effects), _Expected.of(effects, self.criterion.error_limit)
+        said, count, expected = "", len(effects), _expected(effects, self.criterion.error_limit)
 
         def is_accepted(kept: int) -> bool:
             nonlocal said
@@ -374,34 +372,10 @@ class _Quantizer:
         )
 
 
-class _Expected:
-    """The error of the outputs that is expected of many layers together: their effects add up.
-
-    Args:
-        effects: squared relative errors, in the order in which layers are kept in float32.
-        limit: of the relative error.
-    """
-
-    def __init__(self, effects: Sequence[float], limit: float) -> None:
-        self._of_the_last = list(accumulate(reversed(effects)))  # of the last one, of the last two, ...
-        self._limit = (SAFE * limit) ** 2
-        self._factor = 1.0  # what was measured, over what was expected
-
-    @classmethod
-    def of(cls, effects: Sequence[float | None], limit: float | None) -> _Expected | None:
-        """None where the effects or the limit are not known."""
-        known = [effect for effect in effects if effect is not None]
-        return cls(known, limit) if limit is not None and len(known) == len(effects) else None
-
-    def correct(self, kept: int, error: float | None) -> None:
-        """Takes the relative error that was measured with so many layers in float32."""
-        expected = self._of_the_last[-kept - 1]
-        if error and expected and math.isfinite(error):
-            self._factor = error**2 / expected
-
-    def fewest(self) -> int:
-        """How many layers have to stay in float32."""
-        return len(self._of_the_last) - bisect_right(self._of_the_last, self._limit / self._factor)
+def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedError | None:
+    """What is expected of many layers together; None where their effects or the limit are not known."""
+    known = [effect for effect in effects if effect is not None]
+    return None if limit is None or len(known) < len(effects) else ExpectedError(known, SAFE * limit)
 
 
 def _with_input_in(layers: Sequence[fx.Node], names: Container[str]) -> list[fx.Node]:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tsopt.passes.quantize.selection import fewest_kept
+from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 54, 100])
@@ -79,3 +79,28 @@ def test_what_is_kept_in_any_case_is_not_asked_about():
 
 def test_all_kept_is_not_tried():
     assert fewest_kept(3, 3, lambda kept: pytest.fail("nothing is quantized")) == 3
+
+
+def test_effects_add_up_to_the_limit():
+    effects = [4e-4, 3e-4, 2e-4, 1e-4]  # squares: the last two make 0.0173
+    assert [ExpectedError(effects, limit).fewest() for limit in (1.0, 0.0317, 0.025, 0.018, 0.011, 0.009)] == [
+        *(0, 0, 1, 2, 3, 4)
+    ]
+
+
+def test_a_measured_error_corrects_what_is_expected():
+    expected = ExpectedError([1e-4] * 4, 0.0101)
+    assert expected.fewest() == 3
+    expected.correct(2, 0.005)  # of the last two, 0.0141 was expected
+    assert expected.fewest() == 0
+    for unknown in (None, math.inf, math.nan, 0.0):
+        expected.correct(1, unknown)
+        assert expected.fewest() == 0
+    expected.correct(0, 1.0)
+    assert expected.fewest() == 4
+
+
+def test_layers_without_an_effect_say_nothing_of_the_error():
+    expected = ExpectedError([0.0, 0.0], 0.01)
+    expected.correct(0, 0.5)
+    assert expected.fewest() == 0

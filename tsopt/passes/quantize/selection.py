@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 
 def fewest_kept(
@@ -33,3 +36,27 @@ def fewest_kept(
         farther = 0 if guess is None else min(guess(), high - step) if is_enough else max(guess(), low + step)
         tried = farther if guess is not None and low < farther < high else (low + high) // 2
         step *= 2
+
+
+class ExpectedError:
+    """The error of the outputs that is expected of many layers together: their effects add up.
+
+    Args:
+        effects: squared relative errors, in the order in which layers are kept in float32.
+        limit: of the relative error of the outputs.
+    """
+
+    def __init__(self, effects: Sequence[float], limit: float) -> None:
+        self._of_the_last = list(accumulate(reversed(effects)))  # of the last one, of the last two, ...
+        self._limit = limit**2
+        self._factor = 1.0  # what was measured, over what was expected
+
+    def correct(self, kept: int, error: float | None) -> None:
+        """Takes the relative error that was measured with so many layers in float32; None if it is not known."""
+        expected = self._of_the_last[-kept - 1]
+        if error and expected and math.isfinite(error):
+            self._factor = error**2 / expected
+
+    def fewest(self) -> int:
+        """How many layers have to stay in float32."""
+        return len(self._of_the_last) - bisect_right(self._of_the_last, self._limit / self._factor)
