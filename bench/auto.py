@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import tsopt
-from bench.int8 import CALIBRATION, UNSEEN, away, like
+from bench.int8 import UNSEEN, away, drawn_like
 from bench.models import MODELS
 from bench.process import Rows, measure_each
 from bench.side_by_side import ratio, summary
@@ -31,8 +31,7 @@ def main() -> None:
 
 def one(name: str) -> dict[str, Any]:
     model, example = MODELS[name].load()
-    data = [like(example, seed) for seed in range(CALIBRATION)]
-    unseen = [like(example, 1000 + seed) for seed in range(UNSEEN)]
+    data, unseen = drawn_like(example)
     made = {
         precision: tsopt.optimize(model, example, precision=precision, calibration=data, cache=False)
         for precision in PRECISIONS

@@ -44,7 +44,7 @@ def main() -> None:
 
 def one(name: str) -> dict[str, Any]:
     model, example = MODELS[name].load()
-    data = [like(example, seed) for seed in range(CALIBRATION)]
+    data, unseen = drawn_like(example)
     said: list[tuple[float, str]] = []
     fast = tsopt.optimize(
         *(model, example),
@@ -63,7 +63,7 @@ def one(name: str) -> dict[str, Any]:
         "layers": summary(report.quantization),
         "quantize_seconds": dict(report.stages).get("quantize", 0.0),
         "apart": {} if any("precision" not in item.name for item in timed) else apart(fast, model, example),
-        "away": away(fast, model, [like(example, 1000 + seed) for seed in range(UNSEEN)]),
+        "away": away(fast, model, unseen),
     }
 
 
@@ -72,6 +72,11 @@ def apart(fast: tsopt.Optimized, model: torch.nn.Module, example: tsopt.Example)
     full = tsopt.optimize(model, example, seconds=SECONDS, cache=False)
     timings = measure({"full": full, "low": fast}, [example], seconds=SECONDS)
     return {"candidate": full.report.winner, **{name: summary_of(timing)["p50"] for name, timing in timings.items()}}
+
+
+def drawn_like(example: tsopt.Example) -> tuple[list[tsopt.Example], list[tsopt.Example]]:
+    """Inputs to calibrate and judge by, and others that nothing has seen."""
+    return [like(example, seed) for seed in range(CALIBRATION)], [like(example, 1000 + seed) for seed in range(UNSEEN)]
 
 
 def like(example: tsopt.Example, seed: int) -> tsopt.Example:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tsopt
-from bench.int8 import CALIBRATION, NAMES, UNSEEN, like
+from bench.int8 import NAMES, UNSEEN, drawn_like
 from bench.int8_peers import PEERS
 from bench.models import MODELS
 from bench.process import Rows, measure_each
@@ -33,8 +33,7 @@ def main() -> None:
 
 def one(name: str) -> dict[str, Any]:
     model, example = MODELS[name].load()
-    data = [like(example, seed) for seed in range(CALIBRATION)]
-    unseen = [like(example, 1000 + seed) for seed in range(UNSEEN)]
+    data, unseen = drawn_like(example)
     fast = tsopt.optimize(model, example, precision="int8", calibration=data, cache=False)
     calls: dict[str, Callable[..., Any]] = {"eager": model, "tsopt": fast}
     failures = {}
