@@ -12,7 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
-from tests.passes.random_calls import DATA_MOVEMENT, FILL, Builder, make, rank
+from tests.passes.program_builder import Builder
+from tests.passes.random_calls import DATA_MOVEMENT, FILL, make, rank
 from tsopt.compiler.graph.ops import aten
 
 Value = fx.Node | None

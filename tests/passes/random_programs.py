@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import fx
 
+from tests.passes.program_builder import SHAPES, Builder, Drawn, numbers
 from tests.passes.random_calls import (
     ARITHMETIC,
     CASTS,
@@ -22,12 +23,8 @@ from tests.passes.random_calls import (
     LAYERS,
     LITERALS,
     REDUCTIONS,
-    SHAPES,
-    Builder,
-    Drawn,
     arguments,
     make,
-    numbers,
     rank,
 )
 from tests.passes.random_formulas import FORMULAS

@@ -14,8 +14,8 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.passes.helpers import assert_same_bits, capture
+from tests.passes.program_builder import Drawn
 from tests.passes.quantize.models import calibrated_pass
-from tests.passes.random_calls import Drawn
 from tests.passes.random_programs import RULES, around, programs
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph import ops
