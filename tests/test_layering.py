@@ -39,7 +39,7 @@ ONLY_IN = {
     "openvino": {"runtime/onnx/openvino.py"},
     "pandas": {"runtime/report.py"},
     "cloudpickle": {"background/job.py"},
-    "typer": {"cli/app.py", "cli/options.py"},
+    "typer": {"cli/app.py", "cli/main.py", "cli/options.py"},
     "rich": {"cli/console.py", "runtime/progress.py"},
 }
 # Imported before torch: by `import tsopt`, by `tsopt --help`, and by a bundle where torch is not installed.
@@ -86,6 +86,7 @@ WITHOUT_TORCH = (
     "runtime/onnx/openvino.py",
     "runtime/onnx/int8_weights.py",
     "cli/app.py",
+    "cli/main.py",
     "cli/console.py",
     "cli/doctor.py",
     "cli/export.py",

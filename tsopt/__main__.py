@@ -1,5 +1,5 @@
 """`python -m tsopt`."""
 
-from tsopt.cli.app import run
+from tsopt.cli.main import run
 
 run()

@@ -123,7 +123,7 @@ def survived(by: Callable[[Path], Any]) -> Callable[[str], Outcome]:
 
 
 def commands() -> Outcome:
-    from tsopt.cli.app import main
+    from tsopt.cli.main import main
 
     for command in (["cache", "show"], ["cache", "show", "--json"], ["cache", "clear"]):
         out = io.StringIO()

@@ -35,7 +35,7 @@ class Nowhere:
         if name.partition(".")[0] == "torch":
             raise ModuleNotFoundError("No module named 'torch'", name=name)
 sys.meta_path.insert(0, Nowhere())
-from tsopt.cli.app import run
+from tsopt.cli.main import run
 sys.argv[0] = "tsopt"
 run()
 """
@@ -49,7 +49,7 @@ def write(path, data):
     print("writing", file=sys.stderr, flush=True)
     time.sleep(100)
 pathlib.Path.write_bytes = write
-from tsopt.cli.app import run
+from tsopt.cli.main import run
 sys.argv[0] = "tsopt"
 run()
 """
@@ -75,7 +75,7 @@ def folder() -> Iterator[Path]:
 
 def here(*arguments: str) -> Ran:
     """A command in this process, which has imported all that it needs."""
-    from tsopt.cli.app import main
+    from tsopt.cli.main import main
 
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tsopt.cli.app import main
+from tsopt.cli.main import main
 
 MODEL = """
 import torch

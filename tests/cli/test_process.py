@@ -36,7 +36,7 @@ if way == "finder":
     sys.meta_path.insert(0, Nowhere())
 else:
     sys.modules.update(dict.fromkeys(blocked))
-from tsopt.cli.app import main
+from tsopt.cli.main import main
 for command in commands:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -147,7 +147,7 @@ def test_another_package_that_is_missing_is_named_with_what_to_type(served, name
 
 OPTIMIZED = """
 import contextlib, io, sys
-from tsopt.cli.app import main
+from tsopt.cli.main import main
 assert False, "asserts are left out under -O"
 race = ["--seconds", "0.05", "--backends", "eager", "--no-isolate", "--no-cache"]
 commands = [["--help"], ["export", "m.py", *race], ["verify", "m.tsopt"], ["inspect", "m.py", "--why", "linear_bias"]]
@@ -200,7 +200,7 @@ def test_an_output_that_is_full_closed_or_of_another_alphabet_is_one_line_at_mos
 # The command waits where the test says, and everything below it with it.
 SIGNALLED = """
 import os, signal, sys, time
-from tsopt.cli import app, export
+from tsopt.cli import export, main
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
 def pause(*_):
@@ -210,7 +210,7 @@ if sys.argv.pop(1) == "write":
     import pathlib
     pathlib.Path.write_bytes = lambda path, data: (path.open("wb").write(data[:9]), pause())
 sys.argv[0] = "tsopt"
-app.run()
+main.run()
 """
 
 
@@ -284,7 +284,7 @@ def test_what_the_system_refuses_is_an_error_of_the_systems(tsopt, write, monkey
     "error", [RuntimeError("a mistake of ours"), ImportError("x", name="tsopt.nonsense"), KeyError(1)]
 )
 def test_what_is_our_own_mistake_is_not_hidden(write, monkeypatch, tmp_path, error):
-    from tsopt.cli.app import main
+    from tsopt.cli.main import main
 
     def fail(*_, **__):
         raise error

@@ -1,17 +1,8 @@
-"""The commands. Each parses its options, calls the public API and prints the result.
-
-Exit codes: 0 success; 1 verification failed, or this machine stopped every candidate of a race; 2 an error in the
-command line, the model or a file; 130 interrupted; 141 the output pipe was closed; 143 terminated.
-"""
+"""The commands. Each parses its options, calls the public API and prints the result."""
 
 from __future__ import annotations
 
 import difflib
-import signal
-import sys
-import traceback
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +26,7 @@ from tsopt.cli.options import (
     grouped,
     race_options,
 )
-from tsopt.errors import TsoptError, UsageError
-from tsopt.runtime.racing.outcomes import NoCandidate
+from tsopt.errors import UsageError
 
 app = typer.Typer(
     name="tsopt",
@@ -46,20 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def _output(as_json: bool = False, quiet: bool = False) -> Any:
-    from tsopt.cli.console import Output
-
-    made = Output(as_json=as_json, quiet=quiet)
-    _State.output = made
-    return made
-
-
-class _State:
-    """The output of the running command, for errors that reach `main`."""
-
-    output: Any = None
 
 
 def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
@@ -91,7 +67,7 @@ def export(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    out = _output(json, quiet)
+    out = process.output(json, quiet)
     from tsopt.cli import export
 
     export.check_frontend(subject)
@@ -124,7 +100,7 @@ def quantize(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    out = _output(json, quiet)
+    out = process.output(json, quiet)
     from tsopt.cli import export, quantize
     from tsopt.cli.saved import check_saved
 
@@ -162,7 +138,7 @@ def bench(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    out = _output(json, quiet)
+    out = process.output(json, quiet)
     from tsopt.cli import bench
     from tsopt.cli.export import directories
     from tsopt.cli.saved import check_saved, save
@@ -231,7 +207,7 @@ def inspect(
     ] = False,
     json: AsJson = False,
 ) -> None:
-    out = _output(json)
+    out = process.output(json)
     with out.progress(Path(subject.model).name) as tell:
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.cli import inspect
@@ -282,7 +258,7 @@ def verify(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    out = _output(json, quiet)
+    out = process.output(json, quiet)
     from tsopt.cli.verify import against_model, against_record
 
     with out.progress(bundle.name) as tell:
@@ -298,7 +274,7 @@ def verify(
 
 @app.command(help="List all passes and rules, in the order in which they run.")
 def rules(json: AsJson = False) -> None:
-    out = _output(json)
+    out = process.output(json)
     from tsopt.cli.inspect import show_rules
 
     show_rules(out)
@@ -306,7 +282,7 @@ def rules(json: AsJson = False) -> None:
 
 @app.command(help="Show this machine, the backends it can use, and what is missing.")
 def doctor(json: AsJson = False) -> None:
-    out = _output(json)
+    out = process.output(json)
     from tsopt.cli.doctor import diagnose
 
     diagnose(out)
@@ -318,7 +294,7 @@ app.add_typer(races, name="cache")
 
 @races.command(help="Show where the cache is and how many races it holds.")
 def show(json: AsJson = False) -> None:
-    out = _output(json)
+    out = process.output(json)
     from tsopt.runtime.racing import cache_files as cache
     from tsopt.runtime.racing.cache_directory import directory, objection
 
@@ -331,7 +307,7 @@ def show(json: AsJson = False) -> None:
 
 @races.command(help="Delete all cached results.")
 def clear(json: AsJson = False) -> None:
-    out = _output(json)
+    out = process.output(json)
     from tsopt.runtime.racing import cache_files as cache
     from tsopt.runtime.racing.cache_directory import directory, objection
 
@@ -363,73 +339,3 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns its exit code. A user's mistake never ends in a traceback."""
-    arguments = _split_levels(sys.argv[1:] if arguments is None else arguments)
-    _State.output = None
-    process.State.signal, process.State.written = signal.SIGINT, ()
-    try:
-        command: Callable[..., Any] = typer.main.get_command(app)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoCandidate)  # shown as a line, with an exit code
-            result = command(arguments, prog_name="tsopt", standalone_mode=False)
-        code = result if isinstance(result, int) else 0
-        # NOTE: typer turns KeyboardInterrupt into an exit code.
-        return process.interrupted() if code == process.INTERRUPTED + signal.SIGINT else code
-    except TsoptError as error:
-        return _refused(error, arguments)
-    except SystemExit as error:  # a model may call sys.exit(0), which must not look like success
-        if isinstance(error.__context__, BrokenPipeError):  # how rich ends the program
-            return process.unread()
-        return _refused(_ended(error), arguments)
-    except BrokenPipeError:
-        return process.unread()
-    except KeyboardInterrupt:
-        return process.interrupted()
-    except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
-        return _unexpected(error, arguments)
-
-
-def _refused(error: TsoptError, arguments: list[str]) -> int:
-    try:
-        (_State.output or _output("--json" in arguments)).error(error)
-    except ImportError:  # rich itself is missing
-        sys.stderr.write(f"error: {error}\n")
-    return error.exit_code
-
-
-def _ended(error: SystemExit) -> UsageError:
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    return UsageError(
-        f"the model exits the process (sys.exit({error.code!r})) when called",
-        where=f"{frame.filename}:{frame.lineno}: {frame.line}",
-        fix="raise an exception instead",
-    )
-
-
-def _split_levels(arguments: list[str]) -> list[str]:
-    """`-O2` as `-O 2`: the form known from compilers."""
-    out: list[str] = []
-    for item in arguments:
-        out += ["-O", item[2:]] if item.startswith("-O") and item[2:].isdigit() else [item]
-    return out
-
-
-def _unexpected(error: Exception, arguments: list[str]) -> int:
-    if type(error).__name__ == "Abort":
-        return process.interrupted()
-    if hasattr(error, "show") and hasattr(error, "exit_code"):
-        error.show()
-        return int(error.exit_code)
-    found = process.known(error)
-    if found is None:
-        raise error
-    return _refused(found, arguments)
-
-
-def run() -> None:
-    """The console script."""
-    process.prepare()
-    sys.exit(process.finish(main()))

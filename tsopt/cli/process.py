@@ -1,4 +1,4 @@
-"""The process of a command: standard streams, signals, missing packages."""
+"""The process of a command: its output, standard streams, signals, missing packages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import LOST, ending_of
@@ -23,10 +24,24 @@ UNWRITTEN = "the output cannot be written"
 
 
 class State:
-    """The signal that ended the command, and the files written by then."""
+    """The output of the running command, the signal that ended it, and the files written by then."""
 
+    output: Any = None
     signal: int = signal.SIGINT
     written: tuple[str, ...] = ()
+
+
+def start() -> None:
+    """Forgets the state of an earlier command in the same process."""
+    State.output, State.signal, State.written = None, signal.SIGINT, ()
+
+
+def output(as_json: bool = False, quiet: bool = False) -> Any:
+    """A `console.Output`, which errors that end the command are written to as well."""
+    from tsopt.cli.console import Output  # imports rich
+
+    State.output = Output(as_json=as_json, quiet=quiet)
+    return State.output
 
 
 def prepare() -> None:

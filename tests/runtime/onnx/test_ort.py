@@ -12,134 +12,8 @@ import tsopt
 from tests.runtime.helpers import save
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx.export import to_onnx
-from tsopt.runtime.onnx.ort import OnnxRuntimeBackend
 
-ONE, INTS = torch.ones(2, 3), torch.tensor([7, -7, 9])
-
-
-class Divide(nn.Module):
-    """A module, because torch keeps source lines of modules alone."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x, y):
-        return self.function(x, y)
-
-
-def refusals(model, example):
-    return OnnxRuntimeBackend().unsupported(tsopt.capture(model, example))
-
-
-# ---- what is refused by name --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda x, y: x // y,
-        lambda x, y: x % y,
-        lambda x, y: torch.fmod(x, y),
-        lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-        lambda x, y: torch.div(x, y, rounding_mode="floor"),
-    ],
-)
-def test_an_integer_division_by_a_computed_value_is_refused(model):
-    (found,) = refusals(Divide(model), (INTS, INTS + 1))
-    assert "integer division" in found.why
-    assert "test_ort.py" in found.where
-
-
-@pytest.mark.parametrize("divisor", [0, -1])
-def test_an_integer_division_by_a_trapping_literal_is_refused(divisor):
-    assert refusals(lambda x: torch.div(x, divisor, rounding_mode="trunc"), INTS)
-
-
-@pytest.mark.parametrize(
-    ("model", "example"),
-    [
-        (lambda x: torch.div(x, 2, rounding_mode="floor"), INTS),
-        (lambda x: x / 2, INTS),
-        (lambda x, y: x / y, (INTS, INTS + 1)),
-        (lambda x, y: torch.fmod(x, y), (ONE, ONE + 1)),
-    ],
-)
-def test_a_division_that_cannot_trap_is_taken_and_right(model, example):
-    args = example if isinstance(example, tuple) else (example,)
-    assert refusals(model, example) == []
-    found = tsopt.compile(tsopt.capture(model, example), "onnxruntime")(*args)
-    torch.testing.assert_close(found, model(*args))
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        torch.rand_like,
-        lambda x: x + torch.randn(3),
-        lambda x: nn.functional.dropout(x, 0.5, training=True),
-        torch.bernoulli,
-        lambda x: torch.multinomial(x, 1),
-    ],
-)
-def test_random_ops_are_refused(model):
-    (found, *_) = refusals(model, ONE)
-    assert "random" in found.why
-
-
-def test_dropout_in_eval_mode_is_not_random():
-    assert refusals(nn.Dropout(0.5).eval(), ONE) == []
-
-
-def test_a_check_that_would_be_lost_is_refused():
-    def model(x):
-        torch._assert_async((x > 0).all(), "must be positive")
-        return x * 2
-
-    (found,) = refusals(model, ONE)
-    assert "check" in found.why
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
-def test_a_dtype_that_the_runtime_has_not_is_refused_by_the_name_of_the_input(dtype):
-    found = refusals(lambda image: image + image, ONE.to(dtype))
-    assert found[0].where == "image"
-    assert str(dtype).removeprefix("torch.") in found[0].why
-
-
-def test_bf16_inside_is_no_matter_of_the_interface():
-    program = tsopt.transform(tsopt.capture(lambda x: x.bfloat16().float(), ONE))
-    assert OnnxRuntimeBackend().unsupported(program) == []
-
-
-def test_the_check_that_every_cast_brings_along_keeps_no_model_out():
-    assert refusals(lambda x: x.double(), ONE) == []
-
-
-def test_compile_refuses_with_the_place():
-    with pytest.raises(tsopt.BackendError, match=r"onnxruntime does not support this model: .*random") as caught:
-        tsopt.compile(tsopt.capture(torch.rand_like, ONE), "onnxruntime")
-    assert caught.value.fix
-
-
-@pytest.mark.parametrize("op", [torch.special.bessel_j0, torch.linalg.eigvalsh])
-def test_an_op_without_translation_is_named_with_its_module(op):
-    class Inner(nn.Module):
-        def forward(self, x):
-            return op(x)
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Inner()
-
-        def forward(self, x):
-            return self.block(x * 2)
-
-    with pytest.raises(tsopt.BackendError, match="no translation for ") as caught:
-        tsopt.compile(tsopt.capture(Outer(), torch.eye(3)), "onnxruntime")
-    assert "block" in (caught.value.where or "")
-    assert "test_ort.py" in caught.value.where
+ONE = torch.ones(2, 3)
 
 
 # ---- names --------------------------------------------------------------------------------------------------
@@ -322,13 +196,6 @@ def test_a_model_that_is_opened_again_needs_its_files_no_longer_and_copies_no_we
     assert not any(weight.flags.writeable for weight in large), "mapped for reading"
 
 
-def test_a_model_that_the_runtime_refuses_is_a_typed_error():
-    from tsopt.runtime.onnx.ort import open_session
-
-    with pytest.raises(tsopt.BackendError, match="rejects the exported model"):
-        open_session(b"not a model", {"threads": 1})
-
-
 def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
     tsopt.compile(tsopt.capture(Named(), (ONE, torch.ones(2, 2))), "onnxruntime")
     found = capfd.readouterr()
@@ -412,15 +279,3 @@ def test_a_row_that_attends_to_nothing_is_zero(backend, heads, groups):
     found = run(q, k, mask)
     torch.testing.assert_close(found, model(q, k, mask))
     assert not found[0, :, 2].any()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_kernel_that_refuses_a_call_is_told_in_our_words(several):
-    def forward(x, *more):
-        return (torch.zeros_like(x).scatter_add(1, torch.zeros_like(x, dtype=torch.int64), x), *more)
-
-    inputs = [torch.ones(2, 3, dtype=torch.float16), torch.ones(1)][: 2 if several else 1]
-    made = tsopt.compile(tsopt.capture(forward, tsopt.example(*inputs)), "onnxruntime")
-    with pytest.raises(tsopt.BackendError, match="ONNX Runtime failed to run this call") as caught:
-        made(*inputs)
-    assert "MLFloat16" in caught.value.why
