@@ -1,12 +1,13 @@
-"""How good is the choice of a race? An oracle with ten times the timing says which candidate is the best.
+"""How good is the choice of a race? An oracle that times the engines right after it says which one is the best.
 
 Usage: python -m bench.choice [MODEL ...] [--races N] [--busy]; writes bench/results/choice.{json,md}, or
-choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time. `--oracle FILE` takes the
-oracle of an earlier run on the same machine.
+choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time.
 
-The regret of a race is how much slower the chosen candidate is than the best one, by the medians of the oracle: the
-engines in this process, interleaved. 0 % is the best choice; a choice that is slower than eager would be a broken
-promise.
+The regret of a race is how much slower the chosen candidate is than the best one, by the medians of its oracle: the
+engines in a process of their own, interleaved. 0 % is the best choice; a choice that is slower than eager would be a
+broken promise. Each race has an oracle of its own, in the same minute and beside the same load, because a shared
+machine changes its speed for minutes at a time, and one thread, which loses to two now, wins then. Together the oracles
+of a model have ten times the timing of a race.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER
 
 RESULTS = Path(__file__).parent / "results"
-SESSIONS = 3
-SECONDS = 100.0  # of the oracle: ten times what a race may take by default
+SESSIONS = 2  # of each engine in an oracle: no two are equally fast
+SECONDS = 10.0  # of an oracle
 SMALL = 0.03  # regret that no user would notice
 NAMES = (
     *("mlp", "lstm", "ensemble_16", "heads_8", "resnet18", "mobilenet_v2", "efficientnet_b0", "bert_base", "gpt2"),
@@ -59,16 +60,17 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="all when none is named; the numbers of the others stay")
     parser.add_argument("--races", type=int, default=10)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--oracle", type=Path)
     asked = parser.parse_args()
     place = RESULTS / f"choice{'_busy' if asked.busy else ''}.json"
     rows: dict[str, Any] = json.loads(place.read_text())["models"] if asked.models and place.exists() else {}
-    known = json.loads(asked.oracle.read_text())["models"] if asked.oracle else {}
     for name in asked.models or NAMES:
-        oracle = known[name]["oracle"] if name in known else in_own_process("bench.choice:oracle", name)
+        races = []
         with busy() if asked.busy else contextlib.nullcontext():
-            races = [in_own_process("bench.choice:raced", name) for _ in range(asked.races)]
-        rows[name] = {"oracle": oracle, "races": races, "regret": [regret(oracle, item["winner"]) for item in races]}
+            for _ in range(asked.races):
+                race = in_own_process("bench.choice:raced", name)
+                medians = in_own_process("bench.choice:oracle", name)
+                races.append(race | {"oracle": medians, "regret": medians[race["winner"]] / min(medians.values()) - 1})
+        rows[name] = {"races": races}
         print(line(name, rows[name]), flush=True)
         out = {"environment": environment().to_json(), "busy": asked.busy, "models": rows}
         place.write_text(json.dumps(out, indent=1) + "\n")
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def oracle(name: str) -> dict[str, float]:
-    """Milliseconds per call of each engine, by title: the median of several sessions, since no two are equally fast."""
+    """Milliseconds per call of each engine, by title: the median of its sessions."""
     model, example = MODELS[name].load()
     program = tsopt.transform(tsopt.capture(model, example))
     calls: dict[str, Callable[..., Any]] = {EAGER: model}
@@ -105,10 +107,6 @@ def raced(name: str) -> dict[str, Any]:
     return {"winner": report.winner, "seconds": time.perf_counter() - start, "stages": dict(report.stages)}
 
 
-def regret(medians: dict[str, float], winner: str) -> float:
-    return medians[winner] / min(medians.values()) - 1
-
-
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", BUSY])
@@ -120,32 +118,38 @@ def busy() -> Iterator[None]:
 
 
 def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
-    every = [value for row in rows.values() for value in row["regret"]]
-    good = sum(value <= SMALL for value in every)
-    slower = sum(row["oracle"][item["winner"]] > row["oracle"][EAGER] for row in rows.values() for item in row["races"])
+    races = [race for row in rows.values() for race in row["races"]]
+    good = sum(race["regret"] <= SMALL for race in races)
+    slower = sum(race["oracle"][race["winner"]] > race["oracle"][EAGER] for race in races)
     beside = "beside a process that keeps a core busy half of the time" if is_busy else "on an idle machine"
     return [
         f"On {environment()}; {beside}.",
         "",
-        f"Regret at most {SMALL:.0%} in {good} of {len(every)} races; slower than eager in {slower}.",
+        f"Regret at most {SMALL:.0%} in {good} of {len(races)} races; slower than eager in {slower}.",
         "",
-        "| model | best (oracle) | chosen, times | median regret | largest regret | median seconds of `optimize` |",
+        "| model | best, times | chosen, times | median regret | largest regret | median seconds of `optimize` |",
         "|---|---|---|---|---|---|",
         *(line(name, row) for name, row in rows.items()),
     ]
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    chosen = Counter(item["winner"] for item in row["races"]).most_common()
+    races = row["races"]
+    best = Counter(min(race["oracle"], key=race["oracle"].__getitem__) for race in races)
+    regret = [race["regret"] for race in races]
     cells = (
         name,
-        min(row["oracle"], key=row["oracle"].__getitem__),
-        ", ".join(f"{title} {times}" for title, times in chosen),
-        f"{np.median(row['regret']):.1%}",
-        f"{max(row['regret']):.1%}",
-        f"{np.median([item['seconds'] for item in row['races']]):.1f}",
+        counted(best),
+        counted(Counter(race["winner"] for race in races)),
+        f"{np.median(regret):.1%}",
+        f"{max(regret):.1%}",
+        f"{np.median([race['seconds'] for race in races]):.1f}",
     )
     return f"| {' | '.join(cells)} |"
+
+
+def counted(titles: Counter[str]) -> str:
+    return ", ".join(f"{title} {times}" for title, times in titles.most_common())
 
 
 if __name__ == "__main__":

@@ -115,3 +115,15 @@ def test_a_model_that_asks_for_inference_mode_is_timed_in_the_mode_of_its_exampl
         report = tsopt.optimize(model, torch.ones(4), **options).report
     row = next(row for row in report.rows if row.name == "TorchScript")
     assert row.status == "ok", row.reason
+
+
+def test_memory_is_given_back_after_eager_and_after_each_check(run_race, monkeypatch):
+    steps = []
+    for module in ("race", "preparation"):
+        monkeypatch.setattr(f"tsopt.runtime.racing.{module}.give_back_memory", lambda: steps.append("give back"))
+    run_race(backends=("eager", "torchscript"), progress=lambda text: steps.append(text.partition(" ")[0]))
+    steps = [step for step in steps if step in ("eager", "check", "compile", "give back")]
+    assert steps[:2] == ["eager", "give back"]
+    checks = [number for number, step in enumerate(steps) if step == "check"]
+    assert len(checks) == 2
+    assert all(steps[number + 1] == "give back" for number in checks)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from tsopt.background import job
 from tsopt.runtime.bundles import probe
@@ -84,3 +88,18 @@ def test_what_a_control_group_allows_is_what_there_is(monkeypatch):
     assert processes.available_memory() == 5000
     monkeypatch.setattr(processes, "_left_in_control_groups", lambda: iter([]))
     assert processes.available_memory() > 5000
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc's")
+def test_what_has_been_freed_is_given_back():
+    blocks = [torch.ones(16_000) for _ in range(4000)]  # 64 kB each: from the heap, which grows at its end only
+    last = torch.ones(16_000)  # keeps the end where it is
+    del blocks
+    before = resident_bytes()
+    processes.give_back_memory()
+    assert before - resident_bytes() > 200e6
+    assert last.all()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

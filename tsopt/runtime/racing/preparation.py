@@ -23,6 +23,7 @@ from tsopt.runtime.racing.outcomes import NOT_CHECKED
 from tsopt.runtime.racing.timing import SHORT, ColdStart, first_calls, seconds_of
 from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
+from tsopt.runtime.sandbox.processes import give_back_memory
 
 SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewer threads
 AT_ONCE = 2  # candidates that are kept, however tight memory is
@@ -149,6 +150,7 @@ class _Preparation:
                 continue
             self.progress(f"check {entry.row.name}")
             self._check(entry)
+            give_back_memory()  # of answers that were compared
             if entry.contender is not None:
                 self.best = min(self.best, entry.call_seconds)
 

@@ -35,6 +35,7 @@ from tsopt.runtime.racing.timing import seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
 from tsopt.runtime.sandbox.isolated import Isolated
+from tsopt.runtime.sandbox.processes import give_back_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
@@ -74,6 +75,7 @@ def race(
         maker = Maker(programs, settings, sandbox)
         with protected(model, written=captured.state.values()), mode_of(captured):
             eager_seconds = seconds_of(model, judge.inputs)
+        give_back_memory()  # of capture, and of eager's calls
         rows, contenders = prepare(maker, judge, clock, progress, eager_seconds)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:

@@ -211,6 +211,7 @@ class _Candidate:
         kept = all(bit_equal(value, copy) for value, copy in self.first)
         file = f"{message['file']}.answer"
         described = write_tensors(self.directory / file, [*outputs, *values])
+        give_back_memory()
         return {"file": file, "tensors": described, "outputs": len(outputs), "kept": kept}
 
     def _call(self, leaves: list[torch.Tensor], state: list[torch.Tensor]) -> Sequence[torch.Tensor]:
