@@ -93,6 +93,7 @@ WITHOUT_TORCH = (
     "cli/model_file.py",
     "cli/options.py",
     "cli/process.py",
+    "cli/profile.py",
     "cli/bench.py",
     "cli/quantize.py",
     "cli/saved.py",

@@ -15,10 +15,10 @@ from torch import fx
 from tsopt.compiler.calls.calibration import Calibration, called_on_data, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import LARGEST, QParams, largest_weight, simulated
-from tsopt.compiler.graph.values import laid_out
+from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.compiler.rewriting.pass_base import Limits, Pass
@@ -26,9 +26,9 @@ from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.effects import losses_with_effects
-from tsopt.passes.quantize.layer_names import kept_in_float, module_of
+from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
-from tsopt.passes.quantize.observe import Call, observe, qparams_of
+from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
@@ -290,7 +290,7 @@ class _Quantizer:
     def _smooth(self) -> None:
         """Goes on with a program in which outlier channels are in the weights."""
         chosen = [layer for layer in self.layers if layer not in self.kept]
-        calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
+        calls = [flat_inputs(self.program, call) for call in self.data.observed[:MEASURED]]
         with called_on_data(IndexError):
             factors = factors_for(self.program, chosen, calls, largest=self.largest, progress=self._telling("smooth"))
         smooth = Smooth(factors, frozenset(layer.name for layer in chosen))
@@ -302,7 +302,7 @@ class _Quantizer:
         """Quantization parameters of all finite values that would be quantized."""
         values = readers_of_integers(self.layers)
         ordered = [node for node in self.program.graph.nodes if node in values]
-        calls = [_flat(self.program, call) for call in self.data.observed]
+        calls = [flat_inputs(self.program, call) for call in self.data.observed]
         with called_on_data(IndexError):
             return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
 
@@ -312,7 +312,7 @@ class _Quantizer:
         Args:
             corrected: whether the bias of a layer will be corrected for its mean error.
         """
-        calls = [_flat(self.program, call) for call in self.data.observed[:MEASURED]]
+        calls = [flat_inputs(self.program, call) for call in self.data.observed[:MEASURED]]
         with called_on_data(IndexError):
             return losses_with_effects(
                 *(self.program, layers, calls),
@@ -380,11 +380,3 @@ def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedE
 
 def _with_input_in(layers: Sequence[fx.Node], names: Container[str]) -> list[fx.Node]:
     return [layer for layer in layers if ops.bind(layer)["input"].name in names]
-
-
-def _flat(program: Program, call: Example) -> Call:
-    """The inputs of a call in graph order, as the program's views expect them in memory."""
-    leaves = program.signature.bind(call.args, call.kwargs)
-    if program.signature.dims:
-        return (*leaves, *(program.state[item.name] for item in program.signature.state_inputs))
-    return laid_out(program, leaves)

@@ -11,7 +11,7 @@ import pytest
 from tests.cli.helpers import HEAD, assert_only_stages
 from tsopt.runtime.backends.table import BACKENDS
 
-COMMANDS = ("export", "bench", "inspect", "verify", "doctor")
+COMMANDS = ("export", "quantize", "profile", "bench", "inspect", "verify", "rules", "doctor")
 
 
 def test_help_lists_the_commands(tsopt):

@@ -7,6 +7,7 @@ import pytest
 
 import tsopt as package
 from tests.cli.conftest import MODEL
+from tests.runtime.racing.helpers import fast_timings
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -53,6 +54,20 @@ def test_json_has_the_layers(tsopt, write, tmp_path):
     assert ran.code == 0, ran.err
     assert [(item["name"], item["kept"]) for item in ran.json["quantization"]] == [("0", ""), ("2", "keep_float '2'")]
     assert json.loads((tmp_path / "q.json").read_text())["quantization"] == ran.json["quantization"]
+
+
+def test_layers_have_their_times_in_float32_and_in_int8(tsopt, write, tmp_path, monkeypatch):
+    fast_timings(monkeypatch, wins="OpenVINO, precision int8-static")
+    monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)
+    write(WITH_DATA)
+    ran = tsopt("quantize", "m.py", *QUICKLY, "--calibration", "m.py:data", "--report", "q.json")
+    assert ran.code == 0, ran.err
+    *_, header, _, _ = ran.out.splitlines()
+    assert "ms fp32" in header
+    assert "ms int8" in header
+    layers = json.loads((tmp_path / "q.json").read_text())["quantization"]
+    timed = [layer for layer in layers if layer["ms_float"] and layer["ms_int8"]]
+    assert timed, "OpenVINO may fuse both layers into one kernel"
 
 
 def test_export_takes_the_same_options(tsopt, write):

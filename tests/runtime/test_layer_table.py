@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from tsopt.runtime.layer_table import LAYER_COLUMNS, LayerRecord, by_loss, lines, summary
+from dataclasses import replace
+
+from tsopt.runtime.layer_table import COLUMNS, LayerRecord, by_loss, layer_table, lines, summary
 
 GOOD = LayerRecord("stem", "stem, m.py:3", "conv2d", 41.26, 6912, 1984, output_sqnr=45.04)
 BAD = LayerRecord("head", "head, m.py:9", "linear", 12.0, 4000, 1400, "SQNR below 20 dB")
@@ -8,17 +10,28 @@ OTHER = LayerRecord("tail", "", "linear", None, 4000, 1400, "its input is not fi
 
 
 def test_a_row_has_a_cell_for_each_column():
-    assert dict(zip(LAYER_COLUMNS, GOOD.cells(), strict=True)) == {
+    assert dict(zip(COLUMNS, GOOD.cells(), strict=True)) == {
         "layer": "stem",
         "op": "conv2d",
         "SQNR dB": "41.3",
         "output dB": "45.0",
         "KB fp32": "6.9",
         "KB int8": "2.0",
+        "ms fp32": "-",
+        "ms int8": "-",
         "runs in": "int8",
         "because": "",
     }
-    assert OTHER.cells()[2:] == ("-", "-", "4.0", "1.4", "fp32", "its input is not finite")
+    assert OTHER.cells()[2:] == ("-", "-", "4.0", "1.4", "-", "-", "fp32", "its input is not finite")
+
+
+def test_times_are_shown_where_there_are_some():
+    header, rows = layer_table([GOOD, BAD])
+    assert "ms fp32" not in header
+    assert [len(row) for row in rows] == [len(header)] * 2
+    header, rows = layer_table([replace(GOOD, ms_float=1.25, ms_int8=0.5), BAD])
+    assert header == COLUMNS
+    assert [row[6:8] for row in rows] == [("-", "-"), ("1.25", "0.5")]
 
 
 def test_what_loses_most_comes_first():

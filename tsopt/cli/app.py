@@ -108,9 +108,32 @@ def quantize(
     places = export.targets(subject.model, ["tsopt"], output)
     check_saved("--report", report, quantize.WRITERS)
     timing = replace(timing, precision=timing.precision or "int8")
-    made = export.run(out, subject, timing, places, threads=threads, cache=cache, report=report)
+    made = export.run(out, subject, timing, places, threads=threads, cache=cache, report=report, layer_times=True)
     quantize.show(out, made)
     _check_tried(out, made.stopped)
+
+
+@app.command(help="Show where the time of a call goes, layer by layer: op by op in torch, and in the fastest engine.")
+@grouped
+def profile(
+    subject: Subject,
+    timing: Timing,
+    threads: Threads = None,
+    top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="How many layers to show.")] = 20,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also save all layers as a .json or .md file.")
+    ] = None,
+    cache: UseCache = True,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    out = process.output(json, quiet)
+    from tsopt.cli import profile
+    from tsopt.cli.saved import check_saved
+
+    profile.check_frontend(subject)
+    check_saved("-o", output, profile.WRITERS)
+    profile.run(out, subject, timing, threads=threads, cache=cache, top=top, output=output)
 
 
 @app.command(help="Time eager and every candidate side by side, in each requested setting.")

@@ -39,12 +39,14 @@ def run(
     cache: bool,
     opset: int | None = None,
     report: Path | None = None,
+    layer_times: bool = False,
 ) -> Report:
     """Optimizes a model, writes the winner, and shows the report.
 
     Args:
         places: the path for each format.
         report: where the report is also saved.
+        layer_times: time each layer in float32 and in int8, if int8 wins.
     """
     from tsopt.cli.quantize import WRITERS
     from tsopt.cli.saved import save
@@ -60,6 +62,9 @@ def run(
 
         options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
         fast = optimize(loaded.model, loaded.example_input, **options)
+        if layer_times and "int8" in fast.report.winner_key:
+            tell("profile")
+            fast.profile()
         for kind, path in places.items():
             tell(f"write {path}")
             write(fast, kind, path, opset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from tsopt.runtime.layer_table import LAYER_COLUMNS, by_loss
+from tsopt.runtime.layer_table import layer_table
 
 if TYPE_CHECKING:
     from tsopt.cli.saved import Writers
@@ -21,4 +21,4 @@ def show(out: Any, report: Report) -> None:
     """Shows a row for each layer, lowest SQNR first."""
     if report.quantization:
         out.say()
-        out.table(LAYER_COLUMNS, [layer.cells() for layer in by_loss(report.quantization)])
+        out.table(*layer_table(report.quantization))

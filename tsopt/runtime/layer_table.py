@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SHOWN = 3  # names of layers in a line
-LAYER_COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "runs in", "because")
+COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "ms fp32", "ms int8", "runs in", "because")
+TIMES = ("ms fp32", "ms int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class LayerRecord:
         kept: why it stays in float32; empty where it is quantized.
         output_sqnr: that of the outputs of the model if only this layer is quantized, by gradients, in dB; None
             where that is not known.
+        ms_float, ms_int8: of a call, in the winner's engine, in float32 and as it runs; None where that has not been
+            profiled, or the engine has fused the layer into another one.
     """
 
     name: str
@@ -34,12 +37,15 @@ class LayerRecord:
     bytes_int8: int
     kept: str = ""
     output_sqnr: float | None = None
+    ms_float: float | None = None
+    ms_int8: float | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """The record under LAYER_COLUMNS."""
+        """The record under COLUMNS."""
         losses = ("-" if loss is None else f"{loss:.1f}" for loss in (self.sqnr, self.output_sqnr))
         sizes = (f"{self.bytes_float / 1e3:.1f}", f"{self.bytes_int8 / 1e3:.1f}")
-        return (self.name, self.op, *losses, *sizes, "fp32" if self.kept else "int8", self.kept)
+        times = ("-" if ms is None else f"{ms:.3g}" for ms in (self.ms_float, self.ms_int8))
+        return (self.name, self.op, *losses, *sizes, *times, "fp32" if self.kept else "int8", self.kept)
 
     def record(self) -> dict[str, Any]:
         """The record for machines."""
@@ -47,6 +53,15 @@ class LayerRecord:
         return asdict(self) | {
             key: loss if loss is not None and math.isfinite(loss) else None for key, loss in losses.items()
         }
+
+
+def layer_table(records: Iterable[LayerRecord]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """A header and a row for each layer, those that lose most first; without times where there are none."""
+    ranked = by_loss(records)
+    timed = any(item.ms_float is not None or item.ms_int8 is not None for item in ranked)
+    shown = [place for place, name in enumerate(COLUMNS) if timed or name not in TIMES]
+    cells = (item.cells() for item in ranked)
+    return tuple(COLUMNS[place] for place in shown), [tuple(row[place] for place in shown) for row in cells]
 
 
 def by_loss(records: Iterable[LayerRecord]) -> list[LayerRecord]:

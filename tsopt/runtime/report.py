@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from tsopt.compiler.rewriting.pass_base import Declined, Done
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.errors import UsageError
 from tsopt.runtime.checking.verdict import Verdict
-from tsopt.runtime.layer_table import LAYER_COLUMNS, LayerRecord, by_loss
+from tsopt.runtime.layer_table import LayerRecord, layer_table
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.outcomes import stopped
 from tsopt.runtime.racing.speedup import Speedup, Timing
@@ -165,6 +165,17 @@ class Report:
     def with_audit(self, text: str) -> Report:
         return replace(self, audits=(*self.audits, text))
 
+    def with_layer_times(self, float32: Mapping[str, float], int8: Mapping[str, float]) -> Report:
+        """Args: float32, int8: milliseconds of a call, by where the layer is. What several layers share is unknown."""
+        shared = Counter(item.where for item in self.quantization)
+        timed = (
+            item
+            if shared[item.where] > 1
+            else replace(item, ms_float=float32.get(item.where), ms_int8=int8.get(item.where))
+            for item in self.quantization
+        )
+        return replace(self, quantization=tuple(timed))
+
     @property
     def is_eager(self) -> bool:
         """Whether the winner is the model itself."""
@@ -189,7 +200,7 @@ class Report:
         ]
         lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
         if self.quantization:
-            lines += ["", *markdown_table(LAYER_COLUMNS, [layer.cells() for layer in by_loss(self.quantization)])]
+            lines += ["", *markdown_table(*layer_table(self.quantization))]
         return "\n".join([*lines, "", str(self.environment)])
 
     def to_json(self) -> dict[str, Any]:

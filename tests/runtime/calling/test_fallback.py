@@ -72,6 +72,8 @@ def test_it_cannot_be_saved_or_compiled_and_says_why(tmp_path):
         tsopt.BackendError, match=r"(?s)cannot be compiled with onnxruntime.*the model has data-dependent control flow"
     ):
         fast.verified("onnxruntime")
+    with pytest.raises(tsopt.BackendError, match=r"(?s)cannot be profiled.*the model has data-dependent control flow"):
+        fast.profile()
     assert not list(tmp_path.iterdir())
 
 

@@ -166,6 +166,31 @@ def test_its_name_says_what_runs(optimized_by):
     assert repr(optimized_by("torchscript")) == "<tsopt.Optimized Sequential on torchscript, chosen>"
 
 
+@pytest.mark.parametrize("winner", ["model", "onnxruntime"])
+def test_its_layers_can_be_timed(optimized_by, winner):
+    found = optimized_by(winner).profile()
+    assert found.engines == ("eager + passes", "ONNX Runtime")[: 1 if winner == "model" else 2]
+    assert {"0", "2"} <= {item.layer for item in found.layers}
+
+
+def test_timing_layers_leaves_the_model_as_it_was():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+            self.fc = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.count += 1
+            return self.fc(x) + self.count
+
+    model, x = Counting().eval(), torch.ones(2, 4)
+    fast = tsopt.optimize(model, x, backends=("eager",), seconds=0.01, isolate=False, cache=False)
+    fast.profile()
+    assert float(model.count) == 0
+    assert torch.equal(x, torch.ones(2, 4))
+
+
 def test_when_eager_won_the_program_is_what_is_saved(optimized_by, mlp, mlp_input, tmp_path):
     loaded = tsopt.load(optimized_by("model").save(tmp_path / "m.tsopt"))
     torch.testing.assert_close(loaded(mlp_input), mlp(mlp_input).detach())

@@ -197,3 +197,11 @@ def test_whoever_looks_after_the_weights_is_not_disturbed(net, made):
     change(net)
     fast(X)
     fast(Y)
+
+
+def test_layers_of_other_weights_are_not_timed(net, made):
+    fast = made()
+    assert fast.profile().layers
+    change(net)
+    with pytest.raises(tsopt.WeightsChangedError):
+        fast.profile()

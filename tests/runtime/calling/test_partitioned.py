@@ -95,6 +95,8 @@ def test_it_cannot_be_saved_and_says_why(tmp_path):
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(tsopt.BackendError, match="a partitioned model cannot be compiled with onnxruntime"):
         fast.verified("onnxruntime")
+    with pytest.raises(tsopt.BackendError, match="a partitioned model cannot be profiled"):
+        fast.profile()
 
 
 def test_eager_runs_where_parts_are_not_faster(monkeypatch):

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import fx
 
+from tsopt.compiler.graph import ops
+
 LIBRARIES = tuple(Path(p).resolve().parent for p in (torch.__file__, np.__file__, Path(__file__).parents[1]))
 PYTHON = Path(sysconfig.get_path("stdlib")).resolve()
 PROVENANCE = ("module", "source", "rule", "origins")  # keys of `meta` that say where a value comes from
@@ -48,6 +50,19 @@ def origin_of(node: fx.Node) -> str:
 def origins_of(node: fx.Node) -> tuple[str, ...]:
     """The origins of all that a value stands for: its own, and those of the values that it has replaced."""
     return node.meta.get("origins") or tuple(filter(None, (origin_of(node),)))
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module that owns the weight of a call, or else of the call; the name of its value without any."""
+    weight = ops.bind(node).get("weight")
+    name = str(weight.target) if isinstance(weight, fx.Node) and weight.op == "get_attr" else ""
+    own = [path for path in paths_of(node) if name.startswith(f"{path}.")]
+    return max(own, key=len, default=node.meta.get("module") or node.name)
+
+
+def paths_of(node: fx.Node) -> list[str]:
+    """The module paths of a value: its own, and those of modules that were folded into it, such as a batch norm."""
+    return [origin.partition(",")[0] for origin in origins_of(node)]
 
 
 def rule_of(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
@@ -121,6 +122,14 @@ def laid_out(program: Program, leaves: Sequence[torch.Tensor]) -> tuple[torch.Te
     state = [program.state[item.name] for item in program.signature.state_inputs]
     pairs = zip((*leaves, *state), program.signature.inputs, strict=True)
     return tuple(_with_strides(tensor.detach(), item.type) for tensor, item in pairs)
+
+
+def flat_inputs(program: Program, call: Example) -> tuple[torch.Tensor, ...]:
+    """The inputs of a call in graph order, state included, as the program's views expect them in memory."""
+    leaves = program.signature.bind(call.args, call.kwargs)
+    if program.signature.dims:
+        return (*leaves, *(program.state[item.name] for item in program.signature.state_inputs))
+    return laid_out(program, leaves)
 
 
 def _with_strides(tensor: torch.Tensor, wanted: TensorType) -> torch.Tensor:

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.origin import origins_of
+from tsopt.compiler.graph.origin import module_of, paths_of
 from tsopt.errors import UsageError
 from tsopt.passes.quantize.layers import NO_LAYER
 
@@ -17,7 +16,7 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
     """The layers that `keep_float` matches, each with its pattern. A pattern may match any parent module."""
     found: dict[fx.Node, str] = {}
     for pattern in patterns:
-        matching = [layer for layer in layers if any(_matches(path, pattern) for path in _paths(layer))]
+        matching = [layer for layer in layers if any(_matches(path, pattern) for path in paths_of(layer))]
         if not matching:
             names = list(dict.fromkeys(map(module_of, layers)))
             raise UsageError(
@@ -27,18 +26,6 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
             )
         found |= {layer: pattern for layer in matching if layer not in found}
     return found
-
-
-def _paths(layer: fx.Node) -> list[str]:
-    """The module paths of a layer: its own, and those of modules that were folded into it, such as a batch norm."""
-    return [origin.partition(",")[0] for origin in origins_of(layer)]
-
-
-def module_of(layer: fx.Node) -> str:
-    """The path of the module that owns the layer's weight; the name of the node if that is unknown."""
-    weight = str(ops.bind(layer)["weight"].target)
-    own = [path for path in _paths(layer) if weight.startswith(f"{path}.")]
-    return max(own, key=len, default=layer.meta.get("module") or layer.name)
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -17,6 +17,7 @@ from tsopt.runtime.racing.environment import is_installed
 if TYPE_CHECKING:
     from tsopt.compiler.calls.signature import Signature
     from tsopt.compiler.graph.program import Program
+    from tsopt.runtime.profiling.kernels import Timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,18 @@ class Reopens(Protocol):
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         """The executable of the files that `save` has written; those files may go."""
+
+
+@runtime_checkable
+class Profiles(Protocol):
+    """A backend that can tell how long each of its kernels takes."""
+
+    def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
+        """Compiles a program with a profiler turned on, and calls it again and again.
+
+        Args:
+            inputs: flat, in the order of the signature, state included.
+        """
 
 
 def check_precision(backend: str, precision: str) -> None:

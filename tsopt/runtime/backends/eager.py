@@ -14,6 +14,8 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.executable import Executable, Runner
+from tsopt.runtime.profiling.kernels import Timed
+from tsopt.runtime.profiling.op_by_op import timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class EagerBackend:
             save=save,
             options={"threads": self.threads},
         )
+
+    def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
+        return timed(program, inputs)
 
 
 def by_torch(program: Program) -> Runner:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.origin import provenance
 from tsopt.compiler.graph.program import Program, tensor_type
 from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.compiler.graph.serialize import write_program
@@ -27,6 +28,8 @@ from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.backends.onednn_int8 import lower_int8
 from tsopt.runtime.backends.onednn_sites import LAYERS, LOSES_NAN, Site, each, sample, site_of
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.profiling.kernels import Timed
+from tsopt.runtime.profiling.op_by_op import timed
 
 MEASURED = "measured.json"
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
@@ -65,6 +68,9 @@ class OneDnnBackend:
     def compile(self, program: Program) -> Executable:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
         return self._executable(program, lower(program))
+
+    def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
+        return timed(lower(program).program, inputs)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         return self._executable(program, lower(program, json.loads((directory / MEASURED).read_text())))
@@ -183,7 +189,7 @@ def _lower_layer(made: Lowered, layer: fx.Node) -> None:
         held = program.graph.create_node("get_attr", name)
         target, args = _kernel(site, call, call["input"], site.other, held, call["bias"])
         fused = program.graph.call_function(target, args)
-    fused.meta = dict(site.end.meta)
+    fused.meta = dict(site.end.meta) | provenance(site.layer.meta)
     chain = site.chain
     site.end.replace_all_uses_with(fused)
     for dead in reversed(chain):

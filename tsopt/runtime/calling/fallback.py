@@ -56,6 +56,12 @@ class InEager:
             fix=next((error.fix for error in self.errors if isinstance(error, TsoptError) and error.fix), None),
         )
 
+    def profile(self) -> Any:
+        """Raises BackendError: there is no program whose layers could be timed."""
+        raise BackendError(
+            "a model that runs in eager mode cannot be profiled", why="; then: ".join(map(reason_of, self.errors))
+        )
+
     def verified(self, backend: str, **options: Any) -> Any:
         """Raises BackendError: there is no program to compile."""
         raise BackendError(

@@ -15,11 +15,13 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.protect import modules_of
+from tsopt.compiler.protect import modules_of, protected
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
-from tsopt.runtime.backends.table import info_of
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.table import PLAIN, info_of
 from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
@@ -28,6 +30,8 @@ from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.calling.specializations import MAX_SPECIALIZATIONS, CallKey, Specializations, call_key
 from tsopt.runtime.checking.accuracy import verify
+from tsopt.runtime.profiling.engines import profile
+from tsopt.runtime.profiling.profile import Profile
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -291,6 +295,32 @@ class Optimized:
         log.info("call with a new signature (%s): %s", signature, outcome)
         if (signature, outcome) not in self.report.signatures:
             self.report = self.report.with_signature(signature, outcome)
+
+    def profile(self) -> Profile:
+        """Times the layers of a call, on the example: op by op in torch, and in the engine that won.
+
+        If the winner runs in int8, the same engine is timed in float32 as well, and `report.quantization` has both
+        times from then on. Takes about as long as compiling the model once more for each of these.
+
+        Returns:
+            A row for each layer, in milliseconds for a call; printed, it is a table.
+
+        Raises:
+            UsageError: the model is not on the CPU.
+            WeightsChangedError: the model's weights have changed since.
+        """
+        self._check_weights(thoroughly=True)
+        winner = Candidate(PLAIN.name) if self.executable is None else Candidate.parse(self.report.winner_key)
+        variant, int8 = self.quantized or (FP32, self.program)
+        threads = None if self.executable is None else self.executable.options.get("threads")
+        with protected(self.model, written=self.program.state.values()):
+            inputs = [value.clone() for value in flat_inputs(self.program, self.example)]
+            programs = {FP32: self.program, variant: int8}
+            found = profile(self.report.model, programs, winner, inputs, threads)
+        if self.quantized is not None and winner.title in found.engines:
+            times = (found.by_place(candidate.title) for candidate in (winner.in_full_precision(), winner))
+            self.report = self.report.with_layer_times(*times)
+        return found
 
     def save(self, path: str | Path) -> Path:
         """Writes a bundle that `tsopt.load` reads. Atomic: the bundle is complete or not written at all.

@@ -118,6 +118,10 @@ class Partitioned:
             fix="remove the graph breaks, so that the model is one graph",
         )
 
+    def profile(self) -> Any:
+        """Raises BackendError: there is no program whose layers could be timed."""
+        raise BackendError("a partitioned model cannot be profiled", why=self.report.frontend)
+
     def verified(self, backend: str, **options: Any) -> Any:
         """Raises BackendError: there is no program to compile."""
         raise BackendError(f"a partitioned model cannot be compiled with {backend}", why=self.report.frontend)

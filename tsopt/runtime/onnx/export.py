@@ -26,6 +26,7 @@ from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
 from tsopt.runtime.onnx.optimize import optimize
+from tsopt.runtime.onnx.places import take_places, with_places
 from tsopt.runtime.onnx.translations import translations
 
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
@@ -103,8 +104,9 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     check_opset(opset)
     try:
         with quiet(stdout=True), torch.no_grad():
+            lowered = through(program, _as_exported)
             made = torch.onnx.export(
-                exported(through(program, _as_exported)),
+                with_places(exported(lowered), lowered),
                 dynamo=True,
                 verbose=False,
                 optimize=False,
@@ -118,6 +120,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     if made is None:
         raise BackendError("the ONNX exporter returned nothing")
     _check_made(made.model, opset)
+    take_places(made.model, lowered)
     _rename(made.model, program)
     _name_sizes(made.model.graph, program)
     return OnnxModel(made.model)

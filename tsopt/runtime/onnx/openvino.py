@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
     from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.profiling.kernels import Timed
 
 HINTS = ("latency", "throughput")
 OTHER_OPS = (FP32, "bf16")
@@ -70,28 +71,37 @@ class OpenVinoBackend:
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 
     def compile(self, program: Program) -> Executable:
-        from tsopt.compiler.sizes.generalize import through
-        from tsopt.runtime.onnx.export import to_onnx
-        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
-
-        model = to_onnx(through(program, with_fused_activations))
+        model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             model.save(Path(directory) / FILE, apart=True)
             return self._executable(program, model, Path(directory))
+
+    def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
+        from tsopt.runtime.profiling.openvino import COUNTERS, timed
+
+        model = self._exported(program)
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            model.save(Path(directory) / FILE, apart=True)
+            compiled = compiled_model(Path(directory), self._options(program), COUNTERS)
+        return timed(compiled, inputs, model)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         from tsopt.runtime.onnx.export import OnnxModel
 
         return self._executable(program, OnnxModel.read(directory / FILE), directory)
 
-    def _executable(self, program: Program, model: OnnxModel, directory: Path) -> Executable:
-        """Args: directory: holds the model as a file, and may go afterwards."""
+    def _exported(self, program: Program) -> OnnxModel:
+        from tsopt.compiler.sizes.generalize import through
+        from tsopt.runtime.onnx.export import to_onnx
+        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
+
+        return to_onnx(through(program, with_fused_activations))
+
+    def _options(self, program: Program) -> dict[str, Any]:
+        """The options that a bundle keeps."""
         import torch
 
-        from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
-
-        threads = self.threads or torch.get_num_threads()
-        options = {"threads": threads, "hint": self.hint, "precision": self.precision}
+        options = {"threads": self.threads or torch.get_num_threads(), "hint": self.hint, "precision": self.precision}
         options |= int8_weights.to_options(program)
         if self.other_ops != FP32:
             if int8_weights.OPTION not in options:
@@ -99,6 +109,13 @@ class OpenVinoBackend:
                     f"other_ops={self.other_ops} needs a program in int8", fix="add precision=int8-weights"
                 )
             options["other_ops"] = self.other_ops
+        return options
+
+    def _executable(self, program: Program, model: OnnxModel, directory: Path) -> Executable:
+        """Args: directory: holds the model as a file, and may go afterwards."""
+        from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
+
+        options = self._options(program)
 
         def save(place: Path) -> None:
             model.save(place / FILE if place.is_dir() else place)
@@ -131,6 +148,19 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
         BackendError: OpenVINO refuses it.
         BundleError: it is not the model of this signature.
     """
+    compiled = compiled_model(directory, options)
+    return guarded(_runner(compiled, signature), from_options(options, signature), signature)
+
+
+def compiled_model(directory: Path, options: Mapping[str, Any], more: Mapping[str, str] | None = None) -> Any:
+    """OpenVINO's own compiled model of a stored one.
+
+    Args:
+        more: configuration.
+
+    Raises:
+        BackendError: OpenVINO refuses it.
+    """
     int8_weights.check(options)
     config: dict[str, Any] = {
         "INFERENCE_PRECISION_HINT": PRECISION_HINTS[options.get("other_ops", options.get("precision", FP32))],
@@ -140,13 +170,13 @@ def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any
     }
     if options.get("threads"):
         config["INFERENCE_NUM_THREADS"] = options["threads"]
+    config |= more or {}
     with _MAKING:
         core = _core()
     try:
-        compiled = core.compile_model(str(directory / FILE), "CPU", config)
+        return core.compile_model(str(directory / FILE), "CPU", config)
     except Exception as error:  # openvino raises RuntimeError for whatever its C++ throws
         raise _failed("OpenVINO rejects the exported model", error) from error
-    return guarded(_runner(compiled, signature), from_options(options, signature), signature)
 
 
 _MAKING = threading.Lock()

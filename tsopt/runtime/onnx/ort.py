@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
     from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.profiling.kernels import Timed
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
@@ -78,6 +79,21 @@ class OnnxRuntimeBackend:
         return examine(program, ONNX_RUNTIME, self.check_indices, threads)
 
     def compile(self, program: Program) -> Executable:
+        return self._executable(program, self._exported(program))
+
+    def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
+        from tsopt.runtime.profiling.ort import timed
+
+        model = self._exported(program)
+        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
+            place = Path(directory)
+            model.save(place / FILE, apart=True)
+            providers = _providers(program.signature)
+            held = open_session(str(place / FILE), self._options(program), providers=providers, profile=place)
+            run = session_runner(held, program.signature)
+            return timed(held.session, lambda: run(inputs), model, place)
+
+    def _exported(self, program: Program) -> OnnxModel:
         from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.ort_bfloat16 import widened
@@ -88,7 +104,14 @@ class OnnxRuntimeBackend:
             program = program if _is_on_gpu(program.signature) else widened(program)
             return with_own_operators(four_axes(with_integer_products(program))) if self.fused else program
 
-        return self._executable(program, to_onnx(through(program, lowered), self.opset))
+        return to_onnx(through(program, lowered), self.opset)
+
+    def _options(self, program: Program) -> dict[str, Any]:
+        """The options of a session."""
+        import torch
+
+        own = {key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual}
+        return {"threads": self.threads or torch.get_num_threads(), **own, **int8_weights.to_options(program)}
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         from tsopt.runtime.onnx.export import OnnxModel
@@ -97,15 +120,9 @@ class OnnxRuntimeBackend:
 
     def _executable(self, program: Program, model: OnnxModel, file: Path | None = None) -> Executable:
         """Args: file: holds the model, and may go afterwards."""
-        import torch
-
         from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
 
-        options = {
-            "threads": self.threads or torch.get_num_threads(),
-            **{key: getattr(self, key) for key, usual in SESSION.items() if getattr(self, key) != usual},
-        }
-        options |= int8_weights.to_options(program)
+        options = self._options(program)
         int8_weights.check(options)
         providers = _providers(program.signature)
         session = open_session(str(file), options, providers=providers) if file else _opened(model, options, providers)
@@ -200,6 +217,7 @@ def open_session(
     options: Mapping[str, Any],
     weights: Mapping[str, Any] | None = None,
     providers: Sequence[Any] = ON_CPU,
+    profile: Path | None = None,
 ) -> Any:
     """A session with all graph optimizations.
 
@@ -207,6 +225,7 @@ def open_session(
         options: `threads`, and those of SESSION that are not as usual.
         weights: arrays for the model's external initializers, handed over without a copy.
         providers: execution providers, each a name or a name with options; the first is asked first.
+        profile: turns its profiler on, for files in this directory.
 
     Raises:
         BackendError: the runtime refuses the model, or cannot start the first provider.
@@ -222,6 +241,10 @@ def open_session(
     chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
     wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
     wanted.enable_cpu_mem_arena = chosen["arena"]
+    if profile is not None:
+        from tsopt.runtime.profiling.ort import configure
+
+        configure(wanted, profile)
     if chosen["parallel"]:
         wanted.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     # NOTE: ONNX Runtime reads this memory for as long as the session lives, and copies what is not contiguous.

@@ -1,0 +1,145 @@
+"""The table of layers: whatever an engine has made of the program, its kernels are told by the user's modules."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler.graph.values import flat_inputs
+from tsopt.runtime.backends.backend import Profiles, get_backend
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.profiling.engines import profile
+from tsopt.runtime.profiling.kernels import Kernel, Timed
+from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE, profile_of
+
+ENGINES = ("eager", "onednn", "onnxruntime", "openvino")
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self.block = nn.Conv2d(32, 32, 3, padding=1)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head((self.block(x) + x).mean((2, 3)))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        found = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+def optimized(model, example):
+    program = tsopt.transform(tsopt.capture(model.eval(), example))
+    return program, [value.clone() for value in flat_inputs(program, tsopt.example(example))]
+
+
+@pytest.fixture(scope="module")
+def cnn():
+    return optimized(Cnn(), torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_kernels_are_told_by_the_users_modules(engine, cnn):
+    program, inputs = cnn
+    found = profile("Cnn", {"fp32": program}, Candidate(engine), inputs, None)
+    layers = {item.layer: item for item in found.layers}
+    title = Candidate(engine).title
+    for name, op in (("stem.0", "conv2d"), ("block", "conv2d"), ("head", "linear")):
+        assert layers[name].op == op
+        assert layers[name].ms[title] > 0
+        assert layers[name].kernels[title]
+        assert "test_profile.py" in layers[name].where
+    assert found.engines == tuple(dict.fromkeys((Candidate("eager").title, title)))
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_fuses_across_modules_is_told_too(engine):
+    program, inputs = optimized(Attending(), torch.randn(2, 9, 64))
+    made = get_backend(engine).profile(program, inputs)
+    known = {kernel.node.meta.get("module") for kernel in made.kernels if kernel.node is not None}
+    assert {"qkv", "out"} <= known
+    unknown = [kernel for kernel in made.kernels if kernel.node is None]
+    assert len(unknown) <= len(made.kernels) / 4, [kernel.name for kernel in unknown]
+
+
+def test_layers_and_what_is_left_add_up_to_the_call(cnn):
+    program, inputs = cnn
+    found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, 1)
+    for engine in found.engines:
+        total = sum(item.ms.get(engine, 0.0) for item in found.layers) + found.elsewhere[engine]
+        assert total >= found.calls[engine] or math.isclose(total, found.calls[engine])
+
+
+def test_an_engine_without_a_profiler_is_a_note(cnn):
+    program, inputs = cnn
+    assert not isinstance(get_backend("torchscript"), Profiles)
+    found = profile("Cnn", {"fp32": program}, Candidate("torchscript"), inputs, None)
+    assert found.engines == (Candidate("eager").title,)
+    assert found.notes == ("no layer can be timed as TorchScript runs it",)
+    assert found.notes[0] in str(found)
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):
+    program, _ = cnn
+    with pytest.raises(tsopt.UsageError, match="only a model on the CPU can be profiled"):
+        profile("Cnn", {"fp32": program}, Candidate("eager"), [torch.ones(1, device="meta")], None)
+
+
+@pytest.fixture
+def made(cnn):
+    """Two engines, the second of which has fused the first two layers, and knows nothing of one of its kernels."""
+    program, _ = cnn
+    convolutions = [node for node in program.calls() if "conv" in node.name]
+    (head,) = (node for node in program.calls() if "linear" in node.name)
+    torch_ = Timed(
+        (*(Kernel("aten.conv2d", 2.0, (node,)) for node in convolutions), Kernel("aten.linear", 1.0, (head,))), 6.0
+    )
+    other = Timed(
+        (Kernel("fused", 3.0, tuple(convolutions)), Kernel("gemm", 0.5, (head,)), Kernel("reorder", 0.25)), 4.0
+    )
+    return profile_of("Cnn", {"torch": torch_, "engine": other})
+
+
+def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):
+    assert [item.layer for item in made.layers] == ["block", "head", "stem.0"]
+    assert made.layers[2].ms == {"torch": 2.0}
+    assert made.elsewhere == {"torch": 1.0, "engine": 0.5}
+    assert made.by_place("engine") == {item.where: item.ms["engine"] for item in made.layers[:2]}
+
+
+def test_the_table_has_shares_and_ends_with_the_whole_call(made):
+    assert made.header == ("layer", "op", "torch ms", "engine ms", "share", "kernel")
+    rows = made.cells()
+    assert rows[0] == ("block", "conv2d", "2.00", "3.00", "75.0%", "fused")
+    assert rows[2] == ("stem.0", "conv2d", "2.00", "-", "-", "")
+    assert rows[3:] == [(ELSEWHERE, "", "1.00", "0.500", "12.5%", ""), (WHOLE, "", "6.00", "4.00", "100.0%", "")]
+
+
+def test_what_is_not_shown_is_one_row(made):
+    rows = made.cells(top=1)
+    assert [row[0] for row in rows] == ["block", "2 more layers", ELSEWHERE, WHOLE]
+    assert rows[1][2:5] == ("3.00", "0.500", "12.5%")
+    assert all(item.layer in made.markdown for item in made.layers)
+
+
+def test_json_has_every_layer(made):
+    found = json.loads(json.dumps(made.to_json()))
+    assert [item["layer"] for item in found["layers"]] == ["block", "head", "stem.0"]
+    assert found["layers"][0]["kernels"] == {"torch": ["aten.conv2d"], "engine": ["fused"]}
+    assert found["call_ms"] == {"torch": 6.0, "engine": 4.0}

@@ -1,0 +1,75 @@
+"""`tsopt profile`: the time of each layer, on the terminal and in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tsopt.cli import process
+from tsopt.cli.export import directories
+from tsopt.cli.model_file import load_data, load_model_file
+from tsopt.cli.options import Subject, Timing, race_options
+from tsopt.cli.saved import save
+from tsopt.errors import UsageError
+
+if TYPE_CHECKING:
+    from tsopt.cli.saved import Writers
+    from tsopt.runtime.profiling.profile import Profile
+
+WRITERS: Writers = {
+    ".json": lambda profile: json.dumps(profile.to_json(), indent=1) + "\n",
+    ".md": lambda profile: profile.markdown + "\n",
+}
+
+
+def check_frontend(subject: Subject) -> None:
+    """Raises UsageError for a frontend whose result has no layers to time."""
+    if subject.frontend == "parts":
+        raise UsageError("a partitioned model cannot be profiled", fix="use --frontend auto")
+
+
+def run(
+    out: Any,
+    subject: Subject,
+    timing: Timing,
+    *,
+    threads: int | None,
+    cache: bool,
+    top: int,
+    output: Path | None,
+) -> None:
+    """Optimizes a model, times each layer, and shows and saves the result.
+
+    Args:
+        top: layers to show.
+    """
+    options = race_options(subject, timing)
+    if subject.frontend == "auto":
+        options["frontend"] = "one-graph"
+    with directories([output] if output is not None else []) as new, out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+        from tsopt.api import optimize
+
+        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
+        fast = optimize(loaded.model, loaded.example_input, **options)
+        tell("profile")
+        found = fast.profile()
+        if output is not None:
+            save(found, output, WRITERS)
+            process.State.written += (str(output),)
+    _show(out, found, top)
+    out.say(f"{fast.report.winner} wins, {fast.report.why}")
+    for directory in new:
+        out.say(f"created the directory {directory}")
+    if output is not None:
+        out.say(f"saved: {output}")
+
+
+def _show(out: Any, found: Profile, top: int) -> None:
+    out.json(found.to_json())
+    out.table(found.header, found.cells(top))
+    out.say()
+    for note in found.notes:
+        out.say(note)

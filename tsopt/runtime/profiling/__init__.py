@@ -1,0 +1,1 @@
+"""Where the time of a call goes: by layer, in each engine."""

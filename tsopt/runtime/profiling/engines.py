@@ -1,0 +1,48 @@
+"""Times the layers of an optimized program: op by op in torch, and in the engine that won the race."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsopt.compiler.graph.program import Program
+from tsopt.errors import UsageError
+from tsopt.runtime.backends.backend import Profiles, get_backend, race_options
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.table import PLAIN
+from tsopt.runtime.profiling.kernels import Timed
+from tsopt.runtime.profiling.profile import Profile, profile_of
+
+
+def profile(
+    model: str,
+    programs: Mapping[str, Program],
+    winner: Candidate,
+    inputs: Sequence[Any],
+    threads: int | None,
+) -> Profile:
+    """Times the layers of a program.
+
+    Args:
+        model: its name.
+        programs: the variants of the program that are known, by name; `fp32` is one of them.
+        winner: the candidate that runs.
+        inputs: flat, in the order of the signature, state included.
+        threads: that the winner runs with; None: torch's.
+
+    Raises:
+        UsageError: the program is not on the CPU.
+        BackendError: an engine cannot compile it.
+    """
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
+        raise UsageError("only a model on the CPU can be profiled", fix="move the model and its example to the CPU")
+    timed: dict[str, Timed] = {}
+    candidates = dict.fromkeys((Candidate(PLAIN.name), winner.in_full_precision(), winner))
+    for candidate in candidates:
+        backend = get_backend(candidate, **race_options(candidate, threads))
+        if candidate.variant in programs and isinstance(backend, Profiles):
+            timed[candidate.title] = backend.profile(programs[candidate.variant], inputs)
+    notes = [] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"]
+    return profile_of(model, timed, notes)
