@@ -43,6 +43,11 @@ class Attending(nn.Module):
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
+class Scores(nn.Module):
+    def forward(self, x):
+        return x.sin() @ x.T
+
+
 def optimized(model, example):
     program = tsopt.transform(tsopt.capture(model.eval(), example))
     return program, [value.clone() for value in flat_inputs(program, tsopt.example(example))]
@@ -76,6 +81,23 @@ def test_what_an_engine_fuses_across_modules_is_told_too(engine):
     assert {"qkv", "out"} <= known
     unknown = [kernel for kernel in made.kernels if kernel.node is None]
     assert len(unknown) <= len(made.kernels) / 4, [kernel.name for kernel in unknown]
+
+
+def test_ops_on_one_line_outside_of_modules_have_a_row_each():
+    program, inputs = optimized(Scores(), torch.randn(9, 9))
+    found = profile("Scores", {"fp32": program}, Candidate("onnxruntime"), inputs, None)
+    assert {"sin", "matmul"} <= {item.op for item in found.layers}
+    (where,) = {item.where for item in found.layers if item.op in ("sin", "matmul")}
+    assert found.by_place(found.engines[0])[where] == max(item.ms[found.engines[0]] for item in found.layers)
+
+
+def test_a_module_of_several_ops_is_told_by_its_product(cnn):
+    program = cnn[0].copy()
+    head, mean = (next(node for node in program.calls() if name in node.name) for name in ("linear", "mean"))
+    mean.meta.update(module="head", source=head.meta["source"])
+    timed = Timed((Kernel("mean", 1.0, (mean,)), Kernel("gemm", 2.0, (head,))), 4.0)
+    (row,) = profile_of("Cnn", {"engine": timed}).layers
+    assert (row.op, row.ms["engine"]) == ("linear", 3.0)
 
 
 def test_layers_and_what_is_left_add_up_to_the_call(cnn):

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from torch import fx
+from torch.onnx.ops import symbolic
 
 from tsopt.compiler.graph import ops
 
@@ -38,7 +39,7 @@ class Kernel:
     @property
     def node(self) -> fx.Node | None:
         """The value that it is named after: a product, if there is one among those that are fused, or the last one."""
-        return min(reversed(self.nodes), key=_rank, default=None)
+        return min(reversed(self.nodes), key=lambda node: rank(op_of(node)), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,14 @@ def by_median(kernels: Sequence[tuple[str, tuple[fx.Node, ...]]], ms: Sequence[S
     return tuple(Kernel(name, median(spent), nodes) for (name, nodes), spent in zip(kernels, ms, strict=True))
 
 
-def _rank(node: fx.Node) -> int:
-    name = ops.name_of(node).partition(".")[2].lstrip("_")  # `aten.conv2d`, `mkldnn._linear_pointwise`
+def op_of(node: fx.Node) -> str:
+    """`conv2d`, `mkldnn._linear_pointwise`; `MatMulNBits` for an operator of ONNX Runtime's."""
+    if node.target is symbolic:
+        return str(node.args[0]).rpartition("::")[2]
+    return ops.name_of(node).removeprefix("aten.")
+
+
+def rank(op: str) -> int:
+    """How little an op says of a kernel, or of a layer, that consists of several: a product says most."""
+    name = op.removeprefix("mkldnn.").lstrip("_")
     return next((place for place, start in enumerate(NAMED_AFTER) if name.startswith(start)), len(NAMED_AFTER))

@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
-
-from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.origin import module_of
-from tsopt.runtime.profiling.kernels import Kernel, Timed
+from tsopt.compiler.graph.origin import module_of, origin_of
+from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
 from tsopt.runtime.untrusted_text import printable
 
@@ -85,8 +82,9 @@ class Profile:
         ]
 
     def by_place(self, engine: str) -> dict[str, float]:
-        """Milliseconds in an engine, by where the layer is."""
-        return {item.where: item.ms[engine] for item in self.layers if engine in item.ms}
+        """Milliseconds in an engine, by where the layer is; of several ops on one line, of the most expensive one."""
+        timed = sorted((item.ms[engine], item.where) for item in self.layers if engine in item.ms)
+        return {where: ms for ms, where in timed}
 
     @property
     def markdown(self) -> str:
@@ -125,6 +123,9 @@ class _Row:
     kernels: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, engine: str, kernel: Kernel) -> None:
+        """Takes one more kernel. A layer is told by its most telling op."""
+        if kernel.node is not None and rank(op_of(kernel.node)) < rank(self.op):
+            self.op = op_of(kernel.node)
         self.ms[engine] = self.ms.get(engine, 0.0) + kernel.ms
         self.kernels.setdefault(engine, {})[kernel.name] = None
 
@@ -135,25 +136,20 @@ class _Row:
 
 def profile_of(model: str, timed: Mapping[str, Timed], notes: Sequence[str] = ()) -> Profile:
     """The profile of a model whose kernels were timed in each of these engines, by title; the last one is what runs."""
-    rows: dict[str, _Row] = {}
+    rows: dict[tuple[str, str], _Row] = {}
     known = dict.fromkeys(timed, 0.0)
     for engine, found in timed.items():
         for kernel in found.kernels:
             node = kernel.node
             if node is None:
                 continue
-            where = _where(node)
-            if where not in rows:
-                rows[where] = _Row(module_of(node), ops.name_of(node).removeprefix("aten."), where)
-            rows[where].add(engine, kernel)
+            where, op = origin_of(node) or node.name, op_of(node)
+            # What an engine or a pass has made of a layer keeps its module; without one, a line may have several ops.
+            row = rows.setdefault((where, "" if node.meta.get("module") else op), _Row(module_of(node), op, where))
+            row.add(engine, kernel)
             known[engine] += kernel.ms
     *_, last = timed
     layers = sorted((row.made() for row in rows.values()), key=lambda item: -item.ms.get(last, 0.0))
     calls = {engine: found.ms for engine, found in timed.items()}
     elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
     return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, tuple(notes))
-
-
-def _where(node: fx.Node) -> str:
-    """What the values of one layer have in common, whatever an engine or a pass has made of them."""
-    return ", ".join(filter(None, (node.meta.get("module"), node.meta.get("source")))) or node.name
