@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,10 @@ def test_help_version_and_mistakes_do_not_wait_for_torch(arguments):
     assert done.returncode == 0, done.stderr
 
 
-def test_importing_tsopt_is_quick_and_imports_neither_torch_nor_numpy():
-    start = time.perf_counter()
-    done = python("import sys, tsopt; dir(tsopt); tsopt.UsageError; assert not {'torch', 'numpy'} & set(sys.modules)")
-    assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 3  # a loaded machine; 0.1 s on an idle one
+def test_importing_tsopt_imports_no_heavy_library():
+    heavy = {"torch", "numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors", "typer", "rich"}
+    done = python(f"import sys, tsopt; dir(tsopt); tsopt.UsageError; print({heavy} & set(sys.modules))")
+    assert done.stdout == "set()\n", done.stderr
 
 
 def test_version_is_the_packages(tsopt):

@@ -1,6 +1,6 @@
 """Programs under construction, with their values on fake and on real tensors; choices are drawn with Hypothesis.
 
-What an op refuses, on fake tensors or on real ones, is no part of the program.
+Calls that an op rejects, on fake or on real tensors, are left out of the program.
 """
 
 from __future__ import annotations

@@ -52,16 +52,10 @@ def run(
     from tsopt.cli.saved import save
 
     options = race_options(subject, timing)
-    if subject.frontend == "auto":
-        options["frontend"] = "one-graph"  # a file holds one graph
     saved = {"report": report} if report is not None else {}
     with directories([*places.values(), *saved.values()]) as new, out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
-        from tsopt.api import optimize
-
-        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
-        fast = optimize(loaded.model, loaded.example_input, **options)
+        options |= {"threads": threads, "cache": cache, "progress": tell}
+        fast = optimized_as_one_graph(subject, timing, options)
         if layer_times and "int8" in fast.report.winner_key:
             tell("profile")
             fast.profile()
@@ -77,6 +71,23 @@ def run(
     for directory in new:
         out.say(f"created the directory {directory}")
     return made
+
+
+def optimized_as_one_graph(subject: Subject, timing: Timing, options: dict[str, Any]) -> Any:
+    """The optimized model of a command whose result holds one graph.
+
+    Args:
+        options: of `optimize`, with `progress`.
+
+    Raises:
+        GraphBreakError: the model is more than one graph.
+    """
+    options["progress"]("import torch")
+    loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+    from tsopt.api import optimize
+
+    one_graph = {"frontend": "one-graph"} if subject.frontend == "auto" else {}
+    return optimize(loaded.model, loaded.example_input, **options | load_data(timing) | one_graph)
 
 
 def check_frontend(subject: Subject) -> None:

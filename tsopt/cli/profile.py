@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.cli import process
-from tsopt.cli.export import directories
-from tsopt.cli.model_file import load_data, load_model_file
+from tsopt.cli.export import directories, optimized_as_one_graph
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.cli.saved import save
 from tsopt.errors import UsageError
@@ -45,15 +44,9 @@ def run(
         top: layers to show.
     """
     options = race_options(subject, timing)
-    if subject.frontend == "auto":
-        options["frontend"] = "one-graph"
     with directories([output] if output is not None else []) as new, out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = load_model_file(subject.model, subject.input or [], subject.seed)
-        from tsopt.api import optimize
-
-        options |= {"threads": threads, "cache": cache, "progress": tell, **load_data(timing)}
-        fast = optimize(loaded.model, loaded.example_input, **options)
+        options |= {"threads": threads, "cache": cache, "progress": tell}
+        fast = optimized_as_one_graph(subject, timing, options)
         tell("profile")
         found = fast.profile()
         if output is not None:

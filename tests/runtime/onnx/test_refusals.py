@@ -13,7 +13,7 @@ ONE, INTS = torch.ones(2, 3), torch.tensor([7, -7, 9])
 
 
 class Divide(nn.Module):
-    """A module, because torch keeps source lines of modules alone."""
+    """A module, because torch records source lines only for modules."""
 
     def __init__(self, function):
         super().__init__()

@@ -57,7 +57,7 @@ class InEager:
         )
 
     def profile(self) -> Any:
-        """Raises BackendError: there is no program whose layers could be timed."""
+        """Raises BackendError: layers cannot be timed without a program."""
         raise BackendError(
             "a model that runs in eager mode cannot be profiled", why="; then: ".join(map(reason_of, self.errors))
         )

@@ -119,7 +119,7 @@ class Partitioned:
         )
 
     def profile(self) -> Any:
-        """Raises BackendError: there is no program whose layers could be timed."""
+        """Raises BackendError: layers cannot be timed without a program."""
         raise BackendError("a partitioned model cannot be profiled", why=self.report.frontend)
 
     def verified(self, backend: str, **options: Any) -> Any:
