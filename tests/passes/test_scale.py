@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +17,7 @@ from tsopt.passes import STANDARD
 
 FUZZ = bool(os.environ.get("TSOPT_FUZZ"))
 SMALL, LARGE = (1_000, 10_000) if FUZZ else (100, 1_000)
-SECONDS = 20.0
+WORK = 5_000  # calls of functions for each node
 LONGEST_VIEW = 50
 
 
@@ -118,11 +117,12 @@ def test_ten_times_the_calls_are_about_ten_times_the_work(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["layers", "branches joined", "branches returned"])
-def test_a_large_program_is_done_in_seconds(name):
+def test_a_large_program_is_little_work_for_each_node(name):
+    """Whatever a node costs, however many there are, shows here: the number is twice what it was when written."""
     program = GRAPHS[name](10_000 if FUZZ else 2_000)
-    start = time.perf_counter()
-    after, _ = run(program, STANDARD)
-    assert time.perf_counter() - start < SECONDS
+    results = []
+    assert work(lambda: results.append(run(program, STANDARD))) < WORK * program.node_count
+    [(after, _)] = results
     assert after.node_count < 0.7 * program.node_count
 
 
