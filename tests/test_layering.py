@@ -34,7 +34,7 @@ MAY = {
 ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
     "onnxscript": {"runtime/onnx/translations.py", "runtime/onnx/optimize.py"},
-    "onnx_ir": {"runtime/onnx/export.py", "runtime/onnx/optimize.py"},
+    "onnx_ir": {"runtime/onnx/export.py", "runtime/onnx/onnx_model.py", "runtime/onnx/optimize.py"},
     "onnxruntime": {"runtime/onnx/ort.py"},
     "openvino": {"runtime/onnx/openvino.py"},
     "pandas": {"runtime/report.py"},

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-
 import onnxruntime
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch.nn import functional as F
 
 import tsopt
 from tests.runtime.helpers import save
-from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx.export import to_onnx
 
 ONE = torch.ones(2, 3)
@@ -154,48 +151,6 @@ def test_large_weights_are_shared_not_copied_and_outlive_the_program():
     del junk
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_weights_that_the_runtime_cannot_read_as_they_lie_come_from_a_file(full, monkeypatch, tmp_path):
-    """A copy of them would live as long as the session; where no file can be written, it has to."""
-    from tsopt.runtime.onnx import ort
-    from tsopt.runtime.onnx.export import OnnxModel
-
-    given, real = [], ort.open_session
-    monkeypatch.setattr(ort, "COPIES", 1000)
-    monkeypatch.setattr(ort, "open_session", lambda model, *a, **k: given.append(type(model)) or real(model, *a, **k))
-    monkeypatch.setattr(ort.tempfile, "tempdir", str(tmp_path))
-    if full:
-        monkeypatch.setattr(OnnxModel, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left")))
-    model, value = nn.Linear(64, 64).eval(), torch.ones(2, 3, 64)
-    found = tsopt.compile(tsopt.capture(model, value), "onnxruntime")
-    assert given == [bytes if full else str]
-    assert list(tmp_path.glob("tsopt-*")) == []
-    torch.testing.assert_close(found(value), model(value).detach())
-
-
-@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_a_model_that_is_opened_again_needs_its_files_no_longer_and_copies_no_weights(engine, monkeypatch, tmp_path):
-    from tsopt.runtime.onnx.export import OnnxModel
-
-    read, real = [], OnnxModel.read
-    monkeypatch.setattr(OnnxModel, "read", lambda path: read.append(real(path)) or read[-1])
-    model, value = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), torch.ones(3, 64)
-    program, backend = tsopt.capture(model, value), get_backend(engine)
-    (tmp_path / "files").mkdir()
-    backend.compile(program).hand_over(tmp_path / "files")
-    again = backend.reopen(program, tmp_path / "files")
-    shutil.rmtree(tmp_path / "files")
-    torch.testing.assert_close(again(value), model(value).detach())
-    again.save(tmp_path / "again.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "again.onnx")
-    (found,) = session.run(None, {session.get_inputs()[0].name: value.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), model(value).detach())
-    weights = [item.const_value.numpy() for item in read[0].model.graph.initializers.values()]
-    large = [weight for weight in weights if weight.size > 1000]
-    assert len(large) == 2
-    assert not any(weight.flags.writeable for weight in large), "mapped for reading"
-
-
 def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
     tsopt.compile(tsopt.capture(Named(), (ONE, torch.ones(2, 2))), "onnxruntime")
     found = capfd.readouterr()
@@ -209,7 +164,6 @@ def test_nothing_is_printed_or_warned_while_exporting(capfd, recwarn):
 @pytest.fixture
 def sessions(monkeypatch):
     """The options of the sessions that are made."""
-    import onnxruntime
 
     made = []
     real = onnxruntime.InferenceSession

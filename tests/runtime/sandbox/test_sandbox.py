@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tsopt
 from tests.compiler.helpers import Net
 from tests.runtime.helpers import candidates
 from tests.runtime.sandbox.helpers import FAULTY, leftovers, running
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph.serialize import WEIGHTS
 from tsopt.errors import NoGain
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import contenders, preparation
@@ -75,6 +77,32 @@ def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_wi
     monkeypatch.setattr(Maker, "_weight_bytes", lambda self, variant: 100)
     rows, _ = try_all(*took, memory=memory)
     assert [row.status for row in list(rows.values())[1:]] == ["ok"] * kept + ["not checked"] * (len(took) - kept)
+
+
+def test_the_weights_stay_in_their_file_until_another_program_comes(mlp_program):
+    """Engines map it when they compile, and the winner's files refer to it."""
+    with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, 1)
+        first = sandbox.directory / "fp32" / WEIGHTS
+        assert first.exists()
+        sandbox.open({"fp32": mlp_program}, 1)
+        second = sandbox.directory / "fp32" / WEIGHTS
+        assert (first.exists(), second.exists()) == (False, True)
+    assert not second.exists()
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_no_candidate_writes_the_weights_again(engine):
+    model, x = Net(lambda self, x: F.linear(x, self.w), w=torch.randn(64, 512) / 64), torch.ones(2, 3, 512)
+    program = tsopt.capture(model, x)
+    settings = RaceSettings(candidates=candidates(engine))
+    with Sandbox() as sandbox:
+        maker = Maker({"fp32": program}, settings, sandbox)
+        made, _ = maker.finish(settings.candidates[0], maker.begin(settings.candidates[0]))
+        place = made.saved()
+        assert sum(file.stat().st_size for file in place.iterdir() if file.stat().st_nlink == 1) < 64 * 512
+        found = maker.here(made, settings.candidates[0])
+    torch.testing.assert_close(found(x), model(x).detach())
 
 
 def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(mlp, mlp_input, mlp_program):

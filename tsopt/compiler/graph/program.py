@@ -10,6 +10,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -46,6 +47,8 @@ class Program:
         numerics: the weakest class of rewrite applied so far.
         name: the class name of the model, for titles.
         frontend: how the model was captured, and why, if not by torch.export.
+        weights_file: a safetensors file that this process has mapped its weights from, and that nobody writes to:
+            engines may map it as well.
     """
 
     graph: fx.Graph
@@ -55,6 +58,7 @@ class Program:
     numerics: Numerics = Numerics.EXACT
     name: str = "program"
     frontend: str = ""
+    weights_file: Path | None = None
 
     def copy(self) -> Program:
         """A copy to edit: a separate graph with the same weights."""

@@ -127,9 +127,13 @@ def quantize_weight(program: Program, layer: fx.Node, largest: int, known: Mutab
 
 
 def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The int8 values and the scale of each output, [out]: the smallest there is where all of its weights are 0."""
+    """The int8 values, dense, and the scale of each output, [out]: the smallest there is for weights that are all 0.
+
+    NOTE: not in the memory order of the weight: engines would get a copy (`OnnxModel.store` transposes no integers).
+    """
     scales = (weight.abs().flatten(1).amax(1) / largest).clamp(min=SMALLEST)
-    return (weight / _by_output(scales, weight)).round().clamp(-largest, largest).to(torch.int8), scales
+    integers = (weight / _by_output(scales, weight)).round().clamp(-largest, largest).to(torch.int8)
+    return integers.contiguous(), scales
 
 
 def dequantized_weight(integers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import json
 import operator
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bo
             raise BundleError("the stored program is too large", where=str(directory / GRAPH))
         data = parse((directory / GRAPH).read_bytes())
         tensors = load_file(directory / WEIGHTS)
-        return _Reader(data, tensors, own).program(state)
+        program = _Reader(data, tensors, own).program(state)
+        # NOTE: only of our own, since a bundle belongs to the user, who may write to it.
+        return replace(program, weights_file=directory / WEIGHTS) if own else program
     except TsoptError:
         raise
     except Exception as error:  # the file decides what goes wrong; all of it means the same

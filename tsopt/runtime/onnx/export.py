@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,72 +22,10 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
+from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
 from tsopt.runtime.onnx.places import take_places, with_places
 from tsopt.runtime.onnx.translations import translations
-
-INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
-SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
-
-
-@dataclass(frozen=True)
-class OnnxModel:
-    """An exported model, its weights still shared with the program, or mapped from a file."""
-
-    model: Any
-
-    @classmethod
-    def read(cls, path: Path) -> OnnxModel:
-        """What `save` has written; the file may be removed then, but not written to.
-
-        NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
-        """
-        import numpy as np
-        import onnx_ir
-
-        model, mapped = onnx_ir.load(path), cache(partial(np.memmap, mode="r"))
-        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
-            stored = value.const_value
-            if isinstance(stored, onnx_ir.ExternalTensor):
-                start = stored.offset or 0
-                part = mapped(stored.path)[start : start + stored.nbytes] if stored.size else b""
-                array = np.frombuffer(part, stored.dtype.numpy()).reshape(stored.shape.numpy())
-                value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
-        return cls(model)
-
-    def save(self, path: Path, apart: bool = False) -> None:
-        """Writes the model.
-
-        Args:
-            apart: weights go into a file `<name>.data` beside it, one after the other: in half of the time, and without
-                copies of all of them at once. They do in any case where one file could not hold them.
-        """
-        import onnx_ir
-
-        size = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
-        data = f"{path.name}.data" if apart or size > SINGLE_FILE else None
-        onnx_ir.save(self.model, path, external_data=data)
-
-    def detached(self) -> tuple[bytes, dict[str, Any]]:
-        """The model without its large weights, and these as numpy arrays over the program's memory."""
-        import onnx_ir
-
-        arrays: dict[str, Any] = {}
-        kept: list[tuple[Any, Any]] = []
-        for name, value in self.model.graph.initializers.items():
-            tensor = value.const_value
-            if tensor is None or tensor.nbytes <= INLINE:
-                continue
-            arrays[name] = tensor.numpy()
-            kept.append((value, tensor))
-            value.const_value = onnx_ir.ExternalTensor(
-                "weights", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name
-            )
-        try:
-            return onnx_ir.to_proto(self.model).SerializeToString(), arrays
-        finally:
-            for value, tensor in kept:
-                value.const_value = tensor
 
 
 def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
@@ -123,7 +58,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     take_places(made.model, lowered)
     _rename(made.model, program)
     _name_sizes(made.model.graph, program)
-    return OnnxModel(made.model)
+    return OnnxModel(made.model, program.weights_file)
 
 
 def four_axes(program: Program) -> Program:

@@ -24,8 +24,8 @@ from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.onnx.onnx_model import OnnxModel
     from tsopt.runtime.profiling.kernels import Timed
 
 HINTS = ("latency", "throughput")
@@ -73,7 +73,7 @@ class OpenVinoBackend:
     def compile(self, program: Program) -> Executable:
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            model.save(Path(directory) / FILE, apart=True)
+            model.store(Path(directory) / FILE)
             return self._executable(program, model, Path(directory))
 
     def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
@@ -81,12 +81,12 @@ class OpenVinoBackend:
 
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            model.save(Path(directory) / FILE, apart=True)
+            model.store(Path(directory) / FILE)
             compiled = compiled_model(Path(directory), self._options(program), COUNTERS)
         return timed(compiled, inputs, model)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        from tsopt.runtime.onnx.export import OnnxModel
+        from tsopt.runtime.onnx.onnx_model import OnnxModel
 
         return self._executable(program, OnnxModel.read(directory / FILE), directory)
 
@@ -130,7 +130,7 @@ class OpenVinoBackend:
             guarded(runner, bounds, program.signature, lambda: without_rounding(program)),
             state=state,
             save=save,
-            hand_over=lambda place: model.save(place / FILE, apart=True),
+            hand_over=lambda place: model.store(place / FILE),
             options=options | to_options(bounds),
             notes=examined.notes,
             precision=self.precision,

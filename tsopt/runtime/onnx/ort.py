@@ -21,14 +21,13 @@ from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.export import OnnxModel
     from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.onnx.onnx_model import OnnxModel
     from tsopt.runtime.profiling.kernels import Timed
 
 FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
 CANNOT_RUN = "ONNX Runtime failed to run this call"
-COPIES = 64 << 20  # bytes of weights that may be copied for a session, instead of being mapped from a file
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
 DTYPES = frozenset(
     {"float64", "float32", "float16", "bool"} | {f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64)}
@@ -87,7 +86,7 @@ class OnnxRuntimeBackend:
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             place = Path(directory)
-            model.save(place / FILE, apart=True)
+            model.store(place / FILE)
             providers = _providers(program.signature)
             held = open_session(str(place / FILE), self._options(program), providers=providers, profile=place)
             run = session_runner(held, program.signature)
@@ -114,7 +113,7 @@ class OnnxRuntimeBackend:
         return {"threads": self.threads or torch.get_num_threads(), **own, **int8_weights.to_options(program)}
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        from tsopt.runtime.onnx.export import OnnxModel
+        from tsopt.runtime.onnx.onnx_model import OnnxModel
 
         return self._executable(program, OnnxModel.read(directory / FILE), directory / FILE)
 
@@ -125,7 +124,8 @@ class OnnxRuntimeBackend:
         options = self._options(program)
         int8_weights.check(options)
         providers = _providers(program.signature)
-        session = open_session(str(file), options, providers=providers) if file else _opened(model, options, providers)
+        stored, weights = (str(file), None) if file else model.detached()
+        session = open_session(stored, options, weights, providers)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
         options |= to_options(bounds)
@@ -140,7 +140,7 @@ class OnnxRuntimeBackend:
             guarded(run, bounds, program.signature, lambda: without_rounding(program)),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
-            hand_over=lambda place: model.save(place / FILE, apart=True),
+            hand_over=lambda place: model.store(place / FILE),
             options=options,
             notes=examined.notes,
         )
@@ -193,23 +193,6 @@ def _providers(signature: Signature) -> Sequence[Any]:
 
 def _is_on_gpu(signature: Signature) -> bool:
     return any(device.startswith("cuda") for _, device in signature.devices)
-
-
-def _opened(model: OnnxModel, options: Mapping[str, Any], providers: Sequence[Any]) -> Any:
-    """A session over the program's weights or, where the runtime cannot read many of them as they lie, over a file.
-
-    What the runtime maps from a file it gives back once it has packed it; a copy would live as long as the session.
-    """
-    proto, weights = model.detached()
-    if sum(array.nbytes for array in weights.values() if not array.flags.c_contiguous) > COPIES:
-        with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            path = Path(directory) / FILE
-            try:
-                model.save(path, apart=True)
-            except OSError:  # no room for a file: there may be room for copies
-                return open_session(proto, options, weights, providers)
-            return open_session(str(path), options, providers=providers)
-    return open_session(proto, options, weights, providers)
 
 
 def open_session(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from tsopt.runtime.onnx.export import OnnxModel
+from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.places import values_of, with_unknown_ones
 from tsopt.runtime.profiling.kernels import Timed, by_median, called
 

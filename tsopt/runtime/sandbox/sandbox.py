@@ -59,6 +59,7 @@ class Sandbox:
         self._contenders: list[Isolated] = []
         self._examples: dict[int, tuple[Example, Message]] = {}
         self._directories: list[Path] = []
+        self._stored: list[Path] = []  # the variants of the program
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._refused = ""
@@ -108,14 +109,17 @@ class Sandbox:
         if self._refused:
             raise BackendError(self._refused)
         self.program, self.threads, self.seconds, self.memory = programs[FP32], threads, seconds, memory
+        while self._stored:
+            shutil.rmtree(self._stored.pop(), ignore_errors=True)
         try:
             self.directory = Path(
                 tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(programs.values(), memory))
             )
             self._directories.append(self.directory)
             for name, program in programs.items():
-                (self.directory / name).mkdir()
-                write_program(replace(program, signature=program.signature.flat()), self.directory / name)
+                self._stored.append(self.directory / name)
+                self._stored[-1].mkdir()
+                write_program(replace(program, signature=program.signature.flat()), self._stored[-1])
             state = write_tensors(self.directory / "state", state_of(self.program))
         except TsoptError:
             raise
@@ -129,8 +133,6 @@ class Sandbox:
             self._is_ready = True
         message = {"do": "program", "directory": str(self.directory), "variants": list(programs), "state": state}
         self._ask(message, seconds)
-        for name in programs:  # they have been read: no second copy of the weights stays in shared memory
-            shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:
         """What the helper answers. None: waits for what it says by itself."""

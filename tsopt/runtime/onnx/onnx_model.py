@@ -1,0 +1,184 @@
+"""An ONNX model in memory, written for people, or for an engine of this machine.
+
+An engine wants its weights dense. A weight that the program reads transposed lies in memory the other way round: an
+engine gets it as it lies, with a Transpose that the engine folds. So no weight is copied on its way there, and one that
+this process has mapped from a file is mapped from the same file by each engine. Needs onnx_ir.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
+SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
+LYING = ".stored"  # what is added to the name of a weight that is stored as it lies in memory
+LINK = "weights"  # in the directory of a model: the file that holds the weights of the program, once more
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """An exported model, its weights still shared with the program, or mapped from a file.
+
+    Attributes:
+        model: onnx_ir's.
+        weights_file: the program's (see `Program`).
+    """
+
+    model: Any
+    weights_file: Path | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> OnnxModel:
+        """What `save` or `store` has written; the file may be removed then, but not written to.
+
+        NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
+        """
+        import numpy as np
+        import onnx_ir
+
+        model, mapped = onnx_ir.load(path), cache(partial(np.memmap, mode="r"))
+        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+            stored = value.const_value
+            if isinstance(stored, onnx_ir.ExternalTensor):
+                start = stored.offset or 0
+                part = mapped(stored.path)[start : start + stored.nbytes] if stored.size else b""
+                array = np.frombuffer(part, stored.dtype.numpy()).reshape(stored.shape.numpy())
+                value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
+        _read_transposed(model.graph)
+        return cls(model)
+
+    def save(self, path: Path) -> None:
+        """Writes the model, for whoever reads ONNX. Weights that one file cannot hold go into `<name>.data` beside."""
+        import onnx_ir
+
+        size = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
+        onnx_ir.save(self.model, path, external_data=_beside(path) if size > SINGLE_FILE else None)
+
+    def store(self, path: Path) -> None:
+        """Writes the model for an engine of this machine: weights as they lie, in files beside it.
+
+        Those of the program's file are not written again: that file gets another link, `weights`.
+        """
+        import onnx_ir
+        from onnx_ir.external_data import convert_tensors_to_external
+
+        model = self._as_it_lies()
+        mapped = _mapped(self.weights_file) if self.weights_file and _link(self.weights_file, path.parent) else []
+        written = []
+        for _, value in _large(model.graph):
+            offset = _offset(value.const_value.numpy(), mapped)
+            if offset is None:
+                written.append(value)
+            else:
+                value.const_value = _external(value.const_value, offset)
+        if written:
+            tensors = convert_tensors_to_external([value.const_value for value in written], path.parent, _beside(path))
+            for value, tensor in zip(written, tensors, strict=True):
+                value.const_value = tensor
+        onnx_ir.save(model, path)
+
+    def detached(self) -> tuple[bytes, dict[str, Any]]:
+        """The model without its large weights, and these as numpy arrays over the program's memory."""
+        import onnx_ir
+
+        model = self._as_it_lies()
+        arrays: dict[str, Any] = {}
+        for key, value in _large(model.graph):
+            arrays[key] = value.const_value.numpy()
+            value.const_value = _external(value.const_value)
+        return onnx_ir.to_proto(model).SerializeToString(), arrays
+
+    def _as_it_lies(self) -> Any:
+        """A copy of the model over the same memory, in which large weights that lie transposed are dense."""
+        import numpy as np
+        import onnx_ir
+
+        # NOTE: no integers: OpenVINO computes in int8 only where the weights themselves are constants.
+        transposed = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE)
+        model = self.model.clone()
+        graph = model.graph
+        for key, value in _large(graph):
+            array = value.const_value.numpy()
+            order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+            lying = array.transpose(order)
+            if value.const_value.dtype not in transposed or array.flags.c_contiguous or not lying.flags.c_contiguous:
+                continue
+            tensor = onnx_ir.Tensor(lying, value.const_value.dtype, name=f"{key}{LYING}")
+            stored = onnx_ir.Value(name=tensor.name, type=value.type, shape=tensor.shape, const_value=tensor)
+            node = onnx_ir.node("Transpose", [stored], {"perm": np.argsort(order).tolist()}, name=tensor.name)
+            made = node.outputs[0]
+            made.name, made.type, made.shape = key, value.type, value.shape
+            del graph.initializers[key]
+            value.replace_all_uses_with(made)
+            graph.insert_before(graph[0], node)
+            graph.initializers[stored.name] = stored
+        return model
+
+
+def _read_transposed(graph: Any) -> None:
+    """Weights that are stored as they lie become what the program reads, over the same memory."""
+    import onnx_ir
+
+    for node in list(graph):
+        if node.op_type == "Transpose" and node.name == node.inputs[0].name == f"{node.outputs[0].name}{LYING}":
+            stored, made = node.inputs[0], node.outputs[0]
+            array = stored.const_value.numpy().transpose(node.attributes["perm"].as_ints())
+            tensor = onnx_ir.Tensor(array, stored.const_value.dtype, name=made.name)
+            weight = onnx_ir.Value(name=made.name, type=stored.type, shape=tensor.shape, const_value=tensor)
+            made.replace_all_uses_with(weight)
+            graph.remove(node, safe=True)
+            del graph.initializers[stored.name]
+            graph.initializers[weight.name] = weight
+
+
+def _large(graph: Any) -> Iterator[tuple[str, Any]]:
+    """The weights that are handed over, by name."""
+    for key, value in list(graph.initializers.items()):
+        if value.const_value is not None and value.const_value.nbytes > INLINE:
+            yield key, value
+
+
+def _external(tensor: Any, offset: int = 0) -> Any:
+    import onnx_ir
+
+    size, shape, name = tensor.nbytes, tensor.shape, tensor.name
+    return onnx_ir.ExternalTensor(LINK, offset, size, tensor.dtype, shape=shape, name=name)
+
+
+def _beside(path: Path) -> str:
+    return f"{path.name}.data"
+
+
+def _link(file: Path, directory: Path) -> bool:
+    """Gives a file another name, in the directory of a model; False where the file system has no room for that."""
+    try:
+        os.link(file, directory / LINK)
+    except OSError:
+        return False
+    return True
+
+
+def _mapped(file: Path) -> list[tuple[int, int, int]]:
+    """The addresses that this process sees a file at: from, up to, and the offset in the file of the first one."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # another system
+        return []
+    found, name = [], str(file.resolve())
+    for addresses, _, offset, _, _, *names in (line.split(None, 5) for line in lines):
+        if names == [name]:
+            start, _, end = addresses.partition("-")
+            found.append((int(start, 16), int(end, 16), int(offset, 16)))
+    return found
+
+
+def _offset(array: Any, mapped: list[tuple[int, int, int]]) -> int | None:
+    """Where in the file an array lies; None if it lies elsewhere or not side by side."""
+    first = array.__array_interface__["data"][0]
+    inside = (offset + first - start for start, end, offset in mapped if start <= first <= end - array.nbytes)
+    return next(inside, None) if array.flags.c_contiguous else None
