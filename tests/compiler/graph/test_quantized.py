@@ -118,3 +118,9 @@ def test_the_largest_weight_depends_on_the_instructions_of_the_processor(monkeyp
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: vnni)
     assert largest_weight() == largest
     assert vnni or 2 * quantized.UNSIGNED[1] * largest < 2**15
+
+
+def test_integers_are_dense_whatever_the_memory_order_of_the_weight():
+    integers, scales = quantized.quantized_weight(torch.randn(8, 4).t(), 127)
+    assert integers.is_contiguous()
+    assert (integers.shape, scales.shape) == ((4, 8), (4,))

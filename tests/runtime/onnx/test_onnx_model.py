@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.compiler.helpers import Net as Other
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import WEIGHTS, read_program, write_program
 from tsopt.runtime.backends.backend import get_backend
@@ -107,6 +108,14 @@ def test_what_is_written_is_read_again_as_it_was(kind, program, model, directory
     again.save(directory / "again.onnx")
     assert "Transpose" not in ops_of(OnnxModel.read(directory / "again.onnx"))
     torch.testing.assert_close(answer(directory / "again.onnx"), model(VALUE).detach())
+
+
+def test_integers_that_lie_transposed_are_copied():
+    """Engines look for constants where they compute with integers."""
+    model, x = Other(lambda self, x: x @ self.y.t(), y=torch.arange(800).reshape(20, 40)), torch.ones(2, 40).long()
+    made = to_onnx(tsopt.capture(model, x))
+    (name,) = made.detached()[1]
+    assert not name.endswith(".stored")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tests.compiler.helpers import Net
 from tests.runtime.helpers import save
 from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends.backend import compile as compile_by
@@ -181,3 +183,16 @@ def test_other_ops_need_a_program_in_int8():
         compile_by(program, "openvino", other_ops="bf16")
     with pytest.raises(tsopt.UsageError, match="openvino does not support other_ops 'fp16'"):
         compile_by(program, "openvino", other_ops="fp16")
+
+
+@installed
+def test_a_weight_that_lies_transposed_is_multiplied_in_int8_as_well(monkeypatch):
+    """As in GPT-2. OpenVINO's kernels for 8-bit integers take constants, not what a Transpose makes of one."""
+    made, real = [], openvino.compiled_model
+    monkeypatch.setattr(openvino, "compiled_model", lambda *given: made.append(real(*given)) or made[-1])
+    torch.manual_seed(0)
+    model, x = Net(lambda self, x: F.linear(x, self.w.t()), w=torch.randn(64, 256)).eval(), torch.randn(2, 4, 64)
+    compile_by(in_precision(tsopt.transform(tsopt.capture(model, x)), "int8-weights"), "openvino")
+    kernels = [kernel.get_rt_info() for kernel in made[0].get_runtime_model().get_ordered_ops()]
+    found = {info["layerType"].astype(str): info["runtimePrecision"].astype(str) for info in kernels}
+    assert found["FullyConnected"] == "i8"
