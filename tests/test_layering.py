@@ -82,6 +82,7 @@ WITHOUT_TORCH = (
     "runtime/untrusted_text.py",
     "runtime/stages.py",
     "runtime/progress.py",
+    "runtime/onnx/onnx_model.py",
     "runtime/onnx/ort.py",
     "runtime/onnx/openvino.py",
     "runtime/onnx/int8_weights.py",

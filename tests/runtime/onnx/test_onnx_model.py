@@ -92,11 +92,11 @@ def test_weights_are_handed_over_without_a_copy(program):
         assert any(np.shares_memory(array, weight) for weight in theirs)
 
 
-@pytest.mark.parametrize("kind", ["save", "store"])
-def test_what_is_written_is_read_again_as_it_was(kind, program, model, directory):
+@pytest.mark.parametrize("place", [".", "model.onnx"], ids=["for an engine", "one file"])
+def test_what_is_written_is_read_again_as_it_was(place, program, model, directory):
     made = to_onnx(program)
     wanted, ops = weights_of(made), ops_of(made)
-    getattr(made, kind)(directory / "model.onnx")
+    made.save(directory / place)
     assert (weights_of(made).keys(), ops_of(made)) == (wanted.keys(), ops), "the model itself stays as it is"
     again = OnnxModel.read(directory / "model.onnx")
     torch.testing.assert_close(answer(directory / "model.onnx"), model(VALUE).detach())
@@ -121,7 +121,7 @@ def test_integers_that_lie_transposed_are_copied():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_engine_writes_weights_that_are_in_a_file_already(engine, program, from_a_file, model, directory):
     compiled = get_backend(engine).compile(of(from_a_file, program))
-    compiled.hand_over(directory)
+    compiled.save(directory)
     stored = from_a_file.weights_file
     assert stored is not None
     assert (directory / "weights").samefile(stored)
@@ -140,7 +140,7 @@ def test_where_the_system_does_not_share_files_weights_are_written(
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "Operation not permitted")))
     else:
         monkeypatch.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError(2, "No file")))
-    to_onnx(of(from_a_file, program)).store(directory / "model.onnx")
+    to_onnx(of(from_a_file, program)).save(directory)
     monkeypatch.undo()
     assert (directory / "model.onnx.data").stat().st_size > 0
     (directory / "weights").unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def test_a_weight_that_is_not_the_one_of_the_file_is_written(program, from_a_fil
     """Passes make new weights, which have the names of others at times."""
     changed = of(from_a_file, program)
     changed.weights["first.weight"] = changed.weights["first.weight"] * 2
-    to_onnx(changed).store(directory / "model.onnx")
+    to_onnx(changed).save(directory)
     assert (directory / "model.onnx.data").stat().st_size == 64 * 48 * 4
     torch.testing.assert_close(answer(directory / "model.onnx"), tsopt.compile(changed, "eager")(VALUE).detach())
 
@@ -170,7 +170,7 @@ def test_a_model_that_is_opened_again_needs_its_files_no_longer_and_copies_no_we
     model, value = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), torch.ones(3, 64)
     program, backend = tsopt.capture(model, value), get_backend(engine)
     (tmp_path / "files").mkdir()
-    backend.compile(program).hand_over(tmp_path / "files")
+    backend.compile(program).save(tmp_path / "files")
     again = backend.reopen(program, tmp_path / "files")
     shutil.rmtree(tmp_path / "files")
     torch.testing.assert_close(again(value), model(value).detach())

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+FILE = "model.onnx"  # in the directory of a bundle, or of a candidate
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
 LYING = ".stored"  # what is added to the name of a weight that is stored as it lies in memory
@@ -34,7 +35,7 @@ class OnnxModel:
 
     @classmethod
     def read(cls, path: Path) -> OnnxModel:
-        """What `save` or `store` has written; the file may be removed then, but not written to.
+        """What `save` has written; the file may be removed then, but not written to.
 
         NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
         """
@@ -52,23 +53,26 @@ class OnnxModel:
         _read_transposed(model.graph)
         return cls(model)
 
-    def save(self, path: Path) -> None:
-        """Writes the model, for whoever reads ONNX. Weights that one file cannot hold go into `<name>.data` beside."""
+    def save(self, place: Path) -> None:
+        """Writes the model: into a directory for an engine, otherwise into a file for whoever reads ONNX.
+
+        In a directory, weights are stored as they lie, in a file beside the model. Those of the program's own file are
+        not written again: that file gets another link, `weights`. A single file has dense weights in it, if they fit.
+        """
+        if place.is_dir():
+            self._store(place)
+            return
         import onnx_ir
 
         size = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
-        onnx_ir.save(self.model, path, external_data=_beside(path) if size > SINGLE_FILE else None)
+        onnx_ir.save(self.model, place, external_data=f"{place.name}.data" if size > SINGLE_FILE else None)
 
-    def store(self, path: Path) -> None:
-        """Writes the model for an engine of this machine: weights as they lie, in files beside it.
-
-        Those of the program's file are not written again: that file gets another link, `weights`.
-        """
+    def _store(self, directory: Path) -> None:
         import onnx_ir
         from onnx_ir.external_data import convert_tensors_to_external
 
         model = self._as_it_lies()
-        mapped = _mapped(self.weights_file) if self.weights_file and _link(self.weights_file, path.parent) else []
+        mapped = _mapped(self.weights_file) if self.weights_file and _link(self.weights_file, directory) else []
         written = []
         for _, value in _large(model.graph):
             offset = _offset(value.const_value.numpy(), mapped)
@@ -77,10 +81,10 @@ class OnnxModel:
             else:
                 value.const_value = _external(value.const_value, offset)
         if written:
-            tensors = convert_tensors_to_external([value.const_value for value in written], path.parent, _beside(path))
+            tensors = convert_tensors_to_external([value.const_value for value in written], directory, f"{FILE}.data")
             for value, tensor in zip(written, tensors, strict=True):
                 value.const_value = tensor
-        onnx_ir.save(model, path)
+        onnx_ir.save(model, directory / FILE)
 
     def detached(self) -> tuple[bytes, dict[str, Any]]:
         """The model without its large weights, and these as numpy arrays over the program's memory."""
@@ -148,10 +152,6 @@ def _external(tensor: Any, offset: int = 0) -> Any:
 
     size, shape, name = tensor.nbytes, tensor.shape, tensor.name
     return onnx_ir.ExternalTensor(LINK, offset, size, tensor.dtype, shape=shape, name=name)
-
-
-def _beside(path: Path) -> str:
-    return f"{path.name}.data"
 
 
 def _link(file: Path, directory: Path) -> bool:

@@ -20,7 +20,8 @@ from tsopt.runtime.backends.backend import Unsupported, check_precision, to_inst
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.onnx import int8_weights
-from tsopt.runtime.onnx.ort import FILE, refusals, tensor_maker
+from tsopt.runtime.onnx.onnx_model import FILE
+from tsopt.runtime.onnx.ort import refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
@@ -73,7 +74,7 @@ class OpenVinoBackend:
     def compile(self, program: Program) -> Executable:
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            model.store(Path(directory) / FILE)
+            model.save(Path(directory))
             return self._executable(program, model, Path(directory))
 
     def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
@@ -81,7 +82,7 @@ class OpenVinoBackend:
 
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
-            model.store(Path(directory) / FILE)
+            model.save(Path(directory))
             compiled = compiled_model(Path(directory), self._options(program), COUNTERS)
         return timed(compiled, inputs, model)
 
@@ -117,9 +118,6 @@ class OpenVinoBackend:
 
         options = self._options(program)
 
-        def save(place: Path) -> None:
-            model.save(place / FILE if place.is_dir() else place)
-
         runner = load_runner(directory, program.signature, options)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
@@ -129,8 +127,7 @@ class OpenVinoBackend:
             program.signature,
             guarded(runner, bounds, program.signature, lambda: without_rounding(program)),
             state=state,
-            save=save,
-            hand_over=lambda place: model.store(place / FILE),
+            save=model.save,
             options=options | to_options(bounds),
             notes=examined.notes,
             precision=self.precision,

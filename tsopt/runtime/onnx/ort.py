@@ -17,6 +17,7 @@ from tsopt.runtime.backends.backend import Unsupported, to_install
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.calling.value_checks import from_options, guarded, to_options
 from tsopt.runtime.onnx import int8_weights
+from tsopt.runtime.onnx.onnx_model import FILE
 from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from tsopt.runtime.onnx.onnx_model import OnnxModel
     from tsopt.runtime.profiling.kernels import Timed
 
-FILE = "model.onnx"
 ON_CPU = ("CPUExecutionProvider",)
 CANNOT_RUN = "ONNX Runtime failed to run this call"
 SESSION = {"spinning": True, "parallel": False, "arena": True}  # options of a session, as they usually are
@@ -86,7 +86,7 @@ class OnnxRuntimeBackend:
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             place = Path(directory)
-            model.store(place / FILE)
+            model.save(place)
             providers = _providers(program.signature)
             held = open_session(str(place / FILE), self._options(program), providers=providers, profile=place)
             run = session_runner(held, program.signature)
@@ -131,16 +131,12 @@ class OnnxRuntimeBackend:
         options |= to_options(bounds)
         run = session_runner(session, program.signature)
 
-        def save(place: Path) -> None:
-            model.save(place / FILE if place.is_dir() else place)
-
         return Executable(
             self.name,
             program.signature,
             guarded(run, bounds, program.signature, lambda: without_rounding(program)),
             state=[program.state[item.name] for item in program.signature.state_inputs],
-            save=save,
-            hand_over=lambda place: model.store(place / FILE),
+            save=model.save,
             options=options,
             notes=examined.notes,
         )
