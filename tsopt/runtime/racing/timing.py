@@ -16,7 +16,7 @@ PAUSE = 25e-3  # seconds between looks at whether a candidate's threads have com
 # core for 10 ms of them, on a busy machine
 IDLE = 0.2  # cores in use, at most, when they have
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
-MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.6  # calls, calls, seconds: how long the first calls are watched
+MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.3  # calls, calls, seconds: how long the first calls are watched
 WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
 SHORT, SAMPLE = 2e-3, 5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
 TRIES = 3  # for a sample, where the clock stands still or goes back
