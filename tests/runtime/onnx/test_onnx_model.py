@@ -118,6 +118,26 @@ def test_integers_that_lie_transposed_are_copied():
     assert not name.endswith(".stored")
 
 
+def test_a_name_that_somebody_has_already_is_not_taken(directory):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.val_0 = nn.Module()
+            self.val_0.stored = nn.Parameter(torch.randn(64, 64))
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.linear(x) * 2 + (x @ self.val_0.stored)
+
+    model = Named().eval()
+    made = to_onnx(tsopt.capture(model, VALUE))
+    assert "val_0.stored" in weights_of(made)
+    made.save(directory)
+    torch.testing.assert_close(answer(directory / "model.onnx"), model(VALUE).detach())
+    again = weights_of(OnnxModel.read(directory / "model.onnx"))
+    assert again.keys() == weights_of(made).keys()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_engine_writes_weights_that_are_in_a_file_already(engine, program, from_a_file, model, directory):
     compiled = get_backend(engine).compile(of(from_a_file, program))

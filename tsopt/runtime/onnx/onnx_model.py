@@ -106,21 +106,25 @@ class OnnxModel:
         transposed = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE)
         model = self.model.clone()
         graph = model.graph
+        taken = {value.name for node in model.graph.all_nodes() for value in node.outputs} | graph.initializers.keys()
         for key, value in _large(graph):
             array = value.const_value.numpy()
             order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
             lying = array.transpose(order)
             if value.const_value.dtype not in transposed or array.flags.c_contiguous or not lying.flags.c_contiguous:
                 continue
-            tensor = onnx_ir.Tensor(lying, value.const_value.dtype, name=f"{key}{LYING}")
-            stored = onnx_ir.Value(name=tensor.name, type=value.type, shape=tensor.shape, const_value=tensor)
-            node = onnx_ir.node("Transpose", [stored], {"perm": np.argsort(order).tolist()}, name=tensor.name)
+            name = f"{key}{LYING}"
+            while name in taken:
+                name += LYING
+            tensor = onnx_ir.Tensor(lying, value.const_value.dtype, name=name)
+            stored = onnx_ir.Value(name=name, type=value.type, shape=tensor.shape, const_value=tensor)
+            node = onnx_ir.node("Transpose", [stored], {"perm": np.argsort(order).tolist()}, name=name)
             made = node.outputs[0]
             made.name, made.type, made.shape = key, value.type, value.shape
             del graph.initializers[key]
             value.replace_all_uses_with(made)
             graph.insert_before(graph[0], node)
-            graph.initializers[stored.name] = stored
+            graph.initializers[name] = stored
         return model
 
 
@@ -129,8 +133,8 @@ def _read_transposed(graph: Any) -> None:
     import onnx_ir
 
     for node in list(graph):
-        if node.op_type == "Transpose" and node.name == node.inputs[0].name == f"{node.outputs[0].name}{LYING}":
-            stored, made = node.inputs[0], node.outputs[0]
+        stored, made = (*node.inputs, None)[0], node.outputs[0]
+        if stored is not None and stored.name == node.name and stored.name.startswith(f"{made.name}{LYING}"):
             array = stored.const_value.numpy().transpose(node.attributes["perm"].as_ints())
             tensor = onnx_ir.Tensor(array, stored.const_value.dtype, name=made.name)
             weight = onnx_ir.Value(name=made.name, type=stored.type, shape=tensor.shape, const_value=tensor)
