@@ -17,7 +17,7 @@ import tsopt
 from bench.models import MODELS
 from bench.process import Rows, keep_memory, measure_each
 from bench.side_by_side import ratio
-from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
-from tsopt.compiler.graph.liveness import peak_bytes
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.passes.helpers import Limits, assert_same_bits, capture, check, ops_of, run
 from tests.passes.programs import Builder, measured, random_program, work
-from tsopt.compiler.graph.liveness import Lives, peak_bytes
+from tsopt.compiler.analysis.liveness import Lives, peak_bytes
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.passes.order import HEURISTICS, MemoryOrder, _needs

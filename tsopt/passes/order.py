@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from tsopt.compiler.analysis.liveness import Lives
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.liveness import Lives
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 

@@ -1,1 +1,1 @@
-"""The Program: a graph, its text, its files, and facts about it."""
+"""The Program: a graph, its text, its files, and facts about its ops."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import fx
 
-from tsopt.compiler.graph.liveness import peak_bytes
+from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.graph.origin import record_rewrite, rule_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.verify import AliasGroups, output_aliases, verify_program

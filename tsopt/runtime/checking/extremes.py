@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import Range, of_dtype
+from tsopt.compiler.analysis.range_rules import PLACES, RULES, base_name
+from tsopt.compiler.analysis.ranges import recorded
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.intervals import Range, of_dtype
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.range_rules import PLACES, RULES, base_name
-from tsopt.compiler.graph.ranges import recorded
-from tsopt.runtime.onnx.indices import USES, affine, uses_of
-from tsopt.runtime.onnx.narrow_integers import PRODUCTS
+from tsopt.runtime.onnx.integers.indices import USES, affine, uses_of
+from tsopt.runtime.onnx.integers.narrow_integers import PRODUCTS
 
 EXTREME = "extreme"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try

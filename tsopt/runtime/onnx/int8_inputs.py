@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsopt.compiler.graph.non_finite import Harm, harmful_inputs
+from tsopt.compiler.analysis.non_finite import Harm, harmful_inputs
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import rounded_values, without_rounded_values
 from tsopt.runtime.backends.eager import by_torch

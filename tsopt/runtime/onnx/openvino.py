@@ -25,7 +25,7 @@ from tsopt.runtime.onnx.ort import refusals, tensor_maker
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.onnx.integers.narrow_integers import Examined
     from tsopt.runtime.onnx.onnx_model import OnnxModel
     from tsopt.runtime.profiling.kernels import Timed
 
@@ -66,8 +66,8 @@ class OpenVinoBackend:
         return refusals(program, "OpenVINO") or list(self._examined(program).refused)
 
     def _examined(self, program: Program) -> Examined:
-        from tsopt.runtime.onnx.engine_differences import OPENVINO
-        from tsopt.runtime.onnx.narrow_integers import examine
+        from tsopt.runtime.onnx.integers.engine_differences import OPENVINO
+        from tsopt.runtime.onnx.integers.narrow_integers import examine
 
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 

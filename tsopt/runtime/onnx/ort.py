@@ -22,7 +22,7 @@ from tsopt.runtime.racing.environment import is_installed
 
 if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
-    from tsopt.runtime.onnx.narrow_integers import Examined
+    from tsopt.runtime.onnx.integers.narrow_integers import Examined
     from tsopt.runtime.onnx.onnx_model import OnnxModel
     from tsopt.runtime.profiling.kernels import Timed
 
@@ -70,8 +70,8 @@ class OnnxRuntimeBackend:
         return found
 
     def _examined(self, program: Program) -> Examined:
-        from tsopt.runtime.onnx.engine_differences import ONNX_RUNTIME
-        from tsopt.runtime.onnx.narrow_integers import NEVER, examine
+        from tsopt.runtime.onnx.integers.engine_differences import ONNX_RUNTIME
+        from tsopt.runtime.onnx.integers.narrow_integers import NEVER, examine
 
         # A GPU would have to be waited for: there indices are looked at only where that was asked for.
         threads = NEVER if _is_on_gpu(program.signature) else self.threads or 0

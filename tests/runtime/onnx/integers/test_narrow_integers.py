@@ -14,8 +14,8 @@ import tsopt
 from tests.runtime.helpers import save
 from tsopt.errors import IndexOutOfRange
 from tsopt.runtime.calling.value_checks import INDEX, RANGE, REFUSED, Bound
-from tsopt.runtime.onnx.engine_differences import ONNX_RUNTIME, OPENVINO
-from tsopt.runtime.onnx.narrow_integers import Engine, examine
+from tsopt.runtime.onnx.integers.engine_differences import ONNX_RUNTIME, OPENVINO
+from tsopt.runtime.onnx.integers.narrow_integers import Engine, examine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INTS, FLOATS = torch.tensor([1, 2, 0]), torch.tensor([0.5, 1.5, 2.0])

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import Range
+from tsopt.compiler.analysis.range_rules import Values, base_name
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.intervals import Range
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.range_rules import Values, base_name
 from tsopt.runtime.calling.value_checks import INDEX, REFUSED
 
 # op -> (the argument that holds indices, what they are of, whether negative ones count from the end, what eager raises)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import FLAG, Range, wrapped
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.intervals import FLAG, Range, wrapped
 
 Ranges = dict[fx.Node, Range]
 Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node

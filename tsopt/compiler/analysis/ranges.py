@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, range_of_tensor
+from tsopt.compiler.analysis.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.intervals import ANY, FLAG, Range, of_dtype, range_of_tensor
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values
 
 
 def recorded(program: Program) -> Values:

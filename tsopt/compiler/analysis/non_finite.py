@@ -7,9 +7,9 @@ from enum import IntEnum
 
 from torch import fx
 
+from tsopt.compiler.analysis.range_rules import SAME_VALUES, base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.range_rules import SAME_VALUES, base_name
 
 
 class Harm(IntEnum):

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.passes.helpers import capture
 from tests.passes.programs import Builder, measured, random_program
-from tsopt.compiler.graph.liveness import Lives, peak_bytes
+from tsopt.compiler.analysis.liveness import Lives, peak_bytes
 from tsopt.compiler.graph.ops import aten
 
 

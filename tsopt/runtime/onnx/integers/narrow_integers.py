@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, wrapped
+from tsopt.compiler.analysis.range_rules import Ranges, Values, base_name
+from tsopt.compiler.analysis.ranges import ranges_of, recorded
 from tsopt.compiler.calls.signature import Signature, dim_of
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.intervals import ANY, FLAG, Range, of_dtype, wrapped
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.range_rules import Ranges, Values, base_name
-from tsopt.compiler.graph.ranges import ranges_of, recorded
 from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
-from tsopt.runtime.onnx.indices import Affine, Use, affine, is_index_only, uses_of
+from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_index_only, uses_of
 
 # What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,
 # any position and any class; what needs still smaller ones is not worth a check that ordinary calls would fail.

@@ -13,7 +13,7 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.random_programs import programs
 from tests.passes.test_random_programs import campaign, evaluate
-from tsopt.compiler.graph.non_finite import Harm, harmful_inputs
+from tsopt.compiler.analysis.non_finite import Harm, harmful_inputs
 
 X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.eye(8)

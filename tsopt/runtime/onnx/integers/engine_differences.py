@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from tsopt.compiler.graph.intervals import FLAG, Range, of_dtype
-from tsopt.runtime.onnx.narrow_integers import AS_BOOL, Engine, signed
+from tsopt.compiler.analysis.intervals import FLAG, Range, of_dtype
+from tsopt.runtime.onnx.integers.narrow_integers import AS_BOOL, Engine, signed
 
 WHOLE = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
 WIDE = (torch.int64, torch.uint32, torch.uint64)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tsopt
-from tsopt.compiler.graph.intervals import ANY, Range, of_dtype, range_of_tensor
-from tsopt.compiler.graph.ranges import ranges_of, recorded
+from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, range_of_tensor
+from tsopt.compiler.analysis.ranges import ranges_of, recorded
 
 LOW, HIGH = -6, 9
 X = torch.arange(LOW, HIGH + 1).reshape(4, 4)
