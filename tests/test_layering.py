@@ -75,6 +75,7 @@ WITHOUT_TORCH = (
     "runtime/bundles/probe.py",
     "runtime/sandbox/processes.py",
     "runtime/bundles/staging.py",
+    "runtime/locked_directory.py",
     "runtime/calling/value_checks.py",
     "runtime/racing/cache_files.py",
     "runtime/racing/outcomes.py",

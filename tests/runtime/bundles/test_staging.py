@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tsopt.errors import BundleError
+from tsopt.runtime import locked_directory
 from tsopt.runtime.bundles import staging
 from tsopt.runtime.bundles.staging import ASIDE, PART, exchange, finished, replace, staged, sweep
 
@@ -187,13 +188,13 @@ def test_a_link_with_our_mark_is_not_followed(tmp_path):
 
 def test_where_there_are_no_locks_nothing_is_swept(tmp_path, monkeypatch):
     (tmp_path / f".m.tsopt.1{PART}").mkdir()
-    monkeypatch.setattr(staging, "fcntl", None)
+    monkeypatch.setattr(locked_directory, "fcntl", None)
     write(tmp_path / "m.tsopt", NEW)
     assert sorted(os.listdir(tmp_path)) == [f".m.tsopt.1{PART}", "m.tsopt"]
 
 
 def test_a_writer_that_a_sweeper_took_for_a_dead_one_begins_again(tmp_path, monkeypatch):
-    lock, taken = staging._lock, []
+    lock, taken = locked_directory._lock, []
 
     def slow(handle: int) -> bool | None:
         if not taken:
@@ -201,7 +202,7 @@ def test_a_writer_that_a_sweeper_took_for_a_dead_one_begins_again(tmp_path, monk
             taken[0].rmdir()
         return lock(handle)
 
-    monkeypatch.setattr(staging, "_lock", slow)
+    monkeypatch.setattr(locked_directory, "_lock", slow)
     write(tmp_path / "m.tsopt", NEW)
     assert contents(tmp_path / "m.tsopt") == NEW
 

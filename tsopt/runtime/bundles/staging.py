@@ -1,7 +1,7 @@
 """Atomic output: written next to its target, then moved there in one step.
 
-A writer that is killed leaves its staging directory behind; the next writer of the same target removes it. A lock that
-the system releases when a process ends tells which writers are alive. Imports nothing heavy.
+A writer that is killed leaves its staging directory behind; the next writer of the same target removes it. Imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ import errno
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tsopt.errors import BundleError
-
-try:
-    import fcntl
-except ImportError:  # Windows: nobody knows which writers are alive, so nothing is swept
-    fcntl = None  # type: ignore[assignment]
+from tsopt.runtime import locked_directory
 
 PART, ASIDE = ".tsopt-part", ".tsopt-aside"  # end the names of what is being written, and of what is being replaced
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
@@ -47,7 +40,7 @@ class staged:
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             sweep(self.target)
-            self.staging, self._lock = _locked_directory(self.target)
+            self.staging, self._lock = locked_directory.create(self.target.parent, f".{self.target.name}.", PART)
         except OSError as error:
             raise self._unwritable(error) from error
         return self.staging
@@ -147,7 +140,7 @@ def sweep(target: Path) -> None:
     """Removes what writers of this target that were killed have left; puts back what they had set aside."""
     with contextlib.suppress(OSError):  # another writer may be sweeping; what is left is the next one's
         for path in _leftovers(target, PART):
-            with _unless_alive(path) as dead:
+            with locked_directory.unless_alive(path) as dead:
                 if dead:
                     shutil.rmtree(path, ignore_errors=True)
         for path in sorted(_leftovers(target, ASIDE), key=lambda path: path.lstat().st_mtime, reverse=True):
@@ -162,50 +155,8 @@ def sweep(target: Path) -> None:
 
 
 def _leftovers(target: Path, ending: str) -> list[Path]:
-    """The directories beside a target that carry our marks; nobody else's, and nothing through a link."""
-    head = f".{target.name}."
-    try:
-        with os.scandir(target.parent) as entries:
-            return [
-                Path(entry.path)
-                for entry in entries
-                if entry.name.startswith(head) and entry.name.endswith(ending) and entry.is_dir(follow_symlinks=False)
-            ]
-    except OSError:
-        return []
-
-
-def _locked_directory(target: Path) -> tuple[Path, int]:
-    """A new staging directory, and the open file that says that its writer is alive."""
-    while True:
-        made = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=PART, dir=target.parent))
-        lock = os.open(made, os.O_RDONLY)
-        if _lock(lock) is not False and made.exists():  # between the two, a sweeper may have taken it for a dead one's
-            return made, lock
-        os.close(lock)
-
-
-@contextmanager
-def _unless_alive(path: Path) -> Iterator[bool]:
-    """Whether the writer of a staging directory is known to be dead. Nobody else can find that out meanwhile."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        yield _lock(handle) is True
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int) -> bool | None:
-    """Whether the lock was free, and is ours now. None where there are no locks."""
-    if fcntl is None:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a network file system
-        return None
-    return True
+    """The directories beside a target that carry our marks."""
+    return locked_directory.find(target.parent, f".{target.name}.", ending)
 
 
 def _sync(directory: Path) -> None:
