@@ -12,6 +12,7 @@ import pytest
 
 from tests.runtime.sandbox.helpers import ROOT, leftovers, running
 from tsopt.runtime.sandbox.processes import descendants
+from tsopt.runtime.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
 
@@ -90,3 +91,36 @@ def test_a_killed_caller_leaves_nothing(tmp_path):
         time.sleep(0.05)
     assert running(below) == []
     assert leftovers(process.pid) == []
+
+
+def test_the_next_race_removes_what_one_has_left_that_was_killed_with_its_helper(tmp_path, mlp_program):
+    """As by the kernel, where a whole control group runs out of memory."""
+    (tmp_path / "script.py").write_text(
+        "import torch, tsopt\n"
+        "tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), backends=('tests.runtime.faulty:Sleeps',),"
+        " progress=lambda text: print(text, flush=True))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with process:
+        assert process.stdout is not None
+        while b"compile" not in process.stdout.readline():
+            assert process.poll() is None
+        for pid in descendants(process.pid):
+            os.kill(pid, signal.SIGSTOP)  # nobody clears up
+        with Sandbox() as sandbox:
+            sandbox.open({"fp32": mlp_program}, 1)
+            assert len(leftovers(process.pid)) == 1, "its owner is alive"
+        below = descendants(process.pid)
+        for pid in [process.pid, *below]:
+            os.kill(pid, signal.SIGKILL)
+    assert len(leftovers(process.pid)) == 1
+    with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, 1)
+        assert leftovers(process.pid) == []
+        assert sandbox.directory.is_dir()

@@ -24,6 +24,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, TsoptError
+from tsopt.runtime import locked_directory
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing.outcomes import SYSTEM_ERROR
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, CandidateDied, Isolated, state_of
@@ -32,6 +33,7 @@ from tsopt.runtime.sandbox.transfer import Gone, Message, receive, send, write_t
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
 SHARED = Path("/dev/shm")
+OURS, RACE = "tsopt-", ".race"  # begin and end the names of directories
 
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
@@ -58,7 +60,7 @@ class Sandbox:
     def __init__(self) -> None:
         self._contenders: list[Isolated] = []
         self._examples: dict[int, tuple[Example, Message]] = {}
-        self._directories: list[Path] = []
+        self._directories: list[tuple[Path, int]] = []  # with the open files that lock them
         self._stored: list[Path] = []  # the variants of the program
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -112,10 +114,10 @@ class Sandbox:
         while self._stored:
             shutil.rmtree(self._stored.pop(), ignore_errors=True)
         try:
-            self.directory = Path(
-                tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-", dir=_roomiest(programs.values(), memory))
-            )
-            self._directories.append(self.directory)
+            _sweep()
+            place = _roomiest(programs.values(), memory)
+            self.directory, lock = locked_directory.create(place, f"{OURS}{os.getpid()}-", RACE)
+            self._directories.append((self.directory, lock))
             for name, program in programs.items():
                 self._stored.append(self.directory / name)
                 self._stored[-1].mkdir()
@@ -217,10 +219,20 @@ class Sandbox:
         if self._connection is not None:
             self._connection.close()
         while self._directories:
-            shutil.rmtree(self._directories.pop(), ignore_errors=True)
+            directory, lock = self._directories.pop()
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
 
 
-def _roomiest(programs: Iterable[Program], memory: int | None) -> str | None:
+def _sweep() -> None:
+    """Removes what races have left that were killed together with their helpers: weights, which may be in memory."""
+    for path in (path for place in {SHARED, _usual()} for path in locked_directory.find(place, OURS, RACE)):
+        with contextlib.suppress(OSError), locked_directory.unless_alive(path) as dead:  # another user's, or gone
+            if dead:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _roomiest(programs: Iterable[Program], memory: int | None) -> Path:
     """Shared memory where it has room for the weights several times over, and memory is plenty; else the usual place.
 
     Args:
@@ -230,5 +242,9 @@ def _roomiest(programs: Iterable[Program], memory: int | None) -> str | None:
     left = memory or available_memory()
     plenty = left is None or left > 2 * needed  # a file there is memory too, which nothing can take back
     if plenty and SHARED.is_dir() and os.access(SHARED, os.W_OK) and shutil.disk_usage(SHARED).free > needed:
-        return str(SHARED)
-    return None
+        return SHARED
+    return _usual()
+
+
+def _usual() -> Path:
+    return Path(tempfile.gettempdir())
