@@ -7,16 +7,16 @@ import os
 import pytest
 
 from tsopt.runtime import locked_directory
-from tsopt.runtime.locked_directory import create, find, unless_alive
+from tsopt.runtime.locked_directory import create, find, owner_is_dead
 
 
 def test_the_owner_of_a_directory_is_alive_until_its_lock_is_released(tmp_path):
     made, lock = create(tmp_path, "a-", ".b")
     assert find(tmp_path, "a-", ".b") == [made]
-    with unless_alive(made) as dead:
+    with owner_is_dead(made) as dead:
         assert not dead
     os.close(lock)
-    with unless_alive(made) as dead, unless_alive(made) as at_the_same_time:
+    with owner_is_dead(made) as dead, owner_is_dead(made) as at_the_same_time:
         assert (dead, at_the_same_time) == (True, False), "one sweeper is enough"
 
 
@@ -33,7 +33,7 @@ def test_only_directories_with_both_marks_are_found(tmp_path):
 def test_what_cannot_be_opened_is_an_error_of_the_system(path, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError), unless_alive(tmp_path / path):  # noqa: PT011
+    with pytest.raises(OSError), owner_is_dead(tmp_path / path):  # noqa: PT011
         pass
 
 
@@ -41,5 +41,5 @@ def test_without_locks_nobody_is_known_to_be_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(locked_directory, "fcntl", None)
     made, lock = create(tmp_path, "a-", ".b")
     os.close(lock)
-    with unless_alive(made) as dead:
+    with owner_is_dead(made) as dead:
         assert not dead

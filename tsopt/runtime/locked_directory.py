@@ -1,4 +1,4 @@
-"""Temporary directories that a killed process leaves behind, and the next one finds and removes.
+"""Temporary directories that are locked by their owner, so that those of a killed process can be found and removed.
 
 A lock that the system releases when a process ends tells whether the owner of a directory is alive. Imports nothing
 heavy.
@@ -6,7 +6,9 @@ heavy.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,23 +21,22 @@ except ImportError:  # Windows: nobody knows which owners are alive, so nothing 
 
 
 def create(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
-    """A new directory, and the open file that says that its owner is alive, for as long as it is open.
+    """Creates a directory. Returns it with the file descriptor that holds its lock until it is closed.
 
     Raises:
-        OSError: it cannot be made there.
+        OSError: it cannot be created there.
     """
     while True:
         made = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
         handle = os.open(made, os.O_RDONLY)
-        if (
-            _lock(handle) is not False and made.exists()
-        ):  # between the two, a sweeper may have taken it for a dead one's
+        # `sweep` of another process may have come before the lock.
+        if _lock(handle) is not False and made.exists():
             return made, handle
         os.close(handle)
 
 
 def find(parent: Path, prefix: str, suffix: str) -> list[Path]:
-    """The directories in another that carry these marks; none of anything else, and nothing through a link."""
+    """The directories in `parent` whose names begin and end like this, without symbolic links."""
     try:
         with os.scandir(parent) as entries:
             return [
@@ -47,12 +48,20 @@ def find(parent: Path, prefix: str, suffix: str) -> list[Path]:
         return []
 
 
+def sweep(parent: Path, prefix: str, suffix: str) -> None:
+    """Removes the directories whose owners are dead."""
+    for path in find(parent, prefix, suffix):
+        with contextlib.suppress(OSError), owner_is_dead(path) as dead:  # another user's, or already removed
+            if dead:
+                shutil.rmtree(path, ignore_errors=True)
+
+
 @contextmanager
-def unless_alive(path: Path) -> Iterator[bool]:
-    """Whether the owner of a directory is known to be dead. No other process can find that out meanwhile.
+def owner_is_dead(path: Path) -> Iterator[bool]:
+    """Whether the owner of a directory is known to be dead. The directory stays locked inside the block.
 
     Raises:
-        OSError: it cannot be opened; it may be gone.
+        OSError: it cannot be opened, or no longer exists.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
     try:
@@ -62,7 +71,7 @@ def unless_alive(path: Path) -> Iterator[bool]:
 
 
 def _lock(handle: int) -> bool | None:
-    """Whether the lock was free, and is ours now. None where there are no locks."""
+    """Takes the lock if it is free. Returns whether it was, or None where the system has no locks."""
     if fcntl is None:
         return None
     try:

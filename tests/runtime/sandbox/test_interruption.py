@@ -68,22 +68,30 @@ def test_an_interrupt_ends_everything(tmp_path, phase):
     assert leftovers(process.pid) == []
 
 
-def test_a_killed_caller_leaves_nothing(tmp_path):
+@pytest.fixture
+def racing(tmp_path):
+    """A process in a race, and what it has started: the helper, and a candidate that never comes to an end."""
     (tmp_path / "script.py").write_text(
         "import torch, tsopt\n"
         "tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), backends=('tests.runtime.faulty:Sleeps',),"
         " progress=lambda text: print(text, flush=True))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    while b"compile" not in process.stdout.readline():
-        assert process.poll() is None
-    while len(below := descendants(process.pid)) < 2:  # the helper, and the candidate's own
-        assert process.poll() is None
-        time.sleep(0.02)
+    ) as process:
+        assert process.stdout is not None
+        while b"compile" not in process.stdout.readline():
+            assert process.poll() is None
+        while len(below := descendants(process.pid)) < 2:
+            assert process.poll() is None
+            time.sleep(0.02)
+        yield process, below
+        process.kill()
+
+
+def test_a_killed_caller_leaves_nothing(racing):
+    process, below = racing
     process.kill()
     process.communicate()
     end = time.monotonic() + 60
@@ -93,32 +101,17 @@ def test_a_killed_caller_leaves_nothing(tmp_path):
     assert leftovers(process.pid) == []
 
 
-def test_the_next_race_removes_what_one_has_left_that_was_killed_with_its_helper(tmp_path, mlp_program):
-    """As by the kernel, where a whole control group runs out of memory."""
-    (tmp_path / "script.py").write_text(
-        "import torch, tsopt\n"
-        "tsopt.optimize(torch.nn.Linear(4, 2).eval(), torch.randn(1, 4), backends=('tests.runtime.faulty:Sleeps',),"
-        " progress=lambda text: print(text, flush=True))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    with process:
-        assert process.stdout is not None
-        while b"compile" not in process.stdout.readline():
-            assert process.poll() is None
-        for pid in descendants(process.pid):
-            os.kill(pid, signal.SIGSTOP)  # nobody clears up
-        with Sandbox() as sandbox:
-            sandbox.open({"fp32": mlp_program}, 1)
-            assert len(leftovers(process.pid)) == 1, "its owner is alive"
-        below = descendants(process.pid)
-        for pid in [process.pid, *below]:
-            os.kill(pid, signal.SIGKILL)
+def test_the_next_race_removes_the_files_of_one_that_was_killed_with_its_helper(racing, mlp_program):
+    """As the kernel does if a whole control group runs out of memory."""
+    process, below = racing
+    with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, 1)
+        assert len(leftovers(process.pid)) == 1, "its owner is alive"
+    for pid in below:
+        os.kill(pid, signal.SIGSTOP)  # or the helper would remove the files when the caller ends
+    for pid in [process.pid, *below]:
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
     assert len(leftovers(process.pid)) == 1
     with Sandbox() as sandbox:
         sandbox.open({"fp32": mlp_program}, 1)

@@ -47,8 +47,8 @@ class Program:
         numerics: the weakest class of rewrite applied so far.
         name: the class name of the model, for titles.
         frontend: how the model was captured, and why, if not by torch.export.
-        weights_file: a safetensors file that this process has mapped its weights from, and that nobody writes to:
-            engines may map it as well.
+        weights_file: the safetensors file that the weights are mapped from, if nothing writes to it; engines may map
+            it as well.
     """
 
     graph: fx.Graph

@@ -127,9 +127,9 @@ def quantize_weight(program: Program, layer: fx.Node, largest: int, known: Mutab
 
 
 def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The int8 values, dense, and the scale of each output, [out]: the smallest there is for weights that are all 0.
+    """The int8 values, contiguous, and the scale of each output, [out]: SMALLEST where all of its weights are 0.
 
-    NOTE: not in the memory order of the weight: engines would get a copy (`OnnxModel.save` transposes no integers).
+    NOTE: contiguous whatever the strides of the weight, because ONNX stores integers without a Transpose (`OnnxModel`).
     """
     scales = (weight.abs().flatten(1).amax(1) / largest).clamp(min=SMALLEST)
     integers = (weight / _by_output(scales, weight)).round().clamp(-largest, largest).to(torch.int8)

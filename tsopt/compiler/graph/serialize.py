@@ -69,7 +69,7 @@ def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bo
         data = parse((directory / GRAPH).read_bytes())
         tensors = load_file(directory / WEIGHTS)
         program = _Reader(data, tensors, own).program(state)
-        # NOTE: only of our own, since a bundle belongs to the user, who may write to it.
+        # NOTE: not the file of a bundle, which belongs to the user, who may overwrite it.
         return replace(program, weights_file=directory / WEIGHTS) if own else program
     except TsoptError:
         raise

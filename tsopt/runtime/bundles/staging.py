@@ -139,10 +139,7 @@ def finished(target: Path) -> Path:
 def sweep(target: Path) -> None:
     """Removes what writers of this target that were killed have left; puts back what they had set aside."""
     with contextlib.suppress(OSError):  # another writer may be sweeping; what is left is the next one's
-        for path in _leftovers(target, PART):
-            with locked_directory.unless_alive(path) as dead:
-                if dead:
-                    shutil.rmtree(path, ignore_errors=True)
+        locked_directory.sweep(target.parent, f".{target.name}.", PART)
         for path in sorted(_leftovers(target, ASIDE), key=lambda path: path.lstat().st_mtime, reverse=True):
             # NOTE: the writer's own lock is on its new directory, which is at the target once it has been moved.
             writer = path.with_name(path.name.removesuffix(ASIDE) + PART)

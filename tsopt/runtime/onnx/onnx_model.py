@@ -1,8 +1,8 @@
-"""An ONNX model in memory, written for people, or for an engine of this machine.
+"""An ONNX model in memory, and how it is written: as a file for other tools, or in a directory for an engine.
 
-An engine wants its weights dense. A weight that the program reads transposed lies in memory the other way round: an
-engine gets it as it lies, with a Transpose that the engine folds. So no weight is copied on its way there, and one that
-this process has mapped from a file is mapped from the same file by each engine. Needs onnx_ir.
+ONNX stores weights contiguously. A weight that the program reads as a transposed view is passed to an engine in its
+memory order, followed by a Transpose that the engine folds, so it need not be copied. A weight that this process has
+mapped from a file is mapped from the same file by the engine. Needs onnx_ir.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-FILE = "model.onnx"  # in the directory of a bundle, or of a candidate
+FILE = "model.onnx"  # in the directory of a bundle or of a candidate
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
-LYING = ".stored"  # what is added to the name of a weight that is stored as it lies in memory
-LINK = "weights"  # in the directory of a model: the file that holds the weights of the program, once more
+STORED = ".stored"  # suffix of the name of a weight that is stored in its memory order
+LINK = "weights"  # in the directory of a model: a hard link to the program's file of weights
 
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """An exported model, its weights still shared with the program, or mapped from a file.
+    """An exported model, whose weights are shared with the program or mapped from a file.
 
     Attributes:
-        model: onnx_ir's.
-        weights_file: the program's (see `Program`).
+        model: an `onnx_ir.Model`.
+        weights_file: that of the program (see `Program`).
     """
 
     model: Any
@@ -35,7 +35,7 @@ class OnnxModel:
 
     @classmethod
     def read(cls, path: Path) -> OnnxModel:
-        """What `save` has written; the file may be removed then, but not written to.
+        """Reads what `save` has written. The file may be removed afterwards, but not written to.
 
         NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
         """
@@ -54,10 +54,11 @@ class OnnxModel:
         return cls(model)
 
     def save(self, place: Path) -> None:
-        """Writes the model: into a directory for an engine, otherwise into a file for whoever reads ONNX.
+        """Writes the model: to a file for other tools, or, if `place` is a directory, into it for an engine.
 
-        In a directory, weights are stored as they lie, in a file beside the model. Those of the program's own file are
-        not written again: that file gets another link, `weights`. A single file has dense weights in it, if they fit.
+        In a directory, weights are stored in their memory order, in a file beside the model. Weights that are in the
+        program's file are not written again; the directory gets a hard link to that file. A file contains its weights,
+        up to the limit of protobuf.
         """
         if place.is_dir():
             self._store(place)
@@ -71,7 +72,7 @@ class OnnxModel:
         import onnx_ir
         from onnx_ir.external_data import convert_tensors_to_external
 
-        model = self._as_it_lies()
+        model = self._in_memory_order()
         mapped = _mapped(self.weights_file) if self.weights_file and _link(self.weights_file, directory) else []
         written = []
         for _, value in _large(model.graph):
@@ -90,19 +91,19 @@ class OnnxModel:
         """The model without its large weights, and these as numpy arrays over the program's memory."""
         import onnx_ir
 
-        model = self._as_it_lies()
+        model = self._in_memory_order()
         arrays: dict[str, Any] = {}
         for key, value in _large(model.graph):
             arrays[key] = value.const_value.numpy()
             value.const_value = _external(value.const_value)
         return onnx_ir.to_proto(model).SerializeToString(), arrays
 
-    def _as_it_lies(self) -> Any:
-        """A copy of the model over the same memory, in which large weights that lie transposed are dense."""
+    def _in_memory_order(self) -> Any:
+        """A copy of the model that shares its memory; large transposed weights are stored in their memory order."""
         import numpy as np
         import onnx_ir
 
-        # NOTE: no integers: OpenVINO computes in int8 only where the weights themselves are constants.
+        # NOTE: not integers: OpenVINO's int8 kernels need weights that are constants, not the result of a Transpose.
         transposed = (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE)
         model = self.model.clone()
         graph = model.graph
@@ -110,13 +111,13 @@ class OnnxModel:
         for key, value in _large(graph):
             array = value.const_value.numpy()
             order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-            lying = array.transpose(order)
-            if value.const_value.dtype not in transposed or array.flags.c_contiguous or not lying.flags.c_contiguous:
+            dense = array.transpose(order)
+            if value.const_value.dtype not in transposed or array.flags.c_contiguous or not dense.flags.c_contiguous:
                 continue
-            name = f"{key}{LYING}"
+            name = f"{key}{STORED}"
             while name in taken:
-                name += LYING
-            tensor = onnx_ir.Tensor(lying, value.const_value.dtype, name=name)
+                name += STORED
+            tensor = onnx_ir.Tensor(dense, value.const_value.dtype, name=name)
             stored = onnx_ir.Value(name=name, type=value.type, shape=tensor.shape, const_value=tensor)
             node = onnx_ir.node("Transpose", [stored], {"perm": np.argsort(order).tolist()}, name=name)
             made = node.outputs[0]
@@ -129,12 +130,12 @@ class OnnxModel:
 
 
 def _read_transposed(graph: Any) -> None:
-    """Weights that are stored as they lie become what the program reads, over the same memory."""
+    """Turns weights that are stored in their memory order back into transposed views."""
     import onnx_ir
 
     for node in list(graph):
         stored, made = (*node.inputs, None)[0], node.outputs[0]
-        if stored is not None and stored.name == node.name and stored.name.startswith(f"{made.name}{LYING}"):
+        if stored is not None and stored.name == node.name and stored.name.startswith(f"{made.name}{STORED}"):
             array = stored.const_value.numpy().transpose(node.attributes["perm"].as_ints())
             tensor = onnx_ir.Tensor(array, stored.const_value.dtype, name=made.name)
             weight = onnx_ir.Value(name=made.name, type=stored.type, shape=tensor.shape, const_value=tensor)
@@ -145,7 +146,7 @@ def _read_transposed(graph: Any) -> None:
 
 
 def _large(graph: Any) -> Iterator[tuple[str, Any]]:
-    """The weights that are handed over, by name."""
+    """The weights that are not stored inside the model itself, by name."""
     for key, value in list(graph.initializers.items()):
         if value.const_value is not None and value.const_value.nbytes > INLINE:
             yield key, value
@@ -159,7 +160,7 @@ def _external(tensor: Any, offset: int = 0) -> Any:
 
 
 def _link(file: Path, directory: Path) -> bool:
-    """Gives a file another name, in the directory of a model; False where the file system has no room for that."""
+    """Creates a hard link in the directory of a model. Returns False where the file system does not allow it."""
     try:
         os.link(file, directory / LINK)
     except OSError:
@@ -168,7 +169,7 @@ def _link(file: Path, directory: Path) -> bool:
 
 
 def _mapped(file: Path) -> list[tuple[int, int, int]]:
-    """The addresses that this process sees a file at: from, up to, and the offset in the file of the first one."""
+    """Where a file is mapped in this process: the first address, the end, and the offset in the file of each part."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # another system
@@ -182,7 +183,7 @@ def _mapped(file: Path) -> list[tuple[int, int, int]]:
 
 
 def _offset(array: Any, mapped: list[tuple[int, int, int]]) -> int | None:
-    """Where in the file an array lies; None if it lies elsewhere or not side by side."""
+    """The offset of an array in the file, or None if it is not in the file or not contiguous."""
     first = array.__array_interface__["data"][0]
     inside = (offset + first - start for start, end, offset in mapped if start <= first <= end - array.nbytes)
     return next(inside, None) if array.flags.c_contiguous else None

@@ -114,7 +114,8 @@ class Sandbox:
         while self._stored:
             shutil.rmtree(self._stored.pop(), ignore_errors=True)
         try:
-            _sweep()
+            for place in (SHARED, _usual()):  # left by races that were killed together with their helpers
+                locked_directory.sweep(place, OURS, RACE)
             place = _roomiest(programs.values(), memory)
             self.directory, lock = locked_directory.create(place, f"{OURS}{os.getpid()}-", RACE)
             self._directories.append((self.directory, lock))
@@ -222,14 +223,6 @@ class Sandbox:
             directory, lock = self._directories.pop()
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
-
-
-def _sweep() -> None:
-    """Removes what races have left that were killed together with their helpers: weights, which may be in memory."""
-    for path in (path for place in {SHARED, _usual()} for path in locked_directory.find(place, OURS, RACE)):
-        with contextlib.suppress(OSError), locked_directory.unless_alive(path) as dead:  # another user's, or gone
-            if dead:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _roomiest(programs: Iterable[Program], memory: int | None) -> Path:
