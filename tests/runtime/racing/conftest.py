@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.runtime.helpers import candidates
@@ -40,6 +42,7 @@ class Clock:
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(timing, "time", made)
+    monkeypatch.setattr(timing, "THREADS", Path("no such directory"))
     monkeypatch.setattr(tournament, "time", made)
     return made
 

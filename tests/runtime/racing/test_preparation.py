@@ -20,7 +20,7 @@ def test_the_cold_start_of_every_candidate_is_told(run_race):
 
 def test_one_that_is_far_behind_is_not_checked(run_race, monkeypatch):
     monkeypatch.setattr(preparation, "HOPELESS", 4.0)
-    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-9)
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.0 if call.backend == "faulty" else 1e-9])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 2e-9)
     timed = []
@@ -41,7 +41,7 @@ def test_one_that_was_slow_in_a_moment_is_looked_at_in_two_more(run_race, monkey
     monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.3)
     monkeypatch.setattr(preparation, "HOPELESS", 4.0)
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [1.5 if call.backend == "faulty" else 1.0])
-    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: next(looks))
+    monkeypatch.setattr(preparation, "seconds_of", lambda *_: next(looks))
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
     assert row(run_race()).status == status
 
@@ -60,7 +60,7 @@ def test_one_that_is_wrong_leaves_nobody_behind_however_fast_it_is(run_race, mon
     monkeypatch.setattr(Behaviour, "run", staticmethod(lambda calls, inputs, right: [value + 1 for value in right]))
     paces = {"faulty": 1e-9, "eager": 1.0}
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [paces[call.backend]])
-    monkeypatch.setattr(preparation, "seconds_of", lambda call, inputs: paces[call.backend])
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
     found = run_race()
     assert (row(found).status, row(found, "eager + passes").status) == ("wrong", "ok")

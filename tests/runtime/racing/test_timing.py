@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing import timing
-from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of
+from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_of
 
 INPUTS = [Example((n,), {"k": n}) for n in range(3)]
 
@@ -55,3 +57,41 @@ def test_a_long_call_is_estimated_by_one(clock):
     log: list = []
     assert seconds_of(clock.taking(0.5, log), INPUTS) == pytest.approx(0.5)
     assert len(log) == 2
+
+
+@pytest.mark.parametrize(("first", "later", "found"), [(1e-3, 1e-4, 1e-4), (10e-3, 1e-4, 10e-3), (1e-3, 5.0, 1e-3)])
+def test_only_short_calls_are_estimated_again_after_the_first_ones(clock, first, later, found):
+    assert once_warm([first, first], clock.taking(later), INPUTS) == pytest.approx(found)
+
+
+def test_all_is_measured_where_the_calls_are_made():
+    class Elsewhere:
+        def timed(self, how, inputs, **counts):
+            asked.append((how, inputs, counts))
+            return [2.0]
+
+    asked: list = []
+    assert first_calls(Elsewhere(), INPUTS) == [2.0]
+    assert seconds_of(Elsewhere(), INPUTS) == 2.0
+    assert timing.seconds_of_calls(Elsewhere(), INPUTS, 3) == [2.0]
+    counts = {"times": 3, "untimed": 0, "samples": 1}
+    assert asked == [("first_calls", INPUTS, {}), ("seconds_of", INPUTS, {}), ("seconds_of_calls", INPUTS, counts)]
+    assert set(timing.MEASUREMENTS) == {how for how, *_ in asked}
+
+
+def test_it_rests_until_no_other_thread_has_been_running_for_several_looks(monkeypatch, tmp_path, clock):
+    """A thread that spins runs; one that waits for a core runs as well, although it uses none."""
+    other, mine, ended = tmp_path / "7", tmp_path / str(threading.get_native_id()), tmp_path / "8"
+    for thread in (other, mine, ended):
+        thread.mkdir()
+    states = iter("RRSRSSSSSSS")
+
+    def sleep(seconds):
+        clock.now += seconds
+        (other / "stat").write_text(f"7 (name) R) {next(states)} 1 2")
+
+    (mine / "stat").write_text("1 (python) R 1 2")
+    monkeypatch.setattr(clock, "sleep", sleep)
+    monkeypatch.setattr(timing, "THREADS", tmp_path)
+    rest()
+    assert clock.now == pytest.approx(timing.LOOK * 7)

@@ -41,7 +41,7 @@ def test_candidates_are_compiled_side_by_side(try_all, no_winner, monkeypatch):
 def test_where_memory_is_short_only_the_fastest_are_kept(try_all, no_winner, monkeypatch):
     took = {"eager": 1.0, FAULTY + "Right": 3.0, FAULTY + "Noisy": 2.0}
     monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "seconds_of", lambda made, *_: took[made.candidate.backend])
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
     rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1)
     assert {name: row.status for name, row in rows.items() if name != "eager"} == {
         "Right": "not checked",
@@ -72,7 +72,7 @@ def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_prog
 def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_winner, monkeypatch, memory, kept):
     took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Noisy": 2.0, "onnxruntime": 2.5, FAULTY + "Right": 3.0}
     monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "seconds_of", lambda made, *_: took[made.candidate.backend])
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
     monkeypatch.setattr(contenders, "COPIES", 1.0)
     monkeypatch.setattr(Maker, "_weight_bytes", lambda self, variant: 100)
     rows, _ = try_all(*took, memory=memory)
@@ -171,7 +171,7 @@ def test_a_sandbox_takes_one_program_after_the_other(sandbox, mlp_program):
         (item,) = program.signature.user_inputs
         x = torch.ones(item.type.shape)
         example = Example((x,))
-        assert candidate.seconds([example], 1)[0] > 0
+        assert candidate.timed("seconds_of", [example])[0] > 0
         torch.testing.assert_close(candidate(x), tsopt.compile(program, "eager")(x))
 
 

@@ -20,7 +20,7 @@ from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait
 from tsopt.runtime.racing.outcomes import NOT_CHECKED
-from tsopt.runtime.racing.timing import SHORT, ColdStart, first_calls, seconds_of
+from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, seconds_of
 from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
@@ -60,8 +60,8 @@ class _Entry:
 
 def prepare(
     maker: Maker, judge: Judge, clock: Clock, progress: Progress, eager_seconds: float
-) -> tuple[list[Row], dict[str, Contender]]:
-    """A row for each candidate, and those that are right and fast enough to be timed, by key.
+) -> tuple[list[Row], dict[str, Contender], dict[str, float]]:
+    """A row for each candidate; those that are right and fast enough to be timed, and about how long their calls take.
 
     Those that export to ONNX are compiled first, one for each core, then the others by themselves: these run kernels
     while they compile. oneDNN's are timed, and the threads of TorchScript wait for each other, for six times as long
@@ -70,6 +70,9 @@ def prepare(
 
     Args:
         eager_seconds: about how long a call of the model takes.
+
+    Returns:
+        The contenders and the seconds of their calls by key.
     """
     settings = maker.settings
     entries = [_Entry(item, Row(item.title, key=item.key)) for item in settings.candidates]
@@ -88,7 +91,8 @@ def prepare(
         else:
             under_way.admit([entry], plain.contender)
     found = {entry.row.key: entry.contender for entry in entries if entry.contender is not None}
-    return [Row(EAGER), *(entry.row for entry in entries)], found
+    seconds = {entry.row.key: entry.call_seconds for entry in entries}
+    return [Row(EAGER), *(entry.row for entry in entries)], found, seconds
 
 
 def _groups(entries: Sequence[_Entry], *, by_themselves: bool) -> list[list[_Entry]]:
@@ -159,12 +163,14 @@ class _Preparation:
 
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
+        inputs = self.judge.inputs
         for _ in range(LOOKS):
             for entry in group:
                 made = entry.contender
                 if made is not None and self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
                     with _called_to_be_timed(entry, self.maker):
-                        entry.call_seconds = min(entry.call_seconds, seconds_of(made, self.judge.inputs))
+                        seconds = seconds_of(made, inputs, device_wait(inputs[0]))
+                        entry.call_seconds = min(entry.call_seconds, seconds)
 
     def _compile(self, group: Sequence[_Entry], files_of: Contender | None) -> None:
         under_way: list[_Entry] = []
@@ -211,9 +217,10 @@ class _Preparation:
         if made is None or not self._in_time(entry):
             return
         inputs = self.judge.inputs
+        wait = device_wait(inputs[0])
         with _called_to_be_timed(entry, self.maker):
-            spent = first_calls(made, inputs, device_wait(inputs[0]))
-            entry.call_seconds = min(spent) if min(spent) > SHORT else min(*spent, seconds_of(made, inputs))
+            spent = first_calls(made, inputs, wait)
+            entry.call_seconds = once_warm(spent, made, inputs, wait)
             entry.row = replace(entry.row, cold=ColdStart.of(spent))
 
     def _check(self, entry: _Entry) -> None:

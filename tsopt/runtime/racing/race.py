@@ -74,12 +74,17 @@ def race(
             torch.set_num_threads(settings.threads)
         maker = Maker(programs, settings, sandbox)
         with protected(model, written=captured.state.values()), mode_of(captured):
-            eager_seconds = seconds_of(model, judge.inputs)
+            eager_seconds = seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
         give_back_memory()  # of capture, and of eager's calls
-        rows, contenders = prepare(maker, judge, clock, progress, eager_seconds)
+        rows, contenders, call_seconds = prepare(maker, judge, clock, progress, eager_seconds)
+        call_seconds[MODEL] = eager_seconds
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
-            rows = _timed(model, captured, judge, rows, contenders, limits, progress, interrupted, settings.time_all)
+            rows = _timed(
+                *(model, captured, judge, rows, contenders, call_seconds, limits, progress),
+                stop=interrupted,
+                time_all=settings.time_all,
+            )
             early = interrupted()
         found = choose(
             maker,
@@ -112,12 +117,19 @@ def _timed(
     judge: Judge,
     rows: list[Row],
     contenders: Mapping[str, Contender],
+    call_seconds: Mapping[str, float],
     limits: tuple[float, float],
     progress: Progress,
+    *,
     stop: Callable[[], bool],
     time_all: bool,
 ) -> list[Row]:
-    """Args: limits: how long to time, and how long at most, where that decides nothing."""
+    """Rows with what was measured.
+
+    Args:
+        call_seconds: of a call of the model and of each contender, about, by key.
+        limits: how long to time, and how long at most, where that decides nothing.
+    """
     inputs, (seconds, longest) = judge.inputs, limits
     names = {row.key: row.name for row in rows}
     calls: dict[str, Callable[..., Any]] = {EAGER: model}
@@ -129,7 +141,7 @@ def _timed(
             extra=min(seconds, longest - seconds),
             wait=device_wait(inputs[0]),
             progress=lambda text: progress(f"time: {text}"),
-            warm=True,
+            known={row.name: call_seconds[row.key] for row in rows if row.name in calls},
             until_decided=not time_all,
             out=lambda name: retire(calls[name]),
             stop=stop,

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
 
-PAUSE = 25e-3  # seconds between looks at whether a candidate's threads have come to rest; one that spins may be off its
-# core for 10 ms of them, on a busy machine
-IDLE = 0.2  # cores in use, at most, when they have
+THREADS = Path("/proc/self/task")
+LOOK, LOOKS = 1e-3, 3  # seconds between looks at whether a candidate's threads are at rest; how many must agree
+# Where the system does not tell which threads run: seconds, and cores in use at most when they are at rest. A thread
+# that spins may be off its core for 10 ms of them, on a busy machine.
+PAUSE, IDLE = 25e-3, 0.2
 LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all the same
 MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.3  # calls, calls, seconds: how long the first calls are watched
 WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
-SHORT, SAMPLE = 2e-3, 5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
+SHORT, SAMPLE = 2e-3, 2.5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
 TRIES = 3  # for a sample, where the clock stands still or goes back
 
 
@@ -43,21 +47,27 @@ class Remote(Protocol):
     It answers when its threads are at rest (`rest`).
     """
 
-    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0, samples: int = 1) -> list[float]:
-        """How long `times` calls in a row take, so often in a row, right after `untimed` others; inputs in turn."""
+    def timed(self, how: str, inputs: Sequence[Example], **counts: int) -> list[float]:
+        """What one of MEASUREMENTS finds there, given the callable and the inputs.
+
+        Args:
+            counts: its other arguments.
+        """
 
 
 def first_calls(
     call: Callable[..., Any], inputs: Sequence[Example], wait: Callable[[], None] = lambda: None
 ) -> list[float]:
     """Seconds of the first calls of all, one by one: engines specialize, pack weights and allocate in them."""
-    spent = time_calls(call, inputs, 1, wait, samples=MIN_COLD)
+    if isinstance(call, Remote):
+        return call.timed("first_calls", inputs)
+    spent = seconds_of_calls(call, inputs, 1, samples=MIN_COLD, wait=wait)
     left = COLD_SECONDS - sum(spent)
     more = min(MAX_COLD - MIN_COLD, int(left / max(spent[-1], 1e-7))) if left > 0 else 0
     if more:
-        spent += time_calls(call, _turned(inputs, MIN_COLD), 1, wait, samples=more)
+        spent += seconds_of_calls(call, _turned(inputs, MIN_COLD), 1, samples=more, wait=wait)
     while len(spent) < MAX_COLD and WARM_RATIO * spent[-1] <= min(spent[:-1]):  # it still gets faster
-        spent += time_calls(call, _turned(inputs, len(spent)), 1, wait)
+        spent += seconds_of_calls(call, _turned(inputs, len(spent)), 1, wait=wait)
     return spent
 
 
@@ -73,11 +83,30 @@ def rest() -> None:
     up to 1.5 times slower (ResNet-50: 34 ms after another session, 22 ms after a rest).
     """
     end = time.perf_counter() + LONGEST_REST
-    busy = True
-    while busy and time.perf_counter() < end:
-        start, spent = time.perf_counter(), time.process_time()
-        time.sleep(PAUSE)
-        busy = time.process_time() - spent > IDLE * (time.perf_counter() - start)
+    looks, is_busy = (LOOKS, _any_runs) if THREADS.is_dir() else (1, _uses_a_core)
+    idle = 0
+    while idle < looks and time.perf_counter() < end:
+        idle = 0 if is_busy() else idle + 1
+
+
+def _any_runs() -> bool:
+    """Whether another thread of this process runs, or waits for a core, in a moment."""
+    time.sleep(LOOK)
+    mine = str(threading.get_native_id())
+    return any(_state(thread) == "R" for thread in THREADS.iterdir() if thread.name != mine)
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rpartition(") ")[2][:1]
+    except OSError:  # it has ended
+        return ""
+
+
+def _uses_a_core() -> bool:
+    start, spent = time.perf_counter(), time.process_time()
+    time.sleep(PAUSE)
+    return time.process_time() - spent > IDLE * (time.perf_counter() - start)
 
 
 def positive(timed: Callable[[], float]) -> float:
@@ -87,20 +116,6 @@ def positive(timed: Callable[[], float]) -> float:
         if 0 < seconds < math.inf:
             return seconds
     raise BackendError("timing failed", why=f"the clock measured {seconds!r} seconds for the calls")
-
-
-def time_calls(
-    call: Callable[..., Any],
-    inputs: Sequence[Example],
-    times: int,
-    wait: Callable[[], None],
-    untimed: int = 0,
-    samples: int = 1,
-) -> list[float]:
-    """`seconds_of_calls`, measured where the calls are made."""
-    if isinstance(call, Remote):
-        return call.seconds(inputs, times, untimed, samples)
-    return seconds_of_calls(call, inputs, times, untimed, samples, wait)
 
 
 def seconds_of_calls(
@@ -115,6 +130,8 @@ def seconds_of_calls(
 
     No call sees what another has done to what it was given: with a cache that has grown it would be another call.
     """
+    if isinstance(call, Remote):
+        return call.timed("seconds_of_calls", inputs, times=times, untimed=untimed, samples=samples)
     if any(item.renewed() is not item for item in inputs):
         turns = (item.renewed() for item in itertools.cycle(inputs))
         for _ in range(untimed):
@@ -143,12 +160,32 @@ def _seconds_of_one(call: Callable[..., Any], item: Example, wait: Callable[[], 
     return time.perf_counter() - start
 
 
-def seconds_of(call: Callable[..., Any], inputs: Sequence[Example]) -> float:
+def once_warm(
+    spent: Sequence[float],
+    call: Callable[..., Any],
+    inputs: Sequence[Example],
+    wait: Callable[[], None] = lambda: None,
+) -> float:
+    """About how long a call takes, whose first calls took so many seconds: short ones are slow until many were made."""
+    return min(spent) if min(spent) > SHORT else min(*spent, seconds_of(call, inputs, wait))
+
+
+def seconds_of(call: Callable[..., Any], inputs: Sequence[Example], wait: Callable[[], None] = lambda: None) -> float:
     """About how long a call takes, for decisions that need no interval."""
+    if isinstance(call, Remote):
+        return call.timed("seconds_of", inputs)[0]
     seconds, times = math.inf, 1
     while True:
-        found = time_calls(call, inputs, times, lambda: None, untimed=min(times, 1000))[0] / times
+        found = seconds_of_calls(call, inputs, times, min(times, 1000), wait=wait)[0] / times
         if found > SHORT or found > seconds / 2:
             return min(found, seconds)
         # Short calls take longer by themselves than in a row, where caches and threads are warm.
         seconds, times = found, max(times + 1, min(1000, int(SAMPLE / max(found, 1e-7))))
+
+
+# By name, for another process.
+MEASUREMENTS: Mapping[str, Callable[..., list[float]]] = {
+    "first_calls": first_calls,
+    "seconds_of_calls": seconds_of_calls,
+    "seconds_of": lambda call, inputs: [seconds_of(call, inputs)],
+}

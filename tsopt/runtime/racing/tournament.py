@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,10 +19,10 @@ import numpy as np
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing.outcomes import ending_of
 from tsopt.runtime.racing.speedup import UNDECIDED, Timing, ratio, speedup
-from tsopt.runtime.racing.timing import SAMPLE, Remote, positive, rest, time_calls
+from tsopt.runtime.racing.timing import SAMPLE, Remote, once_warm, positive, rest, seconds_of_calls
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
-SETTLE = 20e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
+SETTLE = 10e-3  # seconds of untimed calls before each sample: the first ones find cold caches and sleeping threads
 IN_A_ROW = 4  # samples of SAMPLE seconds on each turn, or as many calls as fit into their time
 LONG = 0.1  # seconds: longer calls are not preceded by an untimed one, because cold caches hardly matter to them
 DROP_RATIO = 3.0  # times slower than the best after MIN_ROUNDS: no more samples
@@ -61,7 +60,7 @@ def measure(
     extra: float | None = None,
     wait: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] | None = None,
-    warm: bool = False,
+    known: Mapping[str, float] | None = None,
     until_decided: bool = False,
     out: Callable[[str], None] = lambda name: None,
     stop: Callable[[], bool] = lambda: False,
@@ -80,7 +79,7 @@ def measure(
         extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided; as long
             again when it is None.
         wait: returns when the device has done all that was asked of it; part of every sample.
-        warm: all of them have been called several times.
+        known: seconds of a call, about, of those that have been called several times.
         until_decided: stop when it is known which one is the fastest; those that cannot be leave before.
         out: called with the name of each one that gets no more samples although it raised nothing.
         stop: asked after each sample, from the second round on, whether to stop right there.
@@ -91,9 +90,12 @@ def measure(
     lanes = {name: _Lane(call) for name, call in calls.items()}
     baseline = next(iter(lanes))
     for name, lane in lanes.items():
+        if known and name in known:
+            _portion(lane, known[name])
+            continue
         if progress:
             progress(f"warm-up {name}")
-        _attempt(partial(_warm_up, calls=1 if warm else WARM_UP), lane, inputs, wait, is_baseline=name == baseline)
+        _attempt(_warm_up, lane, inputs, wait, is_baseline=name == baseline)
     rest()
     end = time.perf_counter() + seconds
     last = end + (seconds if extra is None else extra)
@@ -188,10 +190,15 @@ def _attempt(
         lane.error, lane.ending = f"{type(error).__name__}: {str(error)[:200]}", ending_of(error)
 
 
-def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None], calls: int) -> None:
-    if calls > 1:
-        time_calls(lane.call, inputs[-1:], 1, wait)
-    call = max(min(time_calls(lane.call, inputs, 1, wait, samples=calls)), 1e-7)
+def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
+    seconds_of_calls(lane.call, inputs[-1:], 1, wait=wait)
+    spent = seconds_of_calls(lane.call, inputs, 1, samples=WARM_UP, wait=wait)
+    _portion(lane, once_warm(spent, lane.call, inputs, wait))
+
+
+def _portion(lane: _Lane, call: float) -> None:
+    """How many calls make a sample, where each takes so many seconds."""
+    call = max(call, 1e-7)
     lane.group = max(1, min(1000, int(SAMPLE / call)))
     lane.in_a_row = max(1, min(IN_A_ROW, int(IN_A_ROW * SAMPLE / call)))
     lane.untimed = 0 if call > LONG else max(1, min(2000, int(SETTLE / call)))
@@ -199,7 +206,8 @@ def _warm_up(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None], c
 
 def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) -> None:
     # The median of a few in a row: what held up one of them for a moment says nothing about the candidate.
-    found = positive(lambda: median(time_calls(lane.call, inputs, lane.group, wait, lane.untimed, lane.in_a_row)))
+    counts = lane.group, lane.untimed, lane.in_a_row
+    found = positive(lambda: median(seconds_of_calls(lane.call, inputs, *counts, wait)))
     lane.samples.append(found / lane.group)
     if not isinstance(lane.call, Remote):
         rest()

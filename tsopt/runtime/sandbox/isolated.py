@@ -127,10 +127,13 @@ class Isolated:
             self._saved = self.sandbox.directory / name
         return self._saved
 
-    def seconds(self, inputs: Sequence[Example], times: int, untimed: int = 0, samples: int = 1) -> list[float]:
-        """How long `times` calls in a row take, so often in a row, right after `untimed` others.
+    def timed(self, how: str, inputs: Sequence[Example], **counts: int) -> list[float]:
+        """What one of MEASUREMENTS of `racing/timing.py` finds, in the candidate's own process.
 
-        Measured where they are made, on the inputs in turn, in inference mode where the caller is in it.
+        In inference mode where the caller is in it.
+
+        Args:
+            counts: arguments of that function beside the callable and the inputs.
         """
         new = [item for item in inputs if not any(item is sent for sent in self._sent)]
         if new:
@@ -139,8 +142,8 @@ class Isolated:
             self._ask({"do": "examples", "examples": described})
         places = [next(i for i, sent in enumerate(self._sent) if sent is item) for item in inputs]
         inference = torch.is_inference_mode_enabled()
-        what = {"do": "time", "examples": places, "times": times, "untimed": untimed, "samples": samples}
-        return [float(value) for value in self._ask({**what, "inference": inference})["seconds"]]
+        what = {"do": "time", "how": how, "examples": places, "counts": counts, "inference": inference}
+        return [float(value) for value in self._ask(what)["seconds"]]
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
         try:

@@ -33,7 +33,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
 from tsopt.runtime.racing import outcomes
-from tsopt.runtime.racing.timing import rest, seconds_of_calls
+from tsopt.runtime.racing.timing import MEASUREMENTS, rest
 from tsopt.runtime.sandbox.processes import (
     SET_DEATH_SIGNAL,
     SET_SUBREAPER,
@@ -226,7 +226,7 @@ class _Candidate:
         return {}
 
     def time(self, message: Message) -> Message:
-        """Seconds of so many calls in a row, for each sample. Answers when its threads are at rest."""
+        """The seconds that a measurement finds. Answers when its threads are at rest."""
         assert self.executable is not None
         names = [item.name for item in self.program.signature.user_inputs]
         inputs = len(names)
@@ -236,8 +236,7 @@ class _Candidate:
         written = any(item.writes in names for item in self.program.signature.writes)
         calls = [Example(tuple(item[:inputs]), written=written) for item in chosen]
         with torch.inference_mode() if message["inference"] else torch.no_grad():
-            counts = message["times"], message["untimed"], message["samples"]
-            seconds = seconds_of_calls(self.executable, calls, *counts)
+            seconds = MEASUREMENTS[message["how"]](self.executable, calls, **message["counts"])
         rest()
         return {"seconds": seconds}
 
