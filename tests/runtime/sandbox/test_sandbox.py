@@ -68,6 +68,27 @@ def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_prog
     assert Maker(programs, settings, None).fit([full] * 9) == 9, "they share what this process holds"
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "status"),
+    [(1.05, 9.0, "ok"), (1.2, 1.2, "not checked"), (1.2, 1.05, "ok")],
+    ids=["near", "behind", "slow in a moment only"],
+)
+def test_of_a_large_model_only_the_fastest_are_kept(try_all, no_winner, monkeypatch, first, later, status):
+    took = {"eager": 1.0, FAULTY + "Noisy": 1.01, FAULTY + "Right": first}
+    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
+    monkeypatch.setattr(preparation, "seconds_of", lambda *_: later)
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    monkeypatch.setattr(contenders, "MANY", 0)
+    rows, _ = try_all(*took)
+    assert [row.status for row in list(rows.values())[1:]] == ["ok", "ok", status]
+    if status != "ok":
+        said = "about 1.2 times slower than the best; of a model of this size, only the 2 fastest candidates are kept"
+        assert rows["Right"].reason == said
+    rows, _ = try_all(*took, time_all=True)
+    assert {row.status for row in rows.values()} == {"ok"}
+
+
 @pytest.mark.parametrize(("memory", "kept"), [(499, 3), (399, 2), (1, 2)])
 def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_winner, monkeypatch, memory, kept):
     took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Noisy": 2.0, "onnxruntime": 2.5, FAULTY + "Right": 3.0}

@@ -119,6 +119,11 @@ class Maker:
         program = self._programs[variant]
         return sum(weight.nbytes for weight in program.weights.values()) if isinstance(program, Program) else 0
 
+    @property
+    def is_heavy(self) -> bool:
+        """Whether each candidate has a process of its own, which holds a lot of weights."""
+        return self.sandbox is not None and self._weight_bytes(FP32) > MANY
+
     def bytes_of(self, candidate: Candidate) -> float:
         """About how many bytes a compiled candidate takes."""
         return COPIES * self._weight_bytes(candidate.variant)
@@ -135,7 +140,7 @@ class Maker:
 
         One that is needed after all is compiled here.
         """
-        if self._weight_bytes(FP32) > MANY:
+        if self.is_heavy:
             for contender in others:
                 retire(contender)
 

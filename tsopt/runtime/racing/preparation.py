@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,12 +26,15 @@ from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 
 SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewer threads
-AT_ONCE = 2  # candidates that are kept, however tight memory is
+AT_ONCE = 2  # candidates that are kept, however tight memory is, and however large the model
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
 # if they are made in several moments: a machine that is shared is almost twice as slow in some of them.
 HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
 LOOKS = 2
+BEHIND = (
+    1.1  # times slower than the best: one of a large model that is not among the AT_ONCE fastest gives up its memory
+)
 
 
 @dataclass(eq=False)
@@ -66,7 +69,8 @@ def prepare(
     Those that export to ONNX are compiled first, one for each core, then the others by themselves: these run kernels
     while they compile. oneDNN's are timed, and the threads of TorchScript wait for each other, for six times as long
     where an export takes one of two cores. What is compiled is called, when nothing else computes, and what can still
-    win is checked. Where memory is tight, all are compiled by themselves, and only the fastest ones are kept.
+    win is checked. Where memory is tight, all are compiled by themselves, and only the fastest ones are kept. Of a
+    large model, none is kept beside the fastest ones that is clearly slower: each has packed the weights once more.
 
     Args:
         eager_seconds: about how long a call of the model takes.
@@ -83,6 +87,8 @@ def prepare(
         under_way.admit(group)
         if is_tight:
             _keep_the_fastest(first, maker)
+        elif maker.is_heavy and not settings.time_all:
+            under_way.let_go_of_the_slower(first)
     by_key = {entry.candidate.key: entry for entry in first}
     for entry in [entry for entry in entries if entry not in first]:
         plain = by_key[Candidate(entry.candidate.backend).key]
@@ -108,12 +114,20 @@ def _keeps_to_one_core(candidate: Candidate) -> bool:
 
 def _keep_the_fastest(entries: Sequence[_Entry], maker: Maker) -> None:
     """Lets go of all compiled candidates but for the fastest ones, so that there is room to compile any other."""
-    alive = sorted((entry for entry in entries if entry.contender is not None), key=lambda entry: entry.call_seconds)
+    alive = _fastest_first(entries)
     largest = max((entry.candidate for entry in entries), key=maker.bytes_of)
     fit = maker.fit([largest, *(entry.candidate for entry in alive)]) - 1
     for entry in alive[max(fit, AT_ONCE) :]:
-        behind = f"about {entry.call_seconds / alive[0].call_seconds:.1f} times slower than the best"
-        entry.leave(NOT_CHECKED, f"{behind}, and memory is short")
+        entry.leave(NOT_CHECKED, f"{_behind(entry, alive[0].call_seconds)}, and memory is short")
+
+
+def _fastest_first(entries: Iterable[_Entry]) -> list[_Entry]:
+    """Those that are still in the race."""
+    return sorted((entry for entry in entries if entry.contender is not None), key=lambda entry: entry.call_seconds)
+
+
+def _behind(entry: _Entry, best: float) -> str:
+    return f"about {entry.call_seconds / best:.1f} times slower than the best"
 
 
 @dataclass
@@ -150,7 +164,7 @@ class _Preparation:
             if entry.contender is None:
                 continue
             if self._is_hopeless(entry) and not all_of_them:
-                entry.leave(NOT_CHECKED, f"about {entry.call_seconds / self.best:.1f} times slower than the best")
+                entry.leave(NOT_CHECKED, _behind(entry, self.best))
                 continue
             self.progress(f"check {entry.row.name}")
             self._check(entry)
@@ -163,14 +177,27 @@ class _Preparation:
 
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
-        inputs = self.judge.inputs
         for _ in range(LOOKS):
             for entry in group:
-                made = entry.contender
-                if made is not None and self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
-                    with _called_to_be_timed(entry, self.maker):
-                        seconds = seconds_of(made, inputs, device_wait(inputs[0]))
-                        entry.call_seconds = min(entry.call_seconds, seconds)
+                if self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
+                    self._estimate_again(entry)
+
+    def let_go_of_the_slower(self, entries: Sequence[_Entry]) -> None:
+        """All but the fastest ones leave that are clearly behind, in other moments as well."""
+        for _ in range(LOOKS):
+            for entry in _fastest_first(entries)[AT_ONCE:]:
+                if entry.call_seconds > BEHIND * self.best:
+                    self._estimate_again(entry)
+        for entry in _fastest_first(entries)[AT_ONCE:]:
+            if entry.call_seconds > BEHIND * self.best:
+                kept = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
+                entry.leave(NOT_CHECKED, f"{_behind(entry, self.best)}; {kept}")
+
+    def _estimate_again(self, entry: _Entry) -> None:
+        made, inputs = entry.contender, self.judge.inputs
+        if made is not None:
+            with _called_to_be_timed(entry, self.maker):
+                entry.call_seconds = min(entry.call_seconds, seconds_of(made, inputs, device_wait(inputs[0])))
 
     def _compile(self, group: Sequence[_Entry], files_of: Contender | None) -> None:
         under_way: list[_Entry] = []
