@@ -37,6 +37,7 @@ STYLES = {
     "unsupported": "dim",
     "no gain": "dim",
     "not checked": "dim",
+    "not timed": "dim",
 }
 
 

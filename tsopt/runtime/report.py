@@ -41,8 +41,9 @@ EAGER = "eager"  # the title of its row
 class Row:
     """One candidate.
 
-    status: ok, wrong, failed, missing, unsupported, no gain, or for this machine's reasons crashed, exited, timed out,
-    out of memory, system error. reason says why it is not ok, or what is undecided about it.
+    status: ok, wrong, failed, not checked, not timed, missing, unsupported, no gain, or for reasons of this machine
+    crashed, exited, timed out, out of memory, system error. reason says why it is not ok, or what is
+    undecided about it.
     cold: its first calls; eager has none, for it was called before.
     key: what it is known by, `Candidate.key`; the model itself has MODEL.
     """

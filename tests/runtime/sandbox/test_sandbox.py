@@ -44,7 +44,7 @@ def test_where_memory_is_short_only_the_fastest_are_kept(try_all, no_winner, mon
     monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
     rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1)
     assert {name: row.status for name, row in rows.items() if name != "eager"} == {
-        "Right": "not checked",
+        "Right": "not timed",
         "Noisy": "ok",
         "eager + passes": "ok",
     }
@@ -70,7 +70,7 @@ def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_prog
 
 @pytest.mark.parametrize(
     ("first", "later", "status"),
-    [(1.05, 9.0, "ok"), (1.2, 1.2, "not checked"), (1.2, 1.05, "ok")],
+    [(1.04, 9.0, "ok"), (1.2, 1.2, "not timed"), (1.2, 1.04, "ok")],
     ids=["near", "behind", "slow in a moment only"],
 )
 def test_of_a_large_model_only_the_fastest_are_kept(try_all, no_winner, monkeypatch, first, later, status):
@@ -97,7 +97,7 @@ def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_wi
     monkeypatch.setattr(contenders, "COPIES", 1.0)
     monkeypatch.setattr(Maker, "_weight_bytes", lambda self, variant: 100)
     rows, _ = try_all(*took, memory=memory)
-    assert [row.status for row in list(rows.values())[1:]] == ["ok"] * kept + ["not checked"] * (len(took) - kept)
+    assert [row.status for row in list(rows.values())[1:]] == ["ok"] * kept + ["not timed"] * (len(took) - kept)
 
 
 def test_the_weights_stay_in_their_file_until_another_program_comes(mlp_program):

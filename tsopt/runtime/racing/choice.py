@@ -127,7 +127,7 @@ def _why_eager(rows: Sequence[Row]) -> str:
     reason = outcomes.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
-    if not any(row.key != MODEL and row.status in ("ok", outcomes.NOT_CHECKED) for row in rows):
+    if not any(row.key != MODEL and row.status in ("ok", outcomes.NOT_CHECKED, outcomes.NOT_TIMED) for row in rows):
         return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
     return "no candidate is significantly faster" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")

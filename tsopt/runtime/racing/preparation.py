@@ -19,7 +19,7 @@ from tsopt.runtime.checking.accuracy import is_exact
 from tsopt.runtime.checking.held_out_sizes import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait
-from tsopt.runtime.racing.outcomes import NOT_CHECKED
+from tsopt.runtime.racing.outcomes import NOT_CHECKED, NOT_TIMED
 from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, seconds_of
 from tsopt.runtime.report import EAGER, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
@@ -32,9 +32,8 @@ USED_UP = "the budget was used up"
 # if they are made in several moments: a machine that is shared is almost twice as slow in some of them.
 HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
 LOOKS = 2
-BEHIND = (
-    1.1  # times slower than the best: one of a large model that is not among the AT_ONCE fastest gives up its memory
-)
+# Times slower than the best: one of a large model that is not among the AT_ONCE fastest gives up its memory.
+BEHIND = 1.05
 
 
 @dataclass(eq=False)
@@ -118,7 +117,7 @@ def _keep_the_fastest(entries: Sequence[_Entry], maker: Maker) -> None:
     largest = max((entry.candidate for entry in entries), key=maker.bytes_of)
     fit = maker.fit([largest, *(entry.candidate for entry in alive)]) - 1
     for entry in alive[max(fit, AT_ONCE) :]:
-        entry.leave(NOT_CHECKED, f"{_behind(entry, alive[0].call_seconds)}, and memory is short")
+        entry.leave(NOT_TIMED, f"{_behind(entry, alive[0].call_seconds)}, and memory is short")
 
 
 def _fastest_first(entries: Iterable[_Entry]) -> list[_Entry]:
@@ -191,7 +190,7 @@ class _Preparation:
         for entry in _fastest_first(entries)[AT_ONCE:]:
             if entry.call_seconds > BEHIND * self.best:
                 kept = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
-                entry.leave(NOT_CHECKED, f"{_behind(entry, self.best)}; {kept}")
+                entry.leave(NOT_TIMED, f"{_behind(entry, self.best)}; {kept}")
 
     def _estimate_again(self, entry: _Entry) -> None:
         made, inputs = entry.contender, self.judge.inputs
