@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.report import EAGER, MODEL, Row
+from tsopt.runtime.sandbox.processes import descendants
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 TITLE = "eager + passes"
@@ -81,6 +84,33 @@ def test_the_second_time_only_the_winner_is_raced(races):
     assert "from the cache: raced on 20" in str(again.report)
     assert again.report.to_json()["cached"] == again.report.cached
     torch.testing.assert_close(again(X), make()(X).detach())
+
+
+def test_nothing_is_imported_by_another_process_while_the_winner_is_timed_again(as_shipped, monkeypatch):
+    """Before a whole race starts, the process is there again."""
+    running, real = [], race_module.measure
+
+    def measured(calls, *args, **options):
+        here = [item for item in descendants(os.getpid()) if "sandbox.worker" in command_of(item)]
+        running.append(len(here))
+        return real(calls, *args, **options)
+
+    monkeypatch.setattr(race_module, "measure", measured)
+    optimize()
+    again = optimize()
+    assert again.report.cached
+    monkeypatch.setitem(PACES, TITLE, 4.0)
+    whole = optimize()
+    assert (whole.report.cached, whole.report.not_isolated_because) == ("", "")
+    raced, checked, lost, raced_again = (number > 0 for number in running)
+    assert (raced, checked, lost, raced_again) == (True, False, False, True)
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it has ended
+        return ""
 
 
 def test_other_weights_take_the_winner_over_and_compute_their_own(races):

@@ -171,7 +171,7 @@ def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again
 
 @pytest.mark.parametrize(("backend", "few"), [("onnxruntime", True), ("torchscript", False)])
 def test_what_is_opened_from_its_files_is_not_checked_twice_on_everything(try_all, monkeypatch, backend, few):
-    """What is compiled once more in this process is another executable, and is."""
+    """What is compiled once more in this process is another executable, and is checked on everything."""
     asked, real = [], race_module.Oracle
     monkeypatch.setattr(race_module, "Oracle", lambda *a, **k: asked.append(k.get("few", False)) or real(*a, **k))
     monkeypatch.setattr(
@@ -180,6 +180,19 @@ def test_what_is_opened_from_its_files_is_not_checked_twice_on_everything(try_al
     _, found = try_all(backend)
     assert found.winner == backend
     assert asked == [False, few]
+
+
+def test_a_sandbox_can_be_closed_and_started_again(mlp_program):
+    with Sandbox() as sandbox:
+        for _ in range(2):
+            sandbox.open({"fp32": mlp_program}, threads=1)
+            candidate = sandbox.contender(Candidate("eager"))
+            candidate.begin()
+            candidate.finish()
+            sandbox.close()
+            with pytest.raises(isolation.CandidateDied):
+                sandbox.contender(Candidate("eager"))
+            sandbox.start()
 
 
 def test_a_sandbox_takes_one_program_after_the_other(sandbox, mlp_program):

@@ -56,9 +56,13 @@ def cached_race(
             only = replace(short, candidates=(candidate,))
             return race(model, captured, programs, example, only, sandbox=sandbox, progress=progress)
 
+        if sandbox is not None and entry.winner != MODEL:
+            sandbox.close()  # the winner runs here, and the libraries that the sandbox imports would take a core
         found = _reused(key, entry, settings, again, sandbox)
         if found is not None:
             return found
+        if sandbox is not None:
+            sandbox.start()
         cache.forget(key)
     found = race(model, captured, programs, example, settings, sandbox=sandbox, progress=progress)
     if key is not None and _is_repeatable(found):

@@ -67,8 +67,8 @@ def choose(
     for row in order:
         progress(f"verify {row.name}")
         candidate, contender = candidates[row.key], contenders[row.key]
-        # What is opened from its files has been checked; what is compiled once more is another executable.
-        few = maker.reopens(contender, candidate)
+        # What is here, or is opened from its files, has been checked; what is compiled once more is another executable.
+        few = isinstance(contender, Executable) or maker.reopens(contender, candidate)
         if few not in judges:
             judges[few] = fresh(few)
         try:

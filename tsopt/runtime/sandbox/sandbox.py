@@ -54,7 +54,7 @@ class Sandbox:
     """The helper process, and a directory for what goes to and fro.
 
     The process starts when the block is entered, so that it imports its libraries while the caller does other things;
-    `open` then gives it the program.
+    `open` then gives it the program. `start` and `close` do the same without a block, as often as wanted.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,19 @@ class Sandbox:
         self._is_ready = False
 
     def __enter__(self) -> Sandbox:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Starts the process, if none is running."""
+        if self._process is not None:
+            return
+        self._refused, self._is_ready = "", False
         try:
             self._connection, theirs = socket.socketpair()
         except OSError as error:
             self._refused = f"cannot start a process: {error}"
-            return self
+            return
         with theirs:
             command = [sys.executable, "-m", "tsopt.runtime.sandbox.worker", str(theirs.fileno())]
             nothing = subprocess.DEVNULL
@@ -88,7 +96,6 @@ class Sandbox:
                 )
             except OSError as error:
                 self._refused = f"cannot start a process: {error}"
-        return self
 
     def open(
         self,
@@ -209,8 +216,8 @@ class Sandbox:
 
     def close(self) -> None:
         """Ends all that was started, and removes all files. Once more does nothing."""
-        for contender in self._contenders:
-            contender.end()
+        while self._contenders:
+            self._contenders.pop().end()
         if self._process is not None:
             for pid in descendants(self._process.pid):  # also those that have left their process group
                 kill(pid)
@@ -219,6 +226,7 @@ class Sandbox:
             self._process = None
         if self._connection is not None:
             self._connection.close()
+            self._connection = None
         while self._directories:
             directory, lock = self._directories.pop()
             shutil.rmtree(directory, ignore_errors=True)
