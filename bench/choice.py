@@ -94,7 +94,7 @@ def judged(name: str) -> dict[str, Any]:
 
 
 def meeting(_: str) -> float:
-    """Microseconds that torch's threads take to share a sum that each could do in no time: to meet, that is."""
+    """Microseconds that torch's threads take for a sum so small that they mostly wait for each other."""
     x = torch.ones(1 << 16)
     spent = []
     for _ in range(MEETINGS):
@@ -102,7 +102,7 @@ def meeting(_: str) -> float:
         for _ in range(100):
             torch.add(x, x, out=x)
         spent.append((time.perf_counter() - start) * 1e4)
-    return float(np.median(spent))
+    return float(np.percentile(spent, 10))  # another process may have a core for half of the time
 
 
 def oracle(name: str) -> dict[str, float]:
