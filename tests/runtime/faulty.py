@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -53,6 +54,22 @@ class Right:
 
     def spoil(self, outputs: Any, inputs: Sequence[torch.Tensor], count: int) -> Any:
         return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Reopened(Right):
+    """Reads the program's weights in each call, as torch does, also where it was opened from its files."""
+
+    name: str = "reopened"
+
+    def compile(self, program: Program) -> Executable:
+        made = Right.compile(self, program)
+        made.hand_over = lambda directory: (directory / "file").touch()
+        return made
+
+    def reopen(self, program: Program, directory: Path) -> Executable:
+        assert (directory / "file").exists()
+        return self.compile(program)
 
 
 def _faulty(at_compile: Callable[[], Any] | None = None, spoil: Any = None) -> type[Right]:

@@ -169,6 +169,36 @@ def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again
         assert list(sandbox.directory.glob("saved-*")) == []
 
 
+class TwoResults(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.table = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight, self.table * 2
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("backend", [FAULTY + "Reopened", "onnxruntime"])
+def test_what_is_opened_from_its_files_keeps_its_weights_and_its_results(backend, share):
+    """As what is compiled does: the weights may change unless they are shared, and the results are the caller's."""
+    model, x = TwoResults().eval(), torch.ones(3)
+    program = tsopt.transform(tsopt.capture(model, x))
+    (candidate,) = candidates(backend)
+    with Sandbox() as sandbox:
+        maker = Maker({"fp32": program}, RaceSettings(candidates=(candidate,), share_weights=share), sandbox)
+        contender, _ = maker.finish(candidate, maker.begin(candidate))
+        executable = maker.here(contender, candidate)
+    assert executable.model == program.name
+    first, constant = executable(x)
+    constant.zero_()
+    with torch.no_grad():
+        model.weight.mul_(3)
+    again, constant = executable(x)
+    assert torch.equal(constant, torch.full((4,), 2.0))
+    assert share or torch.equal(again, first)
+
+
 @pytest.mark.parametrize(("backend", "few"), [("onnxruntime", True), ("torchscript", False)])
 def test_what_is_opened_from_its_files_is_not_checked_twice_on_everything(try_all, monkeypatch, backend, few):
     """What is compiled once more in this process is another executable, and is checked on everything."""

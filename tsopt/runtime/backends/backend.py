@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -62,7 +62,11 @@ class Reopens(Protocol):
     """A backend that takes long to compile and can load what was compiled in another process."""
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        """The executable of the files that `save` has written; those files may go."""
+        """The executable of the files that `save` has written; those files may go.
+
+        Args:
+            program: of a backend that exports to ONNX, its weights are not copies, and may change later.
+        """
 
 
 @runtime_checkable
@@ -142,11 +146,7 @@ def compile(
         BackendError: the backend does not support the program; the message names the op and its location.
         UsageError: the candidate is for another variant of the program.
     """
-    from tsopt.compiler.calls.constant_results import with_lasting
-    from tsopt.compiler.capture.thread_patches import apart
-    from tsopt.compiler.graph.owned import owned
     from tsopt.compiler.graph.program import Numerics
-    from tsopt.compiler.protect import protected
 
     candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
     if isinstance(candidate, Candidate) and candidate.variant != FP32 and program.numerics < Numerics.LOSSY:
@@ -163,16 +163,41 @@ def compile(
             where=refused[0].where or None,
             fix="use another backend, or let tsopt.optimize() choose one",
         )
+    return _executable(program, made, candidate, made.compile, share_weights)
+
+
+def reopen(
+    program: Program, directory: Path, candidate: Candidate, *, share_weights: bool = False, **options: Any
+) -> Executable:
+    """`compile`, from the files that the same candidate has saved in another process; those files may go.
+
+    Args:
+        candidate: of a backend that `Reopens`.
+    """
+    made = get_backend(candidate, **options)
+    assert isinstance(made, Reopens)
+    shares = share_weights or candidate.info.through_onnx  # whose files contain all weights
+    return _executable(program, made, candidate, lambda mine: made.reopen(mine, directory), shares)
+
+
+def _executable(
+    program: Program,
+    made: Backend,
+    candidate: Candidate | Backend,
+    how: Callable[[Program], Executable],
+    share_weights: bool,
+) -> Executable:
+    """What a backend makes of a program, labeled with its name and precision."""
+    from tsopt.compiler.calls.constant_results import with_lasting
+    from tsopt.compiler.capture.thread_patches import apart
+    from tsopt.compiler.graph.owned import owned
+    from tsopt.compiler.protect import protected
+
     # Tracing a random model draws numbers, and backends have been seen to set default dtypes.
     with apart(), protected(None):
-        found = made.compile(with_lasting(program.copy() if share_weights else owned(program.copy())))
+        found = how(with_lasting(program.copy() if share_weights else owned(program.copy())))
     found.model = program.name
-    return named(found, made, candidate)
-
-
-def named(executable: Executable, made: Backend, candidate: Candidate | Backend) -> Executable:
-    """An executable labeled with its backend and precision."""
-    executable.place = f"{type(made).__module__}:{type(made).__qualname__}"
+    found.place = f"{type(made).__module__}:{type(made).__qualname__}"
     if isinstance(candidate, Candidate):
-        executable.precision = candidate.precision
-    return executable
+        found.precision = candidate.precision
+    return found

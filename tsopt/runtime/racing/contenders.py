@@ -19,7 +19,7 @@ from tsopt.compiler.graph.owned import owned
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, NoGain
-from tsopt.runtime.backends.backend import Reopens, compile, get_backend, named, race_options
+from tsopt.runtime.backends.backend import Reopens, compile, get_backend, race_options, reopen
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion
@@ -181,14 +181,12 @@ class Maker:
         if isinstance(contender, Executable):
             return contender
         options, program = self._options(candidate), self.program(candidate)
-        backend = get_backend(candidate, **options)
         isolated = cast(Isolated, contender)
         if self.reopens(contender, candidate):
-            assert isinstance(backend, Reopens)
             place = isolated.saved()
             isolated.retire()  # its weights and those of the executable are not held at the same time
             try:
-                return named(backend.reopen(program, place), backend, candidate)
+                return reopen(program, place, candidate, share_weights=self.settings.share_weights, **options)
             finally:
                 shutil.rmtree(place, ignore_errors=True)
         return compile(program, candidate, share_weights=self.settings.share_weights, **options)

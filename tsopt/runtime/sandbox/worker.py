@@ -28,7 +28,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import read_program
 from tsopt.errors import NoGain, TsoptError
-from tsopt.runtime.backends.backend import Reopens, compile, get_backend, named
+from tsopt.runtime.backends.backend import Reopens, compile, get_backend, reopen
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.compare import bit_equal
@@ -183,10 +183,9 @@ class _Candidate:
     def compile(self, message: Message) -> Message:
         start = time.perf_counter()
         candidate, options = Candidate.parse(message["candidate"]), message["options"]
-        backend = get_backend(candidate, **options)
-        if "saved" in message and isinstance(backend, Reopens):
-            found = backend.reopen(self.program, self.directory / message["saved"])
-            self.executable = named(found, backend, candidate)
+        if "saved" in message and isinstance(get_backend(candidate, **options), Reopens):
+            place = self.directory / message["saved"]
+            self.executable = reopen(self.program, place, candidate, share_weights=True, **options)
         else:
             self.executable = compile(self.program, candidate, share_weights=True, **options)
         seconds = time.perf_counter() - start
