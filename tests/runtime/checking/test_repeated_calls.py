@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -93,16 +94,21 @@ def test_drawn_values_are_those_of_the_example_in_its_layout():
 
 def test_in_a_race_such_a_candidate_does_not_win(monkeypatch, executable):
     monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
-    made = []
+    timed, later = [], itertools.count()
 
     def compile(program, backend, **options):
-        made.append(faulty(tsopt.compile(program, "eager"), lambda number, x: number > 60 and number % 7 == 0))
-        made[-1]._runs(made[-1]._run)
-        return made[-1]
+        # Right until it was timed, and verified once more.
+        made = faulty(tsopt.compile(program, "eager"), lambda number, x: timed and next(later) > 60 and number % 7 == 0)
+        made._runs(made._run)
+        return made
+
+    def measured(calls, inputs, **_):
+        timed.append(1)
+        return dict.fromkeys(calls, TIMING)
 
     monkeypatch.setattr(contenders, "compile", compile)
     monkeypatch.setattr(race, "STREAK", 1e6)
-    monkeypatch.setattr(race, "measure", lambda calls, inputs, **_: dict.fromkeys(calls, TIMING))
+    monkeypatch.setattr(race, "measure", measured)
     fast = tsopt.optimize(model, X, backends=("eager",), seconds=0.02, isolate=False, cache=False)
     assert fast.executable is None
     assert "on fresh inputs" in fast.report.row("eager + passes").reason
