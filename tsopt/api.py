@@ -56,6 +56,7 @@ def optimize(
     allow_nan: bool = False,
     on_new_signature: str = "capture",
     on_gradients: str = "eager",
+    warmup: int = 0,
     isolate: bool = True,
     budget: float | None = None,
     memory: int | None = None,
@@ -128,7 +129,11 @@ def optimize(
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: accept weights that contain NaN.
         on_new_signature: what to do for a call with a new signature: `"capture"` it once, run `"eager"`, or raise an
-            `"error"`.
+            `"error"`. If it differs only in its sizes from a call that was seen before, those sizes become dynamic: one
+            program then serves both calls and the sizes between them and up to twice as large, and its ranges grow with
+            the calls, each time after it was compared with the model at the new ends.
+        warmup: how many calls with a new signature the model itself serves before it is captured, sizes aside: a
+            signature that comes and goes is not worth the seconds that this takes.
         on_gradients: what to do for a call that only the model itself can serve, because gradients are required for an
             input, a torch.func transform or torch.jit.trace is active, or autocast is enabled: run `"eager"` and warn
             once, or raise an `"error"`.
@@ -168,6 +173,8 @@ def optimize(
         UsageError: an option is invalid.
     """
     examples = as_examples(example_input)
+    if type(warmup) is not int or warmup < 0:
+        raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
     check_share(audit)
     int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=tuple(keep_float))
@@ -201,6 +208,7 @@ def optimize(
             allow_nan=allow_nan,
             on_new_signature=on_new_signature,
             on_gradients=on_gradients,
+            warmup=warmup,
             isolate=isolate,
             cache=cache,
             progress=ReportedProgress(tell),

@@ -30,8 +30,9 @@ from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
 
 log = logging.getLogger("tsopt")
-# Defaults: the first call blocks the caller, and changes of the weights are detected here.
-OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True}
+# Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
+# library that makes many calls once.
+OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
 CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
 # Queries whose answer depends on how code is called, not on its arguments.
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
@@ -63,7 +64,7 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         active: False returns the original model of a hybrid.
         background: compile in another process. Eager serves calls until the compiled form is ready; a later call then
             takes it over. The model is sent with cloudpickle. `tsopt.wait` blocks until it is ready.
-        options: options of `optimize`; here `seconds` defaults to 2.
+        options: options of `optimize`; here `seconds` defaults to 2, and `warmup` to 1.
 
     Raises:
         UsageError: the model is neither a module nor a function.

@@ -97,6 +97,7 @@ class Request:
     allow_nan: bool
     on_new_signature: str
     on_gradients: str
+    warmup: int
     isolate: bool
     cache: bool
     progress: ReportedProgress
@@ -203,6 +204,7 @@ class Request:
         specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
         return Optimized(
             *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),
+            warmup=self.warmup,
             audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
@@ -316,27 +318,38 @@ class Request:
             replace(validated, notes=(*validated.notes, f"the passes were not applied: {reasons[-1]}")),
         )
 
-    def specialized(self, candidate: Candidate, example: Example) -> Executable:
-        """The winner's backend for another signature, verified and briefly raced against eager."""
+    def specialized(self, candidate: Candidate, *examples: Example) -> Executable:
+        """The winner's backend for another signature, verified and briefly raced against eager.
+
+        Args:
+            examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
+        """
         if self.int8 != Int8Options():  # calibration and criterion belong to the first signature
             candidate = candidate.in_full_precision()
-        captured, rehearsal = self.captured(example, allow_nan=True)
-        captured = rehearsal.program(captured)
-        optimized, _ = transform_with_records(
-            captured, self.passes, level=self.level, without=self.without, keep_going=True
-        )
+        example = examples[0]
+        captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
+        if not captured.signature.aliasing:
+            examples = tuple(item.apart() for item in examples)
+            example = examples[0]
+        made = self._prepared(rehearsal.program(captured), rehearsal, examples)
         outcome = race(
             rehearsal.model,
-            captured,
-            variants(optimized, (candidate,), self._quantized(rehearsal, optimized, example)),
+            made.captured,
+            variants(made.optimized, (candidate,), self._quantized(rehearsal, made.optimized, example)),
             example,
-            replace(self.race, candidates=(candidate,), seconds=SHORT_RACE, budget=None),
+            replace(
+                self.race,
+                candidates=(candidate,),
+                seconds=SHORT_RACE,
+                budget=None,
+                held_out=made.ranges.held_out,
+            ),
         )
         executable = rehearsal.ended(outcome.executable)
         if executable is None:
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             raise AccuracyError(f"{candidate.title} does not win for this signature: {reason}")
-        executable.reference = rehearsal.program(captured)
+        executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
         return executable
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:

@@ -26,12 +26,12 @@ def is_leaf(value: object) -> bool:
 
 def attributes_of(item: Any) -> dict[str, Any]:
     """What is set on an object itself, by name: past properties, with slots."""
-    slots = {name: getattr(item, name) for name in _slots_of(item) if hasattr(item, name)}
+    slots = {name: getattr(item, name) for name in slots_of(type(item)) if hasattr(item, name)}
     return slots | dict(getattr(item, "__dict__", {}))
 
 
-def _slots_of(item: Any) -> list[str]:
-    cls: Any = type(item)
+def slots_of(cls: Any) -> list[str]:
+    """The attributes of a class that are slots."""
     return _slots(cls)
 
 
@@ -70,7 +70,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots_of(item):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or slots_of(type(item)):
             yield item
         todo += _parts(item)[::-1]
 

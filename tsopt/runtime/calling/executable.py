@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
 from tsopt.compiler.calls.result_views import INPUT, OUTPUT
-from tsopt.compiler.calls.signature import Signature, mismatch, same_sizes
+from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, SignatureError
@@ -77,6 +77,7 @@ class Executable:
         if sys.modules.get("torch") is not None:
             untraced(type(self).__call__)
         self.reference = reference
+        self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened
         self._bare = run
         self._leaves: Leaves = self._leaves_at_first
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
@@ -103,8 +104,8 @@ class Executable:
         return self.run_leaves(leaves, args, kwargs)
 
     def called_as(self, signature: Signature) -> Executable:
-        """The same executable for another nesting of the same tensors."""
-        return Executable(
+        """The same executable for another nesting of the same tensors, or for other ranges of sizes."""
+        made = Executable(
             self.backend,
             signature,
             self._run,
@@ -119,6 +120,8 @@ class Executable:
             place=self.place,
             model=self.model,
         )
+        made.limits = self.limits
+        return made
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{item.name}: {item.type}" for item in self.signature.user_inputs)

@@ -10,10 +10,12 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from tsopt.compiler.calls.memory import overlap
 from tsopt.compiler.calls.signature import DERIVED, Dim, Input, Output, Signature, dim_of
+from tsopt.compiler.calls.snapshot import attributes_of, items_of, slots_of
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.question import Question
@@ -110,9 +112,9 @@ class _Writer:
         known = all(self.part(f"args[{i}]", child) for i, child in enumerate(args.children))
         keyed = zip(kwargs.keys, kwargs.children, strict=True)
         known = known and all(self.part(f"kwargs[{self.bound(key)}]", child) for key, child in keyed)
-        for later, name in enumerate(self._containers):  # one object in two places is another form
-            for other in self._containers[:later]:
-                self.unless(f"{name} is {other}")
+        if len(self._containers) > 1:  # one object in two places is another form
+            ids = ", ".join(f"id({name})" for name in self._containers)
+            self.unless(f"len({{{ids}}}) != {len(self._containers)}")
         return known
 
     def part(self, place: str, node: Structure) -> bool:
@@ -121,6 +123,8 @@ class _Writer:
             return True
         if node.kind == "const":
             return self._const(place, node.value)
+        if node.kind == "object" and node.cls is not None and not node.named:
+            return self._object(place, node, node.cls)
         if node.kind not in ("tuple", "list", "dict") or node.cls not in (tuple, list, dict):
             return False
         name = f"p{len(self.lines)}"
@@ -135,6 +139,31 @@ class _Writer:
             keys = list(map(str, range(len(node.children))))
         return all(self.part(f"{name}[{key}]", child) for key, child in zip(keys, node.children, strict=True))
 
+    def _object(self, place: str, node: Structure, cls: type) -> bool:
+        """An object is its items, if it is a mapping, and its attributes, read past whatever its class does."""
+        name = f"p{len(self.lines)}"
+        self.lines.append(f"{name} = {place}")
+        self.unless(f"type({name}) is not {self.bound(cls)}")
+        self._containers.append(name)
+        readers = {"item": items_of, "attr": attributes_of}
+        if not slots_of(cls) and "__dict__" not in vars(cls):
+            readers["attr"] = None
+        known = True
+        for kind, reader in readers.items():
+            keys = tuple(key for what, key in node.keys if what == kind)
+            if kind == "item" and not issubclass(cls, dict):
+                continue
+            held = f"p{len(self.lines)}"
+            self.lines.append(
+                f"{held} = {name}.__dict__" if reader is None else f"{held} = {self.bound(reader)}({name})"
+            )
+            self.unless(f"tuple({held}) != {self.bound(keys)}")
+            children = (child for (what, _), child in zip(node.keys, node.children, strict=True) if what == kind)
+            known = known and all(
+                self.part(f"{held}[{self.bound(key)}]", child) for key, child in zip(keys, children, strict=True)
+            )
+        return known
+
     def _leaf(self, place: str, index: int) -> None:
         if index in self._seen:  # one tensor in two places
             self.unless(f"{place} is not v{index}")
@@ -145,6 +174,14 @@ class _Writer:
     def _const(self, place: str, value: Any) -> bool:
         if value is None or type(value) is bool:
             self.unless(f"{place} is not {value}")
+            return True
+        if isinstance(value, (type, Enum)) or (self._torch is not None and isinstance(value, self._torch.dtype)):
+            self.unless(f"{place} is not {self.bound(value)}")
+            return True
+        if self._torch is not None and type(value) is self._torch.device:
+            name = f"p{len(self.lines)}"
+            self.lines.append(f"{name} = {place}")
+            self.unless(f"type({name}) is not {self.bound(type(value))} or {name} != {self.bound(value)}")
             return True
         plain = type(value) in (int, str) or (type(value) is float and value != 0 and math.isfinite(value))
         if plain:

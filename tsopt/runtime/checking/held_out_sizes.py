@@ -21,7 +21,7 @@ from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
-from tsopt.errors import AccuracyError, CaptureError
+from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
@@ -100,11 +100,13 @@ class ValidatedRanges:
         program: its Dims have the ranges that were checked.
         held_out: the sizes, with eager's answers.
         notes: where a range is smaller than what was asked for, and why.
+        limits: the Dims with the ranges that the capture allows.
     """
 
     program: Program
     held_out: tuple[HeldOut, ...] = ()
     notes: tuple[str, ...] = ()
+    limits: tuple[Dim, ...] = ()
 
     def checked_with(self, optimized: Program) -> ValidatedRanges:
         """This, where the passes have left it right at all sizes that were tried.
@@ -145,7 +147,8 @@ def validate_ranges(model: Callable[..., Any], program: Program, *examples: Exam
     program = _tied(asked, program, run, examples)
     known = [sizes_in(program.signature, item) for item in examples]
     search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
-    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in program.signature.dims)
+    limits = program.signature.dims
+    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in limits)
     program = replace(program, signature=replace(program.signature, dims=dims))
     held_out = []
     for sizes in _corners(dims):
@@ -166,7 +169,30 @@ def validate_ranges(model: Callable[..., Any], program: Program, *examples: Exam
             why="the model fails at other sizes, or its inputs would be larger than 1 GB",
             fix="leave dynamic out: each size is captured when it is first called",
         )
-    return ValidatedRanges(program, tuple(held_out), tuple(search.notes))
+    return ValidatedRanges(program, tuple(held_out), tuple(search.notes), limits)
+
+
+def widened(model: Callable[..., Any], executable: Executable, example: Example, *, seed: int = 0) -> Executable | None:
+    """The executable with ranges that a call is in, and twice its sizes if that is right; None if the call is not.
+
+    Args:
+        executable: with the program that was captured as its reference.
+    """
+    if executable.reference is None or not executable.limits:
+        return None
+    dims = executable.signature.dims
+    run = executable.called_as(replace(executable.signature, dims=executable.limits))
+    try:
+        run.bind(example.args, example.kwargs)
+    except SignatureError:
+        return None
+    sizes = sizes_in(run.signature, example)
+    program = replace(executable.reference, signature=run.signature)
+    search = _Search(_Asked(model, example, seed), program, run, sizes)
+    if search.why_not(sizes):
+        return None
+    wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, executable.limits, strict=True))
+    return executable.called_as(replace(executable.signature, dims=wider))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +314,17 @@ class _Search:
         high = max(high // dim.step * dim.step, low)
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
+    def wider(self, dim: Dim, limit: Dim, size: int) -> Dim:
+        """The Dim with a range that a size is in, and if it was too large, twice the size."""
+        if dim.high is None or size <= dim.high:
+            return replace(dim, low=min(dim.low, size))
+        high = FURTHER * size if limit.high is None else min(FURTHER * size, limit.high)
+        return replace(dim, high=self._highest(limit, high // dim.step * dim.step, size))
+
     def _lowest(self, dim: Dim, low: int, known: int) -> int:
         tried = low
         while tried < known:
-            why = self._why_not({**self.usual, dim.name: tried})
+            why = self.why_not({**self.usual, dim.name: tried})
             if not why:
                 break
             if tried == low:
@@ -302,7 +335,7 @@ class _Search:
     def _highest(self, dim: Dim, high: int, known: int) -> int:
         tried = high
         while tried > known:
-            why = self._why_not({**self.usual, dim.name: tried})
+            why = self.why_not({**self.usual, dim.name: tried})
             if not why:
                 break
             if tried == high and dim.high is not None:
@@ -310,7 +343,7 @@ class _Search:
             tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
         return tried
 
-    def _why_not(self, sizes: Mapping[str, int]) -> str:
+    def why_not(self, sizes: Mapping[str, int]) -> str:
         if _too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         oracle = self.asked.answers_at(self.program, sizes)
