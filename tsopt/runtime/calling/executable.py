@@ -15,6 +15,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, SignatureError
 from tsopt.runtime.calling.ambient import objection, untraced
+from tsopt.runtime.calling.result_code import Unbind, unbind_of
 from tsopt.runtime.calling.signature_guard import Leaves, leaves_of, other_mode, quick_call
 from tsopt.runtime.untrusted_text import printable
 
@@ -85,6 +86,7 @@ class Executable:
         self._writes = len(signature.writes)
         positions = {item.name: i for i, item in enumerate(signature.inputs)}
         self._targets = [positions[str(item.writes)] for item in signature.writes]
+        self._unbind: Unbind = self._unbind_at_first
         self._single = signature.result.kind == "leaf" and not self._writes and not signature.effects
         returned = signature.returned if sys.modules.get("torch") is not None else ()
         # Views of results behind those of inputs: what they are views of is settled then.
@@ -145,7 +147,7 @@ class Executable:
         self._run = run
         self.quick: Callable[[Any], Any] | None = None if self.state else self._quick_at_first
 
-    # Both guards are compiled at the first call that needs them: that takes as long as opening a small bundle.
+    # All three are compiled at the first call that needs them: that takes as long as opening a small bundle.
     def _quick_at_first(self, value: Any) -> Any:
         self.quick = quick_call(self.signature, self._run, self._broken)
         return None if self.quick is None else self.quick(value)
@@ -153,6 +155,10 @@ class Executable:
     def _leaves_at_first(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         self._leaves = leaves_of(self.signature)
         return self._leaves(args, kwargs)
+
+    def _unbind_at_first(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self._unbind = unbind_of(self.signature)
+        return self._unbind(values, args, kwargs)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The call's tensors in signature order, after a thorough check.
@@ -186,7 +192,7 @@ class Executable:
     def run_leaves(self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs on the tensors of a matching call, in signature order; returns what the model would return."""
         outputs = self.run_flat(leaves)
-        return outputs[0] if self._single else self.signature.unbind(outputs, args, kwargs)
+        return outputs[0] if self._single else self._unbind(outputs, args, kwargs)
 
     def run_flat(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs on matching tensors; returns the output tensors in signature order, without those written back."""

@@ -88,6 +88,7 @@ class Optimized:
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
         self._specializations = Specializations()
         self._captures = 0
+        self._own: CallKey | None = None  # of the example
         self._lock = threading.Lock()
         self._audits = audits or Audits(0)
         self._weights, self._shares = weights, share_weights
@@ -321,7 +322,9 @@ class Optimized:
 
     def _seen(self, key: CallKey) -> Seen:
         """What is known of calls of the same form; the call that the model was optimized for is one of them."""
-        own = call_key(self.example.args, self.example.kwargs, aliasing=self.program.signature.aliasing)
+        if self._own is None:
+            self._own = call_key(self.example.args, self.example.kwargs, aliasing=self.program.signature.aliasing)
+        own = self._own
         return self._specializations.seen(own if form_of(own) == form_of(key) else key)
 
     def _capture_several(self, seen: Seen, key: CallKey, example: Example, signature: str) -> Executable | None:

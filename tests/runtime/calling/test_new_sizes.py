@@ -1,0 +1,154 @@
+"""Calls with other sizes than before: after the second one, one program serves them all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.runtime.calling import specializations
+
+OPTIONS = {"backends": ("onnxruntime", "eager"), "seconds": 0.05, "isolate": False, "cache": False}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+
+
+class Counts(nn.Module):
+    """A model that counts its own calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x)
+
+
+@pytest.fixture
+def wins(monkeypatch):
+    """The first backend wins whatever was measured."""
+    from tests.runtime.racing.helpers import fast_timings
+
+    fast_timings(monkeypatch, wins="ONNX Runtime")
+    monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)
+
+
+def outcomes(fast) -> list[str]:
+    return [outcome for _, outcome in fast.report.signatures]
+
+
+def test_the_second_size_makes_it_dynamic(wins):
+    model = net()
+    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS)
+    for rows in (6, 4, 5, 1, 2, 12, 7):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x).detach())
+    assert outcomes(fast) == ["captured for onnxruntime, input: 1..12"]
+
+
+def test_a_range_grows_with_the_calls_without_another_capture(wins):
+    model = net()
+    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS)
+    for rows in (5, 11, 40, 79, 80, 200):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x).detach())
+    assert outcomes(fast) == ["captured for onnxruntime, input: 1..10"]
+    served = fast.serving((torch.randn(399, 6),), {})
+    assert served is not None
+    assert str(served.signature.dims[0]) == "input: 1..400"
+
+
+def test_a_range_does_not_grow_to_where_the_model_fails(wins):
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(30, 6))
+            self.inner = net()
+
+        def forward(self, x):
+            return self.inner(x + self.table[torch.arange(len(x))])
+
+    model = Positions().eval()
+    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS)
+    for rows in (5, 11, 29, 30):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x).detach())
+    with pytest.raises((IndexError, RuntimeError)):
+        fast(torch.randn(31, 6))
+    torch.testing.assert_close(fast(x), model(x).detach())
+
+
+def test_where_one_program_cannot_serve_two_sizes_each_is_captured(wins):
+    class BySize(nn.Module):
+        def forward(self, x):
+            return x * 2 if len(x) < 5 else x - 1
+
+    model = BySize().eval()
+    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS)
+    for rows in (6, 7, 3, 6, 7):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_what_comes_and_goes_is_served_by_the_model(wins):
+    model = Counts().eval()
+    fast = tsopt.optimize(model, torch.randn(4, 6), warmup=2, audit=0, **OPTIONS)
+    model.calls = 0
+    for rows in (5, 6):
+        fast(torch.randn(rows, 6))
+    assert (model.calls, outcomes(fast)) == (2, [])
+    fast(torch.randn(7, 6))
+    assert len(outcomes(fast)) == 1
+    model.calls = 0
+    for rows in (5, 6, 8, 14):
+        fast(torch.randn(rows, 6))
+    assert model.calls == 0
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "2"])
+def test_an_invalid_warmup_is_refused(warmup):
+    with pytest.raises(tsopt.UsageError, match="warmup must be a number of calls"):
+        tsopt.optimize(net(), torch.randn(4, 6), warmup=warmup)
+
+
+class Decoder(nn.Module):
+    """Attends to all steps so far, which it keeps in the dict that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if "k" in cache:
+            k, v = torch.cat([cache["k"], k], 1), torch.cat([cache["v"], v], 1)
+        cache["k"], cache["v"] = k, v
+        return self.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)
+
+
+def test_a_cache_that_grows_is_captured_twice_at_most(wins):
+    model = Decoder().eval()
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
+    with torch.no_grad():
+        for prompt in (5, 3):
+            mine, theirs = {}, {}
+            for step in range(40):
+                x = torch.randn(1, prompt if step == 0 else 1, 8)
+                torch.testing.assert_close(fast(x, mine), model(x, theirs))
+                torch.testing.assert_close(mine["k"], theirs["k"])
+    compiled = type(fast)._tsopt_compiled.fast
+    assert len(outcomes(compiled)) == 1
+
+
+def test_forms_are_forgotten(wins, monkeypatch):
+    monkeypatch.setattr(specializations, "MAX_FORMS", 3)
+    model = Decoder().eval()
+    fast = tsopt.optimize(model, tsopt.example(torch.randn(1, 2, 8), {}), warmup=9, **OPTIONS)
+    for number in range(6):
+        fast(torch.randn(1, 2, 8), {f"other {number}": torch.ones(1)})
+    assert len(fast._specializations._forms) <= 3
