@@ -59,8 +59,13 @@ def optimized_by(mlp, mlp_input, mlp_program, executables):
         def refuse(example: Example):
             raise tsopt.BackendError("no other form")
 
+        def for_one_size(example: Example, *others: Example):
+            if others:
+                raise tsopt.CaptureError("specialized on its sizes")
+            return (another or refuse)(example)
+
         executable = None if backend == "model" else executables[backend]
-        return Optimized(mlp, mlp_program, executable, report, Example((mlp_input,)), another or refuse, policy)
+        return Optimized(mlp, mlp_program, executable, report, Example((mlp_input,)), for_one_size, policy)
 
     return make
 
