@@ -73,6 +73,7 @@ def test_a_call_that_the_model_itself_refuses_raises_the_models_error(optimized_
 )
 def test_the_forms_that_were_called_last_are_kept(optimized_by, mlp, monkeypatch, rows, captured):
     monkeypatch.setattr(specializations, "MAX_SPECIALIZATIONS", 2)
+    monkeypatch.setattr(specializations, "RECENT", 0)
     made = []
 
     def another(example):

@@ -57,7 +57,9 @@ def made(net, optimized_by):
         better = tsopt.transform(program)
         executable = None if backend == "model" else tsopt.compile(better, backend, share_weights=share)
 
-        def another(example):
+        def another(example, *others):
+            if others:
+                raise tsopt.CaptureError("specialized on its sizes")
             return tsopt.compile(tsopt.capture(net, example), "eager", share_weights=share)
 
         report = optimized_by("model" if backend == "model" else "eager").report
