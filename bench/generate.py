@@ -134,7 +134,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
-    yield f"Greedy decoding of {TOKENS} tokens, batch 1, prompt of {PROMPT}: tokens per second, median of {ROUNDS} rounds."
+    yield f"Greedy decoding of {TOKENS} tokens, batch 1, prompt of {PROMPT}: tokens per second, {ROUNDS} rounds."
     yield ""
     yield (
         "| model | same tokens | eager | tsopt | ratio, lowest and highest | first `generate`, s | captures in it "

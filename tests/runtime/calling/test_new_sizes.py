@@ -147,6 +147,7 @@ def test_a_cache_that_grows_is_captured_twice_at_most(wins):
 
 def test_forms_are_forgotten(wins, monkeypatch):
     monkeypatch.setattr(specializations, "MAX_FORMS", 3)
+
     class Named(nn.Module):
         def forward(self, x, **more):
             return x + sum(more.values())

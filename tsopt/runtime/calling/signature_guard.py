@@ -145,7 +145,7 @@ class _Writer:
         self.lines.append(f"{name} = {place}")
         self.unless(f"type({name}) is not {self.bound(cls)}")
         self._containers.append(name)
-        readers = {"item": items_of, "attr": attributes_of}
+        readers: dict[str, Callable[[Any], Any] | None] = {"item": items_of, "attr": attributes_of}
         if not slots_of(cls) and "__dict__" not in vars(cls):
             readers["attr"] = None
         known = True
