@@ -129,11 +129,11 @@ def optimize(
         eval_mode: capture a model that is in training mode as if it were in eval mode.
         allow_nan: accept weights that contain NaN.
         on_new_signature: what to do for a call with a new signature: `"capture"` it once, run `"eager"`, or raise an
-            `"error"`. If it differs only in its sizes from a call that was seen before, those sizes become dynamic: one
-            program then serves both calls and the sizes between them and up to twice as large, and its ranges grow with
-            the calls, each time after it was compared with the model at the new ends.
-        warmup: how many calls with a new signature the model itself serves before it is captured, sizes aside: a
-            signature that comes and goes is not worth the seconds that this takes.
+            `"error"`. If it differs from an earlier call only in its sizes, those sizes become dynamic: one program
+            then serves both calls, sizes between them, and sizes up to twice as large. A call outside that range
+            extends it once the program has been compared with the model at the new sizes.
+        warmup: how many calls with a new signature, whatever their sizes, the model itself serves before the signature
+            is captured. Capturing takes seconds, which a signature that is used once does not repay.
         on_gradients: what to do for a call that only the model itself can serve, because gradients are required for an
             input, a torch.func transform or torch.jit.trace is active, or autocast is enabled: run `"eager"` and warn
             once, or raise an `"error"`.
