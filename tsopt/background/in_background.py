@@ -14,7 +14,7 @@ from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.model_reads import reads_of
-from tsopt.runtime.calling.optimized import MAX_CAPTURES
+from tsopt.runtime.calling.new_signatures import MAX_CAPTURES
 from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.report import Report

@@ -155,4 +155,4 @@ def test_forms_are_forgotten(wins, monkeypatch):
     fast = tsopt.optimize(Named().eval(), tsopt.example(torch.ones(2), a=torch.ones(1)), warmup=9, **OPTIONS)
     for number in range(6):
         assert fast(torch.ones(2), **{f"b{number}": torch.ones(1)}).sum() == 4
-    assert len(fast._specializations._forms) <= 3
+    assert len(fast._new_signatures.kept._forms) <= 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsopt
-from tsopt.runtime.calling import optimized, specializations
+from tsopt.runtime.calling import new_signatures, specializations
 
 
 @pytest.mark.parametrize("backend", ["eager", "torchscript", "onnxruntime", "model"])
@@ -99,7 +99,7 @@ def test_a_call_that_eager_refuses_as_well_leaves_no_trace_in_the_report(optimiz
 
 
 def test_captures_have_a_limit(optimized_by, mlp, monkeypatch):
-    monkeypatch.setattr(optimized, "MAX_CAPTURES", 2)
+    monkeypatch.setattr(new_signatures, "MAX_CAPTURES", 2)
     made = []
 
     def another(example):
@@ -123,7 +123,7 @@ def test_many_calls_beyond_the_limit_do_not_grow_memory(optimized_by, monkeypatc
     fast = optimized_by("eager")
     for rows in range(3, 13):
         fast(torch.randn(rows, 6))
-    assert len(fast._specializations) <= 3
+    assert len(fast._new_signatures.kept) <= 3
 
 
 def test_a_parameter_and_a_strided_input_are_not_another_form(optimized_by, mlp, mlp_input):

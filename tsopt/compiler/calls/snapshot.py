@@ -26,13 +26,18 @@ def is_leaf(value: object) -> bool:
 
 def attributes_of(item: Any) -> dict[str, Any]:
     """What is set on an object itself, by name: past properties, with slots."""
-    slots = {name: getattr(item, name) for name in slots_of(type(item)) if hasattr(item, name)}
+    slots = {name: getattr(item, name) for name in _slots_of(item) if hasattr(item, name)}
     return slots | dict(getattr(item, "__dict__", {}))
 
 
-def slots_of(cls: Any) -> list[str]:
-    """The attributes of a class that are slots."""
+def _slots_of(item: Any) -> list[str]:
+    cls: Any = type(item)
     return _slots(cls)
+
+
+def has_only_dict(cls: Any) -> bool:
+    """Whether all attributes of the objects of a class are in their `__dict__`."""
+    return cls.__dictoffset__ != 0 and not _slots(cls)
 
 
 @lru_cache(maxsize=1024)
@@ -70,7 +75,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or slots_of(type(item)):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots_of(item):
             yield item
         todo += _parts(item)[::-1]
 

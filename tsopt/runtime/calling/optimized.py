@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,10 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import modules_of, protected
-from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
@@ -28,18 +25,9 @@ from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Weights
+from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.signature_guard import leaves_of
-from tsopt.runtime.calling.specializations import (
-    MAX_SPECIALIZATIONS,
-    CallKey,
-    Seen,
-    Specializations,
-    call_key,
-    form_of,
-    sizes_of,
-)
 from tsopt.runtime.checking.accuracy import verify
-from tsopt.runtime.checking.held_out_sizes import widened
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.profile import Profile
 from tsopt.runtime.report import Report
@@ -49,7 +37,6 @@ POLICIES = ("capture", "eager", "error")
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
 ABSENT = object()  # where a call has no positional argument
-MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds; more signatures than that need dynamic sizes
 
 
 class Optimized:
@@ -83,13 +70,17 @@ class Optimized:
         self.model, self.program, self.report, self.quantized = model, program, report, quantized
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
-        self._specialize, self._policy, self._warmup = specialize, on_new_signature, warmup
+        self._policy = on_new_signature
         self._unserved = Unserved(model, report.model, on_gradients)
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
-        self._specializations = Specializations()
-        self._captures = 0
-        self._own: CallKey | None = None  # of the example
-        self._lock = threading.Lock()
+        self._new_signatures = NewSignatures(
+            *(model, self.example, program.signature.aliasing, specialize),
+            warmup=warmup,
+            eager=self._eager,
+            check=lambda: self._check_weights(thoroughly=True),
+            ready=self._refusing,
+            note=self._note,
+        )
         self._audits = audits or Audits(0)
         self._weights, self._shares = weights, share_weights
         self._flags = [module.training for module in modules_of(model)]
@@ -119,7 +110,7 @@ class Optimized:
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
             return executable.run_leaves(leaves, args, kwargs)
-        found = self._specializations.accepting(args, kwargs)
+        found = self._new_signatures.accepting(args, kwargs)
         if found is not None:
             executable, leaves = found
             return executable.run_leaves(leaves, args, kwargs)
@@ -220,11 +211,11 @@ class Optimized:
         with contextlib.suppress(SignatureError):
             executable.bind(args, kwargs)
             return executable
-        accepting = self._specializations.accepting(args, kwargs)
+        accepting = self._new_signatures.accepting(args, kwargs)
         if accepting is not None:
             return accepting[0]
         try:
-            found = self._found(call_key(args, kwargs, aliasing=self.program.signature.aliasing), args, kwargs)
+            found = self._new_signatures.found(args, kwargs)
         except (TypeError, TsoptError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
@@ -261,7 +252,6 @@ class Optimized:
         except SignatureError as error:  # the model asks what no capture answers as this call does
             self._note("a guard fails", f"runs in eager mode: {error.what}")
             return self._eager(*args, **kwargs)
-        self._specializations.used(found)
         return found.run_leaves(leaves, args, kwargs)
 
     def _specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -273,88 +263,7 @@ class Optimized:
     def _specialization_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
-        key = call_key(args, kwargs, aliasing=self.program.signature.aliasing)
-        try:
-            found = self._found(key, args, kwargs)
-        except TypeError:
-            return self._eager
-        if found is None:
-            with self._lock:
-                found = self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
-        return found
-
-    def _found(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        """What was made for calls with this key, or for many sizes, among them those of this call."""
-        found = self._specializations.get(key)
-        if found is None:
-            several = self._seen(key).several
-            with contextlib.suppress(SignatureError):
-                if several is not None:
-                    several.bind(args, kwargs)
-                    return several
-        return found
-
-    def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
-        seen = self._seen(key)
-        if seen.several is not None:
-            wider = widened(self.model, seen.several, example)
-            if wider is not None:
-                seen.several = wider
-                return wider
-        seen.calls += 1
-        if seen.calls <= self._warmup:
-            return self._eager
-        if self._captures >= MAX_CAPTURES:
-            self._note(
-                "any further one",
-                f"runs in eager mode: {MAX_CAPTURES} were captured; dynamic= captures one program for many sizes",
-            )
-            return self._eager
-        self._check_weights(thoroughly=True)
-        self._captures += 1
-        signature = ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType))
-        several = None if seen.fixed else self._capture_several(seen, key, example, signature)
-        if several is not None:
-            return several
-        made = self._capture(example, signature)
-        self._specializations.keep(key, made)
-        return made
-
-    def _seen(self, key: CallKey) -> Seen:
-        """What is known of calls of the same form; the call that the model was optimized for is one of them."""
-        if self._own is None:
-            self._own = call_key(self.example.args, self.example.kwargs, aliasing=self.program.signature.aliasing)
-        own = self._own
-        return self._specializations.seen(own if form_of(own) == form_of(key) else key)
-
-    def _capture_several(self, seen: Seen, key: CallKey, example: Example, signature: str) -> Executable | None:
-        """What serves these sizes, those of another call, and the sizes between and around them; None: nothing does."""
-        if sizes_of(seen.key) == sizes_of(key):
-            return None
-        try:
-            executable = self._specialize(example, resized(example, sizes_of(seen.key)))
-        except TsoptError as error:
-            seen.fixed = True
-            log.info("calls like %s are captured for one size each: %s", signature, error)
-            return None
-        self._note(signature, f"captured for {executable.backend}, {', '.join(map(str, executable.signature.dims))}")
-        seen.several = self._refusing(executable)
-        return seen.several
-
-    def _capture(self, example: Example, signature: str) -> Callable[..., Any]:
-        try:
-            executable = self._specialize(example)
-        except TsoptError as error:
-            outcome = f"runs in eager mode: {error.what}"
-
-            def eager(*args: Any, **kwargs: Any) -> Any:
-                result = self._eager(*args, **kwargs)
-                self._note(signature, outcome)  # of a call that the model itself takes; others raise what eager raises
-                return result
-
-            return eager
-        self._note(signature, f"captured for {executable.backend}")
-        return self._refusing(executable)
+        return self._new_signatures.serving(args, kwargs)
 
     def _note(self, signature: str, outcome: str) -> None:
         log.info("call with a new signature (%s): %s", signature, outcome)

@@ -1,6 +1,6 @@
-"""The way back from tensors to what the user's call returns and changes: straight-line code from the Signature.
+"""From the output tensors to what the user's call returns and modifies: straight-line code from the Signature.
 
-It does what `Signature.unbind` does, for a call that fits, in a tenth of the time where a cache of many layers grows.
+Does what `Signature.unbind` does, for calls that match, without walking the structure in each call.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from tsopt.compiler.calls.effects import Effect, steps_of
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.snapshot import attributes_of, refill_items, set_attribute, slots_of
+from tsopt.compiler.calls.snapshot import attributes_of, has_only_dict, refill_items, set_attribute
 from tsopt.compiler.calls.structure import CHANGEABLE, Path, Structure, unflatten
 
 Unbind = Callable[[Sequence[Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
 def unbind_of(signature: Signature) -> Unbind:
-    """A function of the returned tensors and of the call: what the model would return; objects are changed as by it."""
+    """A function of the output tensors and the call: returns what the model would, and modifies the same objects."""
     try:
         return _Writer(signature).function()
     except _Unknown:  # classes that are known by name only
@@ -161,4 +161,4 @@ def _is_plain(node: Structure) -> bool:
     cls = node.cls
     if cls is None or node.named:
         raise _Unknown
-    return not slots_of(cls) and cls.__dictoffset__ != 0
+    return has_only_dict(cls)

@@ -15,7 +15,7 @@ from typing import Any
 
 from tsopt.compiler.calls.memory import overlap
 from tsopt.compiler.calls.signature import DERIVED, Dim, Input, Output, Signature, dim_of
-from tsopt.compiler.calls.snapshot import attributes_of, items_of, slots_of
+from tsopt.compiler.calls.snapshot import attributes_of, has_only_dict, items_of
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.question import Question
@@ -145,9 +145,8 @@ class _Writer:
         self.lines.append(f"{name} = {place}")
         self.unless(f"type({name}) is not {self.bound(cls)}")
         self._containers.append(name)
-        readers: dict[str, Callable[[Any], Any] | None] = {"item": items_of, "attr": attributes_of}
-        if not slots_of(cls) and "__dict__" not in vars(cls):
-            readers["attr"] = None
+        attributes = None if has_only_dict(cls) else attributes_of
+        readers: dict[str, Callable[[Any], Any] | None] = {"item": items_of, "attr": attributes}
         known = True
         for kind, reader in readers.items():
             keys = tuple(key for what, key in node.keys if what == kind)

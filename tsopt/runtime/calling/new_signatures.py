@@ -1,0 +1,155 @@
+"""Calls with other signatures than the example's: what was compiled for them, for one size or for many, and when."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.sizes.dims import resized
+from tsopt.errors import SignatureError, TsoptError
+from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.specializations import (
+    MAX_SPECIALIZATIONS,
+    CallKey,
+    Seen,
+    Specializations,
+    call_key,
+    form_of,
+    sizes_of,
+)
+from tsopt.runtime.checking.held_out_sizes import widened
+
+log = logging.getLogger("tsopt")
+MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds
+
+
+class NewSignatures:
+    """Compiles what calls with new signatures need, and finds it again.
+
+    Args:
+        example: the call that the model was optimized for.
+        aliasing: whether it matters which tensors of a call share memory.
+        specialize: compiles for a call; for several calls, for all sizes in which they differ.
+        warmup: how many calls of a form the model serves first.
+        eager: the model itself.
+        check: raises WeightsChangedError if the model no longer has the weights that were compiled.
+        ready: prepares what was compiled for being called.
+        note: records a signature and what became of it.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        example: Example,
+        aliasing: bool,
+        specialize: Callable[..., Executable],
+        *,
+        warmup: int,
+        eager: Callable[..., Any],
+        check: Callable[[], None],
+        ready: Callable[[Executable], Executable],
+        note: Callable[[str, str], None],
+    ) -> None:
+        self.model, self.example, self.aliasing = model, example, aliasing
+        self._specialize, self._warmup = specialize, warmup
+        self._eager, self._check, self._ready, self._note = eager, check, ready, note
+        self.kept = Specializations()
+        self._captures = 0
+        self._own: CallKey | None = None  # of the example
+        self._lock = threading.Lock()
+
+    def accepting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Executable, Sequence[Any]] | None:
+        """An executable that was used lately and serves this call, and the call's tensors. Takes microseconds."""
+        return self.kept.accepting(args, kwargs)
+
+    def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """What serves a call, compiled now if need be."""
+        key = call_key(args, kwargs, aliasing=self.aliasing)
+        try:
+            found = self._found(key, args, kwargs)
+        except TypeError:  # a constant that cannot be hashed: the call cannot be recognized again
+            return self._eager
+        if found is None:
+            with self._lock:
+                found = self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
+        if isinstance(found, Executable):
+            self.kept.used(found)
+        return found
+
+    def found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """What serves a call, if there already is something. Raises TypeError if that cannot be told."""
+        return self._found(call_key(args, kwargs, aliasing=self.aliasing), args, kwargs)
+
+    def _found(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        found = self.kept.get(key)
+        several = None if found is not None else self._seen(key).several
+        if several is not None:
+            with contextlib.suppress(SignatureError):
+                several.bind(args, kwargs)
+                return several
+        return found
+
+    def _seen(self, key: CallKey) -> Seen:
+        """What is known of calls of the same form; the example is one of them."""
+        if self._own is None:
+            self._own = call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)
+        return self.kept.seen(self._own if form_of(self._own) == form_of(key) else key)
+
+    def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
+        seen = self._seen(key)
+        wider = None if seen.several is None else widened(self.model, seen.several, example)
+        if wider is not None:
+            seen.several = wider
+            return wider
+        seen.calls += 1
+        if seen.calls <= self._warmup:
+            return self._eager
+        if self._captures >= MAX_CAPTURES:
+            self._note(
+                "any further one",
+                f"runs in eager mode: {MAX_CAPTURES} were captured; dynamic= captures one program for many sizes",
+            )
+            return self._eager
+        self._check()
+        self._captures += 1
+        signature = ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType))
+        several = self._for_several_sizes(seen, key, example, signature)
+        if several is not None:
+            return several
+        made = self._for_one_size(example, signature)
+        self.kept.keep(key, made)
+        return made
+
+    def _for_several_sizes(self, seen: Seen, key: CallKey, example: Example, signature: str) -> Executable | None:
+        """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
+        if seen.fixed or sizes_of(seen.key) == sizes_of(key):
+            return None
+        try:
+            executable = self._specialize(example, resized(example, sizes_of(seen.key)))
+        except TsoptError as error:
+            seen.fixed = True
+            log.info("calls like %s are captured for one size each: %s", signature, error)
+            return None
+        self._note(signature, f"captured for {executable.backend}, {', '.join(map(str, executable.signature.dims))}")
+        seen.several = self._ready(executable)
+        return seen.several
+
+    def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
+        try:
+            executable = self._specialize(example)
+        except TsoptError as error:
+            outcome = f"runs in eager mode: {error.what}"
+
+            def eager(*args: Any, **kwargs: Any) -> Any:
+                result = self._eager(*args, **kwargs)
+                self._note(signature, outcome)  # of a call that the model itself takes; others raise what eager raises
+                return result
+
+            return eager
+        self._note(signature, f"captured for {executable.backend}")
+        return self._ready(executable)
