@@ -183,10 +183,37 @@ def test_a_program_of_somebody_elses_file_shares_nothing(program, from_a_file, t
     assert program.weights_file is None
 
 
+def test_weights_of_the_file_are_taken_from_the_memory_of_a_process_that_has_them(
+    program, from_a_file, model, directory
+):
+    to_onnx(of(from_a_file, program)).save(directory)
+    again = OnnxModel.read(directory / "model.onnx", program)
+    shutil.rmtree(directory)
+    mine = [weight.numpy() for weight in program.weights.values()]
+    large = [weight for weight in weights_of(again).values() if weight.nbytes > 1024]
+    assert len(large) == 4, "first, tied as it is, tied transposed, conv"
+    assert all(any(np.shares_memory(weight, own) for own in mine) for weight in large)
+    again.save(directory.with_suffix(".onnx"))
+    torch.testing.assert_close(answer(directory.with_suffix(".onnx")), model(VALUE).detach())
+
+
+def test_weights_that_the_file_does_not_have_are_read_from_the_one_that_does(program, from_a_file, model, directory):
+    changed = of(from_a_file, program)
+    changed.weights["first.weight"] = changed.weights["first.weight"] * 2
+    to_onnx(changed).save(directory)
+    other = replace(program, weights={name: w for name, w in program.weights.items() if name != "tied.weight"})
+    other.weights["conv.weight"] = torch.cat([other.weights["conv.weight"]] * 2, 1)[:, :1]  # with gaps
+    found = weights_of(OnnxModel.read(directory / "model.onnx", other))
+    wanted = weights_of(to_onnx(changed))
+    assert found.keys() == wanted.keys()
+    for key, weight in wanted.items():
+        np.testing.assert_array_equal(found[key], weight)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_that_is_opened_again_needs_its_files_no_longer_and_copies_no_weights(engine, monkeypatch, tmp_path):
     read, real = [], OnnxModel.read
-    monkeypatch.setattr(OnnxModel, "read", lambda path: read.append(real(path)) or read[-1])
+    monkeypatch.setattr(OnnxModel, "read", lambda *args: read.append(real(*args)) or read[-1])
     model, value = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval(), torch.ones(3, 64)
     program, backend = tsopt.capture(model, value), get_backend(engine)
     (tmp_path / "files").mkdir()

@@ -172,7 +172,7 @@ def test_the_winner_and_one_with_fewer_threads_are_opened_and_not_exported_again
 class TwoResults(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight, self.table = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))
+        self.weight, self.table = torch.nn.Parameter(torch.arange(400.0)), torch.nn.Parameter(torch.ones(4))
 
     def forward(self, x):
         return x * self.weight, self.table * 2
@@ -182,12 +182,13 @@ class TwoResults(torch.nn.Module):
 @pytest.mark.parametrize("backend", [FAULTY + "Reopened", "onnxruntime"])
 def test_what_is_opened_from_its_files_keeps_its_weights_and_its_results(backend, share):
     """As what is compiled does: the weights may change unless they are shared, and the results are the caller's."""
-    model, x = TwoResults().eval(), torch.ones(3)
+    model, x = TwoResults().eval(), torch.ones(400)
     program = tsopt.transform(tsopt.capture(model, x))
     (candidate,) = candidates(backend)
     with Sandbox() as sandbox:
         maker = Maker({"fp32": program}, RaceSettings(candidates=(candidate,), share_weights=share), sandbox)
         contender, _ = maker.finish(candidate, maker.begin(candidate))
+        assert maker.reopens(contender, candidate)
         executable = maker.here(contender, candidate)
     assert executable.model == program.name
     first, constant = executable(x)

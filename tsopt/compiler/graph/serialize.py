@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,6 +34,7 @@ from tsopt.compiler.graph.program import Numerics, Program, type_of
 from tsopt.compiler.graph.stored_ops import computes, refusal
 from tsopt.compiler.graph.strict_json import parse
 from tsopt.compiler.graph.verify import verify_program
+from tsopt.compiler.graph.weights_file import memory_order, read_weights, write_weights
 from tsopt.errors import BackendError, BundleError, TsoptError, UsageError
 
 GRAPH, WEIGHTS = "program.json", "weights.safetensors"
@@ -49,7 +49,7 @@ def write_program(program: Program, directory: Path) -> None:
         BackendError: an op outside ATen, which another process would not know.
     """
     (directory / GRAPH).write_text(json.dumps(_program_json(program)))
-    save_file(_as_stored({name: program.weights[name] for name in program.used_weights()}), directory / WEIGHTS)
+    write_weights({name: program.weights[name] for name in program.used_weights()}, directory / WEIGHTS)
 
 
 def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bool = False) -> Program:
@@ -67,7 +67,7 @@ def read_program(directory: Path, state: Sequence[torch.Tensor] = (), *, own: bo
         if not own and (directory / GRAPH).stat().st_size > MAX_TEXT:
             raise BundleError("the stored program is too large", where=str(directory / GRAPH))
         data = parse((directory / GRAPH).read_bytes())
-        tensors = load_file(directory / WEIGHTS)
+        tensors = read_weights(directory / WEIGHTS)
         program = _Reader(data, tensors, own).program(state)
         # NOTE: not the file of a bundle, which belongs to the user, who may overwrite it.
         return replace(program, weights_file=directory / WEIGHTS) if own else program
@@ -97,7 +97,7 @@ def _node_json(node: fx.Node, numbers: dict[fx.Node, int]) -> dict[str, Any]:
         value = node.meta["val"]
         out |= {"target": str(node.target), "stride": list(value.stride())}
         out |= {} if value.device.type == "cpu" else {"device": str(value.device)}
-        order = _memory_order(value)
+        order = memory_order(value)
         out |= {} if order == sorted(order) else {"order": order}
         return out | _meta_json(node)
     if node.op == "call_function":
@@ -150,31 +150,6 @@ def _value_json(value: Any, numbers: dict[fx.Node, int]) -> Any:
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, torch.device)):
         return {"torch": type(value).__name__, "text": str(value)}
     raise BackendError(f"an argument of type {type(value).__name__} cannot be stored")
-
-
-def _memory_order(value: torch.Tensor) -> list[int]:
-    """Its dimensions as they lie in memory, the outermost first; as they are where its values are not side by side."""
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    return order if value.permute(order).is_contiguous() else list(range(value.dim()))
-
-
-def _as_stored(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors as safetensors takes them, which knows no strides and no sharing: a view is written as what it shows.
-
-    A transposed weight is written as it lies in memory, so that the file can be mapped and nothing has to be copied.
-    """
-    found: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu()
-        value = value.permute(_memory_order(tensor)).contiguous()
-        storage = value.untyped_storage()
-        if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
-        found[name] = value
-    return found
 
 
 class _Reader:

@@ -62,11 +62,7 @@ class Reopens(Protocol):
     """A backend that takes long to compile and can load what was compiled in another process."""
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        """The executable of the files that `save` has written; those files may go.
-
-        Args:
-            program: of a backend that exports to ONNX, its weights are not copies, and may change later.
-        """
+        """The executable of the files that `save` has written; those files may go."""
 
 
 @runtime_checkable
@@ -176,8 +172,7 @@ def reopen(
     """
     made = get_backend(candidate, **options)
     assert isinstance(made, Reopens)
-    shares = share_weights or candidate.info.through_onnx  # whose files contain all weights
-    return _executable(program, made, candidate, lambda mine: made.reopen(mine, directory), shares)
+    return _executable(program, made, candidate, lambda mine: made.reopen(mine, directory), share_weights)
 
 
 def _executable(

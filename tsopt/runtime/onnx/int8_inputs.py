@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tsopt.compiler.analysis.non_finite import Harm, harmful_inputs
-from tsopt.compiler.graph.owned import owned
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import rounded_values, without_rounded_values
 from tsopt.runtime.backends.eager import by_torch
@@ -22,11 +21,6 @@ def float_bounds(program: Program) -> tuple[Bound, ...]:
         for position, (node, item) in enumerate(zip(inputs, program.signature.inputs, strict=True))
         if node in harmful and not item.state
     )
-
-
-def with_own_weights(program: Program) -> Program:
-    """The program, with copies of its weights if torch may have to run it later, when the user's may have changed."""
-    return owned(program) if rounded_values(program) else program
 
 
 def without_rounding(program: Program) -> Runner:

@@ -8,11 +8,16 @@ mapped from a file is mapped from the same file by the engine. Needs onnx_ir.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tsopt.compiler.graph.program import Program
 
 FILE = "model.onnx"  # in the directory of a bundle or of a candidate
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
@@ -34,8 +39,11 @@ class OnnxModel:
     weights_file: Path | None = None
 
     @classmethod
-    def read(cls, path: Path) -> OnnxModel:
+    def read(cls, path: Path, program: Program | None = None) -> OnnxModel:
         """Reads what `save` has written. The file may be removed afterwards, but not written to.
+
+        Args:
+            program: weights that are in its file are taken from memory, where this process has them.
 
         NOTE: onnx_ir would map the whole file once for each weight, which a limit of the address space forbids.
         """
@@ -43,15 +51,18 @@ class OnnxModel:
         import onnx_ir
 
         model, mapped = onnx_ir.load(path), cache(partial(np.memmap, mode="r"))
+        held = _Memory(program, path.parent / LINK)
         for value in (value for graph in model.graphs() for value in graph.initializers.values()):
             stored = value.const_value
             if isinstance(stored, onnx_ir.ExternalTensor):
-                start = stored.offset or 0
-                part = mapped(stored.path)[start : start + stored.nbytes] if stored.size else b""
+                start, size = stored.offset or 0, stored.nbytes
+                part = held.bytes_at(start, size) if stored.location == LINK else None
+                if part is None:
+                    part = mapped(stored.path)[start : start + size] if size else b""
                 array = np.frombuffer(part, stored.dtype.numpy()).reshape(stored.shape.numpy())
                 value.const_value = onnx_ir.Tensor(array, stored.dtype, name=stored.name)
         _read_transposed(model.graph)
-        return cls(model)
+        return cls(model, program.weights_file if program is not None else None)
 
     def save(self, place: Path) -> None:
         """Writes the model: to a file for other tools, or, if `place` is a directory, into it for an engine.
@@ -127,6 +138,26 @@ class OnnxModel:
             graph.insert_before(graph[0], node)
             graph.initializers[name] = stored
         return model
+
+
+class _Memory:
+    """The weights of a program in this process, found by where its file of weights has them."""
+
+    def __init__(self, program: Program | None, file: Path) -> None:
+        self._parts: list[tuple[int, Any]] = []
+        if program is not None and file.exists():
+            from tsopt.compiler.graph.weights_file import bytes_in_memory
+
+            found = bytes_in_memory(program.weights, file)
+            self._parts = sorted(((start, part.numpy()) for start, part in found), key=itemgetter(0))
+
+    def bytes_at(self, start: int, size: int) -> Any | None:
+        """The bytes at an offset in the file; None if they are not in the memory of one weight."""
+        position = bisect_right(self._parts, start, key=itemgetter(0)) - 1
+        if position < 0:
+            return None
+        first, part = self._parts[position]
+        return part[start - first : start - first + size] if start - first + size <= part.size else None
 
 
 def _read_transposed(graph: Any) -> None:

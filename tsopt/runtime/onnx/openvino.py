@@ -87,10 +87,10 @@ class OpenVinoBackend:
         return timed(compiled, inputs, model)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        from tsopt.runtime.onnx.int8_inputs import with_own_weights
         from tsopt.runtime.onnx.onnx_model import OnnxModel
 
-        return self._executable(with_own_weights(program), OnnxModel.read(directory / FILE), directory)
+        # Not with the weights of the program: OpenVINO maps those of the file, and both would be held.
+        return self._executable(program, OnnxModel.read(directory / FILE), directory)
 
     def _exported(self, program: Program) -> OnnxModel:
         from tsopt.compiler.sizes.generalize import through

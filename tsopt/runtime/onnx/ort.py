@@ -113,19 +113,17 @@ class OnnxRuntimeBackend:
         return {"threads": self.threads or torch.get_num_threads(), **own, **int8_weights.to_options(program)}
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        from tsopt.runtime.onnx.int8_inputs import with_own_weights
         from tsopt.runtime.onnx.onnx_model import OnnxModel
 
-        return self._executable(with_own_weights(program), OnnxModel.read(directory / FILE), directory / FILE)
+        return self._executable(program, OnnxModel.read(directory / FILE, program))
 
-    def _executable(self, program: Program, model: OnnxModel, file: Path | None = None) -> Executable:
-        """Args: file: holds the model, and may go afterwards."""
+    def _executable(self, program: Program, model: OnnxModel) -> Executable:
         from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
 
         options = self._options(program)
         int8_weights.check(options)
         providers = _providers(program.signature)
-        stored, weights = (str(file), None) if file else model.detached()
+        stored, weights = model.detached()
         session = open_session(stored, options, weights, providers)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))

@@ -193,10 +193,8 @@ class Maker:
 
     def reopens(self, contender: Contender, candidate: Candidate) -> bool:
         """Whether `here` opens the files of a contender, and does not compile the candidate once more."""
-        # An engine that could read the model's weights in place would read those of a file.
-        shares = self.settings.share_weights and candidate.info.through_onnx
         alive = isinstance(contender, Isolated) and not contender.retired
-        return alive and not shares and isinstance(get_backend(candidate, **self._options(candidate)), Reopens)
+        return alive and isinstance(get_backend(candidate, **self._options(candidate)), Reopens)
 
     def _options(self, candidate: Candidate) -> dict[str, Any]:
         return race_options(candidate, self.settings.threads, self.settings.check_indices)
