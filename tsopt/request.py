@@ -30,7 +30,6 @@ from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, N
 from tsopt.passes.lower_precision import in_precision
 from tsopt.quantization import Int8Options, Quantization, quantize
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.calling.audit import Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager, reason_of
@@ -39,7 +38,7 @@ from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
 from tsopt.runtime.racing.cached_race import cached_race
-from tsopt.runtime.racing.choice import Race
+from tsopt.runtime.racing.choice import Race, faster_first
 from tsopt.runtime.racing.contenders import LEAST_SECONDS, RaceSettings
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import warn
@@ -201,7 +200,7 @@ class Request:
         int8 = quantized.variants.get(variant)
         if executable is not None:
             executable.reference = reference
-        specialize_call = partial(self.specialized, outcome.candidate or Candidate(PLAIN.name))
+        specialize_call = partial(self.specialized, self._ranked(outcome))
         return Optimized(
             *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),
             warmup=self.warmup,
@@ -318,39 +317,44 @@ class Request:
             replace(validated, notes=(*validated.notes, f"the passes were not applied: {reasons[-1]}")),
         )
 
-    def specialized(self, candidate: Candidate, *examples: Example) -> Executable:
-        """The winner's backend for another signature, verified and briefly raced against eager.
+    def _ranked(self, outcome: Race) -> tuple[Candidate, ...]:
+        """The candidates that are faster than eager: the winner, then the others, the fastest first."""
+        found = {candidate.key: candidate for candidate in self.race.candidates}
+        others = [found[row.key] for row in faster_first(outcome.rows) if row.key in found]
+        return tuple(dict.fromkeys([outcome.candidate, *others] if outcome.candidate is not None else []))
+
+    def specialized(self, candidates: Sequence[Candidate], *examples: Example) -> Executable:
+        """The program for another signature, with the first backend that is right there and faster than eager.
 
         Args:
+            candidates: in the order in which they are tried.
             examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
         """
         if self.int8 != Int8Options():  # calibration and criterion belong to the first signature
-            candidate = candidate.in_full_precision()
+            candidates = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in candidates))
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
         if not captured.signature.aliasing:
             examples = tuple(item.apart() for item in examples)
             example = examples[0]
         made = self._prepared(rehearsal.program(captured), rehearsal, examples)
-        outcome = race(
-            rehearsal.model,
-            made.captured,
-            variants(made.optimized, (candidate,), self._quantized(rehearsal, made.optimized, example)),
-            example,
-            replace(
-                self.race,
-                candidates=(candidate,),
-                seconds=SHORT_RACE,
-                budget=None,
-                held_out=made.ranges.held_out,
-            ),
-        )
-        executable = rehearsal.ended(outcome.executable)
-        if executable is None:
+        quantized, reasons = self._quantized(rehearsal, made.optimized, example), []
+        settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
+        for candidate in candidates:
+            outcome = race(
+                rehearsal.model,
+                made.captured,
+                variants(made.optimized, (candidate,), quantized),
+                example,
+                replace(settings, candidates=(candidate,)),
+            )
+            executable = rehearsal.ended(outcome.executable)
+            if executable is not None:
+                executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
+                return executable
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
-            raise AccuracyError(f"{candidate.title} does not win for this signature: {reason}")
-        executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
-        return executable
+            reasons.append(f"{candidate.title}: {reason}")
+        raise AccuracyError(f"no candidate wins for this signature: {'; '.join(reasons)}")
 
     def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
         """One graph of a partitioned model, optimized as the whole model would have been."""

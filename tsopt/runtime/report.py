@@ -65,6 +65,11 @@ class Row:
             return self.status
         return self.speedup.verdict if self.speedup is not None else "baseline"
 
+    @property
+    def gain(self) -> float:
+        """How many times as fast as eager; 0 where it was not timed."""
+        return self.speedup.ratio if self.speedup is not None else 0.0
+
     def record(self) -> dict[str, Any]:
         """The row for machines, flat: numbers as numbers, None where there is none."""
         time, gain, accuracy = self.timing, self.speedup, self.accuracy

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tsopt.compiler.calls.counters import as_called
 from tsopt.compiler.calls.effects import Effect, finish
 from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.result_views import View
@@ -139,13 +140,14 @@ class Signature:
         if len(order) == len(kwargs) and all(key in kwargs for key in order):
             kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
         leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
-        if structure != self.outer:
-            if self.aliasing and same_but_for_sharing(structure, self.outer):
+        outer = as_called(self.outer, leaves)
+        if structure != outer:
+            if self.aliasing and same_but_for_sharing(structure, outer):
                 raise _other_sharing("alias in the call but not in the example, or the other way round", structure)
-            place, mine, theirs = where_different(self.outer, structure)
+            place, mine, theirs = where_different(outer, structure)
             place = _place(place)
-            at_place = f", at {place}" if len(str(self.outer)) > SHORT_TEXT and place else ""
-            mine, theirs = (mine, theirs) if at_place else (self.outer, structure)
+            at_place = f", at {place}" if len(str(outer)) > SHORT_TEXT and place else ""
+            mine, theirs = (mine, theirs) if at_place else (outer, structure)
             raise SignatureError(
                 "the call does not match the signature of the example",
                 why=f"captured for {str(mine)[:LONG_TEXT]}, called with {str(theirs)[:LONG_TEXT]}{at_place}",

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from tsopt.compiler.calls import structure_json
+from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
 from tsopt.compiler.calls.result_views import INPUT, View
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim, Input, Output, Signature, dim_of
@@ -70,6 +71,7 @@ def from_json(data: Any) -> Signature:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise BundleError("the stored signature is damaged", why=repr(error)) from error
     _check_indices(made)
+    _check_sizes(made)
     _check_views(made)
     return made
 
@@ -102,6 +104,20 @@ def _check_indices(signature: Signature) -> None:
             raise BundleError(
                 f"the stored {what} structure is damaged", why=f"a tensor index is out of range for {count} tensors"
             )
+
+
+def _check_sizes(signature: Signature) -> None:
+    """Raises BundleError where an integer is the size of an axis that no input has."""
+    paths = {axis.path: axis.leaf for axis in axes_of(signature.outer, [item.type for item in signature.user_inputs])}
+    todo = [signature.outer, signature.result, *(effect.parts for effect in signature.effects)]
+    while todo:
+        node = todo.pop()
+        todo += node.children
+        if node.kind != "size":
+            continue
+        leaf = paths.get(node.keys)
+        if leaf != node.index or node.value[0] >= len(signature.user_inputs[node.index].type.shape):
+            raise BundleError("the stored signature is damaged", why="a size is not that of an input")
 
 
 def _type_json(item: Input | Output) -> dict[str, Any]:

@@ -16,12 +16,18 @@ from typing import Any
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 FIXED = (*SCALARS, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, PurePath, range, slice)
+SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
 ORDERED, UNORDERED = (list, deque, bytearray), (set,)
 
 
 def is_leaf(value: object) -> bool:
     """Whether it is a tensor or an array: whatever speaks DLPack."""
     return hasattr(value, "__dlpack__")
+
+
+def is_symbolic(value: object) -> bool:
+    """Whether it is a number that torch computes from sizes while it traces."""
+    return type(value).__name__ in SYMBOLIC
 
 
 def attributes_of(item: Any) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def holders(*roots: Any) -> Iterator[Any]:
     todo, seen = list(roots)[::-1], {}
     while todo:
         item = todo.pop()
-        if id(item) in seen or isinstance(item, FIXED) or is_leaf(item):
+        if id(item) in seen or isinstance(item, FIXED) or is_leaf(item) or is_symbolic(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
         if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots_of(item):

@@ -20,6 +20,7 @@ from tsopt.compiler.calls.snapshot import (
     attributes_of,
     holders,
     is_leaf,
+    is_symbolic,
     items_of,
     refill_items,
     set_attribute,
@@ -36,7 +37,8 @@ class Structure:
     `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping,
     if it is one, then attributes). Two structures are equal when the same call would be made: constants
     count by type and value. A list, a dict or an object met twice is `shared` the second time, by the number of the
-    first; one of the call itself is `given`, and `keys` are the path to it.
+    first; one of the call itself is `given`, and `keys` are the path to it. An integer that goes along with a size of a
+    tensor of the call is a `size`: `index` and `keys` are those of the tensor, `value` its axis and what is added.
     """
 
     kind: str
@@ -56,11 +58,11 @@ class Structure:
 
     def _key(self) -> tuple[Any, ...]:
         by_name = self.named or isinstance(self.value, type)
-        value = _identity(self.value) if self.kind == "const" and not by_name else None
+        value = _identity(self.value) if self.kind in ("const", "size") and not by_name else None
         return self.kind, self.keys, self.children, self.index, value, self.contents
 
     def __str__(self) -> str:
-        if self.kind in ("leaf", "shared", "given"):
+        if self.kind in ("leaf", "shared", "given", "size"):
             return "*"
         if self.kind == "const":
             return repr(self.value) if not isinstance(self.value, type) else name_of(self.value)
@@ -90,7 +92,7 @@ class Structure:
             yield from child.paths(f"{prefix}.{key}" if prefix else str(key))
 
     def _labels(self) -> Sequence[Any]:
-        if self.kind in ("tuple", "list", "given"):
+        if self.kind in ("tuple", "list", "given", "size"):
             return range(len(self.children))
         return [key[1] if self.kind == "object" else key for key in self.keys]
 
@@ -244,8 +246,8 @@ def _is_of_attributes(cls: type) -> bool:
 
 def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     """(kind, keys, children) of a container; None for what is kept as a constant."""
-    if isinstance(item, FIXED) or type(item).__name__.startswith("Sym"):
-        return None  # torch's symbolic numbers among them: capture refuses these by name
+    if isinstance(item, FIXED) or is_symbolic(item):
+        return None
     cls = type(item)
     if isinstance(item, tuple):
         return ("namedtuple" if hasattr(item, "_fields") else "tuple"), tuple(getattr(item, "_fields", ())), item
@@ -272,11 +274,18 @@ def at_path(value: Any, path: Path) -> Any:
     return value
 
 
+def size_of(node: Structure, tensor: Any) -> Any:
+    """The integer that a node of kind `size` stands for."""
+    axis, more = node.value
+    return tensor.shape[axis] + more
+
+
 def unflatten(structure: Structure, leaves: Sequence[Any], call: Any = None) -> Any:
     """The inverse of `flatten`: the same types, keys and constants around other tensors.
 
     Args:
-        call: `(args, kwargs)`, where the paths of what is `given` begin.
+        call: `(args, kwargs)`, where the paths of what is `given` begin, and those of tensors with a size that is
+            returned; None if the structure is that of the call itself.
     """
     return _unflatten(structure, leaves, call, [])
 
@@ -291,6 +300,8 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], call: Any, objects: 
         return objects[structure.index]
     if kind == "given":
         return at_path(call, structure.keys)
+    if kind == "size":
+        return size_of(structure, leaves[structure.index] if call is None else at_path(call, structure.keys))
     children = [_unflatten(child, leaves, call, objects) for child in structure.children]
     made = _made(structure, children)
     if kind in CHANGEABLE:

@@ -25,6 +25,12 @@ def to_json(structure: Structure) -> dict[str, Any]:
         return out | {"index": structure.index}
     if structure.kind == "given":
         return out | {"keys": [list(step) for step in structure.keys]}
+    if structure.kind == "size":
+        return out | {
+            "index": structure.index,
+            "keys": [list(step) for step in structure.keys],
+            "value": list(structure.value),
+        }
     if structure.kind == "const":
         return out | _const_to_json(structure.value)
     if structure.kind in ("namedtuple", "object", "dict") and structure.cls not in (None, dict):
@@ -80,6 +86,10 @@ def _from_json(data: Any) -> Structure:
             return Structure(kind, index=index)
         case {"kind": "given", "keys": list(steps)}:
             return Structure("given", keys=path_from(steps))
+        case {"kind": "size", "index": int(index), "keys": list(steps), "value": [int(axis), int(more)]} if (
+            index >= 0 and axis >= 0
+        ):
+            return Structure("size", index=index, keys=path_from(steps), value=(axis, more))
         case {"kind": "const"}:
             if "class" in data:
                 return Structure("const", type, named=str(data["class"]))

@@ -44,7 +44,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
-from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims
+from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims, with_sizes
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
@@ -273,7 +273,8 @@ class _Flat(nn.Module):
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.outer, leaves)
         values, result, effects = outcome_of(self.model, args, kwargs, self.held)
-        self.record((result, effects))
+        parts = (replace(effect, parts=with_sizes(effect.parts, self.outer, leaves)) for effect in effects)
+        self.record((with_sizes(result, self.outer, leaves), tuple(parts)))
         return tuple(values)
 
 
@@ -287,6 +288,7 @@ def _called_forward(function: FunctionType) -> FunctionType:
 
 def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str = "export") -> Program:
     leaves, outer = flatten((example.args, example.kwargs))
+    outer = outer if wanted is None else wanted.structure
     names = _input_names(model, outer)
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)

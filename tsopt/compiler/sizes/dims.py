@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.calls.counters import counted
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim
-from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.errors import UsageError
 
 Place = tuple[int, int]  # a tensor of the call, and an axis
@@ -29,11 +30,13 @@ class Dynamic:
         axes: which.
         trace: the call that it is traced with, all of these sizes at least 2.
         seen: for each axis its size in each example.
+        structure: of these calls, whose integers may go along with a size.
     """
 
     axes: Wanted
     trace: Example
     seen: dict[Place, tuple[int, ...]]
+    structure: Structure
 
 
 def dim(text: str | Dim) -> Dim:
@@ -96,16 +99,18 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
         UsageError: they differ in something else, or in nothing.
     """
     flat = [flatten((item.args, item.kwargs)) for item in examples]
-    first, structure = flat[0]
+    first, _ = flat[0]
     found: Wanted = {}
-    for leaves, other in flat[1:]:
+    alike = counted(flat) is not None
+    for leaves, _ in flat[1:]:
         kinds = [
             (a.dtype, a.dim(), a.device) == (b.dtype, b.dim(), b.device) for a, b in zip(first, leaves, strict=False)
         ]
-        if other != structure or not all(kinds):
+        if not alike or not all(kinds):
             raise UsageError(
                 "the examples differ in more than their sizes",
-                why="the sizes that differ between the examples become dynamic; everything else must be the same",
+                why="the sizes that differ between the examples become dynamic, and integers that differ as one of "
+                "these sizes does; everything else must be the same",
                 fix="pass examples that differ only in their sizes; pass several arguments as a tuple: (x, y)",
             )
         for position, (a, b) in enumerate(zip(first, leaves, strict=True)):
@@ -123,25 +128,27 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
 
 def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
     """What to capture: the largest example is traced, with dynamic sizes of 0 and 1 made larger."""
-    flat = [flatten((item.args, item.kwargs))[0] for item in examples]
+    flat = [flatten((item.args, item.kwargs)) for item in examples]
+    structure = counted(flat) or flat[0][1]
     seen = {
-        (position, axis): tuple(int(leaves[position].shape[axis]) for leaves in flat)
+        (position, axis): tuple(int(leaves[position].shape[axis]) for leaves, _ in flat)
         for position, found in axes.items()
         for axis in found
     }
     sums = list(map(sum, zip(*seen.values(), strict=True)))
     chosen = sums.index(max(sums))
     wanted = {place: max(sizes[chosen], SMALLEST) for place, sizes in seen.items()}
-    return Dynamic(axes, resized(examples[chosen], wanted), seen)
+    return Dynamic(axes, resized(examples[chosen], wanted, structure), seen, structure)
 
 
-def resized(example: Example, sizes: Mapping[Place, int]) -> Example:
+def resized(example: Example, sizes: Mapping[Place, int], structure: Structure | None = None) -> Example:
     """The same call with other sizes; values are those of the example, over and over.
 
     Args:
         sizes: by tensor of the call and axis.
+        structure: of the new call, if its integers are not those of the example.
     """
-    leaves, structure = flatten((example.args, example.kwargs))
+    leaves, own = flatten((example.args, example.kwargs))
     made = list(leaves)
     for (position, axis), size in sizes.items():
         tensor = made[position]
@@ -150,7 +157,7 @@ def resized(example: Example, sizes: Mapping[Place, int]) -> Example:
                 tensor = tensor.new_zeros([1 if i == axis else n for i, n in enumerate(tensor.shape)])
             rows = torch.arange(size, device=tensor.device) % tensor.shape[axis]
             made[position] = _like(tensor, tensor.detach().index_select(axis, rows))
-    args, kwargs = unflatten(structure, made)
+    args, kwargs = unflatten(structure or own, made)
     return Example(args, kwargs)
 
 

@@ -12,7 +12,9 @@ from torch.export import Dim as ExportDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tsopt.compiler.calls.counters import axes_of, replaced
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
+from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import Dynamic, Place
 from tsopt.compiler.sizes.guards import ALWAYS, Range, Ties, narrow
@@ -114,6 +116,28 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         tuple(named(values[name]) for name in users),
         tuple(named(value) for value in outputs),
     )
+
+
+def with_sizes(found: Structure, outer: Structure, leaves: Sequence[torch.Tensor]) -> Structure:
+    """What a traced call returns or stores, where integers that are a size of the call and a number are nodes of it.
+
+    Args:
+        outer, leaves: of the call.
+    """
+    axes = axes_of(outer, leaves)
+
+    def number(node: Structure) -> Structure:
+        if node.kind != "const" or not isinstance(node.value, torch.SymInt):
+            return node
+        wanted = node.value.node.expr
+        for axis in axes:
+            size = leaves[axis.leaf].shape[axis.axis]
+            more = wanted - size.node.expr if isinstance(size, torch.SymInt) else None
+            if more is not None and more.is_Integer:
+                return axis.and_more(int(more))
+        return node
+
+    return replaced(found, number)
 
 
 def _is_apart(expression: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +20,15 @@ from tsopt.runtime.calling.specializations import (
     Seen,
     Specializations,
     call_key,
-    form_of,
     sizes_of,
 )
 from tsopt.runtime.checking.held_out_sizes import widened
 
 log = logging.getLogger("tsopt")
 MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds
+MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in their sizes
+AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
+FREE_CAPTURES, SHARE = 4, 0.5  # of a hybrid, for one size: so many at once, then in this share of the time
 
 
 class NewSignatures:
@@ -60,6 +63,7 @@ class NewSignatures:
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
         self._captures = 0
+        self._spent, self._since = 0.0, time.monotonic()
         self._own: CallKey | None = None  # of the example
         self._lock = threading.Lock()
 
@@ -87,27 +91,29 @@ class NewSignatures:
 
     def _found(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         found = self.kept.get(key)
-        several = None if found is not None else self._seen(key).several
-        if several is not None:
+        for several in () if found is not None else self._seen(key).several:
             with contextlib.suppress(SignatureError):
                 several.bind(args, kwargs)
                 return several
         return found
 
     def _seen(self, key: CallKey) -> Seen:
-        """What is known of calls of the same form; the example is one of them."""
+        """What is known of calls that differ from this one only in their sizes; the example is one of them."""
         if self._own is None:
             self._own = call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)
-        return self.kept.seen(self._own if form_of(self._own) == form_of(key) else key)
+            self.kept.seen(self._own).partner = self._own
+        return self.kept.seen(key)
 
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
-        wider = None if seen.several is None else widened(self.model, seen.several, example)
-        if wider is not None:
-            seen.several = wider
-            return wider
-        seen.calls += 1
-        if seen.calls <= self._warmup:
+        for number, several in enumerate(seen.several):
+            wider = widened(self.model, several, example)
+            if wider is not None:
+                seen.several[number] = wider
+                return wider
+        seen.key, partner = key, seen.partner
+        if seen.calls < self._calls_before(seen):
+            seen.calls, seen.partner = seen.calls + 1, key
             return self._eager
         if self._captures >= MAX_CAPTURES:
             self._note(
@@ -118,30 +124,58 @@ class NewSignatures:
         self._check()
         self._captures += 1
         signature = ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType))
-        several = self._for_several_sizes(seen, key, example, signature)
-        if several is not None:
-            return several
+        if partner is not None and seen.failures < MAX_FAILURES and sizes_of(partner) != sizes_of(key):
+            made = self._for_several_sizes(seen, partner, example, signature)
+            if made is not None:
+                return made
+            if self._warmup and seen.failures < MAX_FAILURES:
+                seen.calls, seen.partner = 0, key
+                return self._eager
+        seen.partner = key
+        if self._warmup and not self._has_time():
+            return self._eager
         made = self._for_one_size(example, signature)
         self.kept.keep(key, made)
         return made
 
-    def _for_several_sizes(self, seen: Seen, key: CallKey, example: Example, signature: str) -> Executable | None:
-        """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
-        if seen.fixed or sizes_of(seen.key) == sizes_of(key):
-            return None
+    def _calls_before(self, seen: Seen) -> int:
+        """How many calls the model serves before they are captured.
+
+        A loop whose sizes go past a condition of the model goes past another one soon, if there is one.
+        """
+        return self._warmup * (AFTER_A_CONDITION if seen.several or seen.failures else 1)
+
+    def _has_time(self) -> bool:
+        """Whether captures for one size have taken less than their share of the time since the first call."""
+        return self._captures <= FREE_CAPTURES or self._spent < SHARE * (time.monotonic() - self._since)
+
+    def _timed(self, *calls: Example) -> Executable:
+        start = time.monotonic()
         try:
-            executable = self._specialize(example, resized(example, sizes_of(seen.key)))
+            return self._specialize(*calls)
+        finally:
+            self._spent += time.monotonic() - start
+
+    def _for_several_sizes(
+        self, seen: Seen, partner: CallKey, example: Example, signature: str
+    ) -> Callable[..., Any] | None:
+        """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
+        try:
+            other = resized(example, sizes_of(partner), partner[0])
+            executable = self._timed(example, other)
         except TsoptError as error:
-            seen.fixed = True
-            log.info("calls like %s are captured for one size each: %s", signature, error)
+            seen.failures += 1
+            log.info("calls like %s are not captured for several sizes: %s", signature, error)
             return None
         self._note(signature, f"captured for {executable.backend}, {', '.join(map(str, executable.signature.dims))}")
-        seen.several = self._ready(executable)
-        return seen.several
+        made = self._ready(executable)
+        seen.several.append(made)
+        seen.calls, seen.partner = 0, None
+        return made
 
     def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
         try:
-            executable = self._specialize(example)
+            executable = self._timed(example)
         except TsoptError as error:
             outcome = f"runs in eager mode: {error.what}"
 

@@ -72,6 +72,9 @@ class _Writer:
             return self._objects[node.index]
         if node.kind == "given":
             return self._part(node.keys)[0]
+        if node.kind == "size":
+            axis, more = node.value
+            return self._variable(f"{self._part(node.keys)[0]}.shape[{axis}] + {more}")
         children = [self._value(child) for child in node.children]
         expression = self._made(node, children)
         if node.kind not in CHANGEABLE:

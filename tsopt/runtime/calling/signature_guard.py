@@ -81,6 +81,7 @@ class _Writer:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"overlap": overlap, "Question": Question}
         self._containers: list[str] = []
+        self._integers: list[tuple[str, int, tuple[int, int]]] = []  # that go along with a size: where, and of what
         self._seen: set[int] = set()
         self._torch = sys.modules.get("torch")
         if self._torch is not None:
@@ -100,6 +101,12 @@ class _Writer:
         """A name for a value."""
         name = f"c{len(self.names)}"
         self.names[name] = value
+        return name
+
+    def _variable(self, place: str) -> str:
+        """A variable for a part of the call."""
+        name = f"p{len(self.lines)}"
+        self.lines.append(f"{name} = {place}")
         return name
 
     def unless(self, condition: str) -> None:
@@ -123,12 +130,14 @@ class _Writer:
             return True
         if node.kind == "const":
             return self._const(place, node.value)
+        if node.kind == "size":
+            self._integers.append((self._variable(place), node.index, node.value))
+            return True
         if node.kind == "object" and node.cls is not None and not node.named:
             return self._object(place, node, node.cls)
         if node.kind not in ("tuple", "list", "dict") or node.cls not in (tuple, list, dict):
             return False
-        name = f"p{len(self.lines)}"
-        self.lines.append(f"{name} = {place}")
+        name = self._variable(place)
         self.unless(f"type({name}) is not {self.bound(node.cls)} or len({name}) != {len(node.children)}")
         if node.kind != "tuple":
             self._containers.append(name)
@@ -141,8 +150,7 @@ class _Writer:
 
     def _object(self, place: str, node: Structure, cls: type) -> bool:
         """An object is its items, if it is a mapping, and its attributes, read past whatever its class does."""
-        name = f"p{len(self.lines)}"
-        self.lines.append(f"{name} = {place}")
+        name = self._variable(place)
         self.unless(f"type({name}) is not {self.bound(cls)}")
         self._containers.append(name)
         attributes = None if has_only_dict(cls) else attributes_of
@@ -152,10 +160,7 @@ class _Writer:
             keys = tuple(key for what, key in node.keys if what == kind)
             if kind == "item" and not issubclass(cls, dict):
                 continue
-            held = f"p{len(self.lines)}"
-            self.lines.append(
-                f"{held} = {name}.__dict__" if reader is None else f"{held} = {self.bound(reader)}({name})"
-            )
+            held = self._variable(f"{name}.__dict__" if reader is None else f"{self.bound(reader)}({name})")
             self.unless(f"tuple({held}) != {self.bound(keys)}")
             children = (child for (what, _), child in zip(node.keys, node.children, strict=True) if what == kind)
             known = known and all(
@@ -178,14 +183,12 @@ class _Writer:
             self.unless(f"{place} is not {self.bound(value)}")
             return True
         if self._torch is not None and type(value) is self._torch.device:
-            name = f"p{len(self.lines)}"
-            self.lines.append(f"{name} = {place}")
+            name = self._variable(place)
             self.unless(f"type({name}) is not {self.bound(type(value))} or {name} != {self.bound(value)}")
             return True
         plain = type(value) in (int, str) or (type(value) is float and value != 0 and math.isfinite(value))
         if plain:
-            name = f"p{len(self.lines)}"
-            self.lines.append(f"{name} = {place}")
+            name = self._variable(place)
             self.unless(f"type({name}) is not {self.bound(type(value))} or {name} != {self.bound(value)}")
         return plain
 
@@ -197,6 +200,8 @@ class _Writer:
         inputs = self.signature.user_inputs
         for position, item in enumerate(inputs):
             self._input(f"v{position}", item)
+        for name, leaf, (axis, more) in self._integers:
+            self.unless(f"type({name}) is not int or {name} != v{leaf}.shape[{axis}] + {more}")
         self._apart(inputs)
         if self._torch is None:
             return

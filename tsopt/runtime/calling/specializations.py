@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tsopt.compiler.calls.counters import counted, without_integers
 from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
@@ -18,6 +19,7 @@ from tsopt.runtime.calling.executable import Executable
 
 MAX_SPECIALIZATIONS = 16  # kept at a time: those that were called last
 MAX_FORMS = 64  # remembered at a time
+MAX_ALIKE = 16  # of one form, with integers that no size explains
 RECENT = 4  # executables that are asked first whether they accept a call
 
 CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one specialization can serve
@@ -42,11 +44,19 @@ def _kind(leaf: Any) -> Any:
 
 
 def form_of(key: CallKey) -> Form:
-    """What calls have in common that differ only in their sizes."""
+    """What calls have in common that differ only in their sizes and integers."""
     structure, kinds = key
-    return structure, tuple(
+    return without_integers(structure), tuple(
         (kind.dtype, len(kind.shape), kind.device) if isinstance(kind, TensorType) else kind for kind in kinds
     )
+
+
+def _differ_in_sizes(key: CallKey, other: CallKey) -> bool:
+    """Whether two calls of one form differ only in their sizes, and in integers that go along with one."""
+    if key[0] == other[0]:
+        return True
+    calls = [([kind for kind in kinds if isinstance(kind, TensorType)], structure) for structure, kinds in (key, other)]
+    return all(len(types) > structure.highest() for types, structure in calls) and counted(calls) is not None
 
 
 def sizes_of(key: CallKey) -> dict[Place, int]:
@@ -57,19 +67,21 @@ def sizes_of(key: CallKey) -> dict[Place, int]:
 
 @dataclass(slots=True)
 class Seen:
-    """What is known of the calls of a form that nothing compiled has served.
+    """What is known of calls that differ only in their sizes.
 
     Attributes:
-        key: of one of them, or of a call that was compiled.
-        calls: how many there were.
-        fixed: whether they cannot be captured for more than one size.
-        several: compiled for many of their sizes.
+        key: of the latest of them that nothing compiled for many sizes has served.
+        partner: of a call that the next one may be captured together with, for many sizes.
+        calls: how many the model has served since something was compiled.
+        failures: how often two of them could not be captured together.
+        several: what was compiled for many of their sizes.
     """
 
     key: CallKey
+    partner: CallKey | None = None
     calls: int = 0
-    fixed: bool = False
-    several: Executable | None = None
+    failures: int = 0
+    several: list[Executable] = field(default_factory=list)
 
 
 class Specializations:
@@ -77,7 +89,7 @@ class Specializations:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[CallKey, Callable[..., Any]] = OrderedDict()
-        self._forms: OrderedDict[Form, Seen] = OrderedDict()
+        self._forms: OrderedDict[Form, list[Seen]] = OrderedDict()
         self._recent: tuple[Executable, ...] = ()  # replaced as a whole: other threads read it
 
     def __len__(self) -> int:
@@ -96,16 +108,20 @@ class Specializations:
         self._recent = (executable, *(item for item in self._recent if item is not executable))[:RECENT]
 
     def seen(self, key: CallKey) -> Seen:
-        """What is known of calls of the same form. Raises TypeError as `get` does."""
+        """What is known of calls that differ from this one only in their sizes. Raises TypeError as `get` does."""
         form = form_of(key)
-        found = self._forms.get(form)
-        if found is None:
+        group = self._forms.get(form)
+        if group is None:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.popitem(last=False)
-            found = self._forms[form] = Seen(key)
+            group = self._forms[form] = []
         else:
             with contextlib.suppress(KeyError):
                 self._forms.move_to_end(form)
+        found = next((seen for seen in group if _differ_in_sizes(seen.key, key)), None)
+        if found is None:
+            found = Seen(key)
+            self._forms[form] = [*group[-MAX_ALIKE + 1 :], found]
         return found
 
     def get(self, key: CallKey) -> Callable[..., Any] | None:

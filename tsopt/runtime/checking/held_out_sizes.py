@@ -267,7 +267,7 @@ def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) ->
         if name is not None
         for dim, more in [dim_of(name)]
     }
-    return resized(example, places)
+    return resized(example, places, signature.outer)
 
 
 def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
