@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime.calling import specializations
+from tsopt.runtime.calling import new_signatures, specializations
+from tsopt.runtime.calling.new_signatures import NewSignatures
 
 OPTIONS = {"backends": ("onnxruntime", "eager"), "seconds": 0.05, "isolate": False, "cache": False}
 
@@ -156,3 +160,106 @@ def test_forms_are_forgotten(wins, monkeypatch):
     for number in range(6):
         assert fast(torch.ones(2), **{f"b{number}": torch.ones(1)}).sum() == 4
     assert len(fast._new_signatures.kept._forms) <= 3
+
+
+class Window(nn.Module):
+    """Keeps the last 7 steps, and counts all of them in Python, as sliding-window caches do."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if cache.seen:
+            k, v = torch.cat([cache.k, k], 1), torch.cat([cache.v, v], 1)
+        cache.all = torch.cat([cache.all, x], 1)
+        first = cache.seen - 7 if cache.seen >= 8 else 0
+        cache.k, cache.v, cache.seen = k[:, -7:], v[:, -7:], cache.seen + x.shape[1]
+        place = torch.arange(first, first + k.shape[1])
+        return self.out(torch.softmax(q @ k.transpose(1, 2) + place / 100, -1) @ v) + cache.all.mean(1, keepdim=True)
+
+
+def window_cache():
+    return SimpleNamespace(k=None, v=None, seen=0, all=torch.zeros(1, 1, 8))
+
+
+def test_a_cache_that_counts_its_steps_is_captured_once_for_each_of_its_conditions(wins):
+    model = Window().eval()
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
+    with torch.no_grad():
+        for steps in (40, 40, 60):
+            mine, theirs = window_cache(), window_cache()
+            for step in range(steps):
+                x = torch.randn(1, 3 if step == 0 else 1, 8)
+                torch.testing.assert_close(fast(x, mine), model(x, theirs))
+                torch.testing.assert_close(mine.k, theirs.k)
+                assert mine.seen == theirs.seen
+    found = outcomes(type(fast)._tsopt_compiled.fast)
+    assert [outcome for outcome in found if "1.." in outcome]
+    assert len([outcome for outcome in found if ".." in outcome]) == 2
+
+
+def test_loops_that_take_turns_and_caches_that_are_copied_or_cropped_are_right(wins):
+    model = Window().eval()
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
+    pairs = [(window_cache(), window_cache()) for _ in range(2)]
+    with torch.no_grad():
+        for step in range(30):
+            for number, (mine, theirs) in enumerate(pairs):
+                x = torch.randn(1, 2 + number if step == 0 else 1, 8)
+                torch.testing.assert_close(fast(x, mine), model(x, theirs))
+                assert mine.seen == theirs.seen
+            if step == 20:
+                pairs = [tuple(copy.deepcopy(pair)) for pair in pairs]
+            if step == 25:
+                for cache in pairs[0]:
+                    cache.k, cache.v, cache.seen = cache.k[:, :4], cache.v[:, :4], 4
+
+
+def test_a_size_that_was_fixed_becomes_dynamic_with_the_others(wins):
+    model = Decoder().eval()
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
+    with torch.no_grad():
+        for rows in (1, 2, 3, 4):
+            mine, theirs = {}, {}
+            for step in range(12):
+                x = torch.randn(rows, 3 if step == 0 else 1, 8)
+                torch.testing.assert_close(fast(x, mine), model(x, theirs))
+    found = outcomes(type(fast)._tsopt_compiled.fast)
+    steps = [outcome for outcome in found if "cache_k_1" in outcome]
+    assert len(steps) == 2
+    assert "batch" not in steps[0]
+    assert "batch" in steps[1]
+
+
+def test_sizes_that_no_program_can_share_take_their_share_of_the_time(wins, monkeypatch):
+    """A hybrid may be called with a new size each time; captures then must not take all of the time."""
+
+    class Fixed(nn.Module):
+        def forward(self, x):
+            return x * float(str(len(x)))
+
+    real = NewSignatures._for_one_size
+    captured = []
+
+    def slow(self, example, signature):
+        captured.append(len(example.args[0]))
+        self._spent += 10.0
+        return real(self, example, signature)
+
+    monkeypatch.setattr(NewSignatures, "_for_one_size", slow)
+    model = Fixed().eval()
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS)
+    with torch.no_grad():
+        for rows in range(4, 30):
+            for _ in range(2):
+                x = torch.ones(rows, 3)
+                torch.testing.assert_close(fast(x), model(x))
+        at_once = len(captured)
+        type(fast)._tsopt_compiled.fast._new_signatures._since -= 1000.0
+        for rows in range(40, 50):
+            for _ in range(2):
+                fast(torch.ones(rows, 3))
+    assert at_once <= new_signatures.FREE_CAPTURES
+    assert len(captured) > at_once

@@ -184,7 +184,9 @@ class _Merged:
         if shorter is not None:
             return shorter
         args = self._merge(same, [node.args for node in same])
-        kwargs = self._merge(same, [dict(node.kwargs) for node in same])
+        if any(node.kwargs.keys() != first.kwargs.keys() for node in same):
+            raise self._differ(same, "the named arguments differ")
+        kwargs = {key: self._merge(same, [node.kwargs[key] for node in same]) for key in first.kwargs}
         return self._made(first, self.graph.create_node("call_function", first.target, args, kwargs))
 
     def _made(self, like: fx.Node, node: fx.Node) -> fx.Node:
@@ -248,8 +250,6 @@ class _Merged:
             if len({len(value) for value in values}) > 1:
                 raise self._differ(same, "the list lengths differ")
             return kind(self._merge(same, items) for items in zip(*values, strict=True))
-        if isinstance(first, dict):
-            return {key: self._merge(same, [value[key] for value in values]) for key in first}
         if all(repr(value) == repr(first) for value in values):
             return first
         if kind is int:

@@ -17,6 +17,7 @@ from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.specializations import (
     MAX_SPECIALIZATIONS,
     CallKey,
+    ForSizes,
     Seen,
     Specializations,
     call_key,
@@ -93,8 +94,8 @@ class NewSignatures:
         found = self.kept.get(key)
         for several in () if found is not None else self._seen(key).several:
             with contextlib.suppress(SignatureError):
-                several.bind(args, kwargs)
-                return several
+                several.executable.bind(args, kwargs)
+                return several.executable
         return found
 
     def _seen(self, key: CallKey) -> Seen:
@@ -106,13 +107,15 @@ class NewSignatures:
 
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
-        for number, several in enumerate(seen.several):
-            wider = widened(self.model, several, example)
+        for several in seen.several:
+            wider = widened(self.model, several.executable, example)
             if wider is not None:
-                seen.several[number] = wider
+                several.executable = wider
                 return wider
-        seen.key, partner = key, seen.partner
-        if seen.calls < self._calls_before(seen):
+        narrow = next((several for several in seen.several if several.has_fixed(key)), None)
+        partner = seen.partner if narrow is None else narrow.partner_for(key)
+        seen.key = key
+        if seen.calls < self._calls_before(seen, narrow):
             seen.calls, seen.partner = seen.calls + 1, key
             return self._eager
         if self._captures >= MAX_CAPTURES:
@@ -122,11 +125,16 @@ class NewSignatures:
             )
             return self._eager
         self._check()
-        self._captures += 1
         signature = ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType))
-        if partner is not None and seen.failures < MAX_FAILURES and sizes_of(partner) != sizes_of(key):
+        tried = partner is not None and seen.failures < MAX_FAILURES and sizes_of(partner) != sizes_of(key)
+        if partner is not None and tried:
+            self._captures += 1
             made = self._for_several_sizes(seen, partner, example, signature)
             if made is not None:
+                seen.several = [several for several in seen.several if several is not narrow] + [
+                    ForSizes(made, (key, partner))
+                ]
+                seen.calls, seen.partner = 0, None
                 return made
             if self._warmup and seen.failures < MAX_FAILURES:
                 seen.calls, seen.partner = 0, key
@@ -134,20 +142,22 @@ class NewSignatures:
         seen.partner = key
         if self._warmup and not self._has_time():
             return self._eager
-        made = self._for_one_size(example, signature)
-        self.kept.keep(key, made)
-        return made
+        self._captures += not tried
+        one = self._for_one_size(example, signature)
+        self.kept.keep(key, one)
+        return one
 
-    def _calls_before(self, seen: Seen) -> int:
+    def _calls_before(self, seen: Seen, narrow: ForSizes | None) -> int:
         """How many calls the model serves before they are captured.
 
         A loop whose sizes go past a condition of the model goes past another one soon, if there is one.
         """
-        return self._warmup * (AFTER_A_CONDITION if seen.several or seen.failures else 1)
+        past = narrow is None and (seen.several or seen.failures)
+        return self._warmup * (AFTER_A_CONDITION if past else 1)
 
     def _has_time(self) -> bool:
         """Whether captures for one size have taken less than their share of the time since the first call."""
-        return self._captures <= FREE_CAPTURES or self._spent < SHARE * (time.monotonic() - self._since)
+        return self._captures < FREE_CAPTURES or self._spent < SHARE * (time.monotonic() - self._since)
 
     def _timed(self, *calls: Example) -> Executable:
         start = time.monotonic()
@@ -156,9 +166,7 @@ class NewSignatures:
         finally:
             self._spent += time.monotonic() - start
 
-    def _for_several_sizes(
-        self, seen: Seen, partner: CallKey, example: Example, signature: str
-    ) -> Callable[..., Any] | None:
+    def _for_several_sizes(self, seen: Seen, partner: CallKey, example: Example, signature: str) -> Executable | None:
         """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""
         try:
             other = resized(example, sizes_of(partner), partner[0])
@@ -168,10 +176,7 @@ class NewSignatures:
             log.info("calls like %s are not captured for several sizes: %s", signature, error)
             return None
         self._note(signature, f"captured for {executable.backend}, {', '.join(map(str, executable.signature.dims))}")
-        made = self._ready(executable)
-        seen.several.append(made)
-        seen.calls, seen.partner = 0, None
-        return made
+        return self._ready(executable)
 
     def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
         try:

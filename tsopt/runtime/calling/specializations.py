@@ -66,6 +66,30 @@ def sizes_of(key: CallKey) -> dict[Place, int]:
 
 
 @dataclass(slots=True)
+class ForSizes:
+    """What was compiled for many sizes, and the calls that it was captured with."""
+
+    executable: Executable
+    keys: tuple[CallKey, ...]
+
+    def partner_for(self, key: CallKey) -> CallKey:
+        """The call that has the most sizes that another one does not have."""
+        sizes = sizes_of(key).items()
+        return max(self.keys, key=lambda mine: len(sizes_of(mine).items() - sizes))
+
+    def has_fixed(self, key: CallKey) -> bool:
+        """Whether a call has another size than the only one that this has for an axis."""
+        types = [kind for kind in key[1] if isinstance(kind, TensorType)]
+        return any(
+            name is None and size != wanted
+            for item, kind in zip(self.executable.signature.user_inputs, types, strict=True)
+            for name, size, wanted in zip(
+                item.axes or (None,) * len(kind.shape), kind.shape, item.type.shape, strict=True
+            )
+        )
+
+
+@dataclass(slots=True)
 class Seen:
     """What is known of calls that differ only in their sizes.
 
@@ -81,7 +105,7 @@ class Seen:
     partner: CallKey | None = None
     calls: int = 0
     failures: int = 0
-    several: list[Executable] = field(default_factory=list)
+    several: list[ForSizes] = field(default_factory=list)
 
 
 class Specializations:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
@@ -203,6 +205,16 @@ class _Asked:
     example: Example
     seed: int
 
+    def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
+        """Whether the model takes these sizes. Takes one call."""
+        call = call_at(program.signature, self.example, sizes)
+        try:
+            with protected(self.model, written=program.state.values()):
+                self.model(*call.args, **call.kwargs)
+        except Exception:  # whatever the model says about sizes that do not fit
+            return False
+        return True
+
     def answers_at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
         """Eager's answers; None where the model fails."""
         call = call_at(program.signature, self.example, sizes)
@@ -226,19 +238,20 @@ def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[E
     traced = traced_sizes(program.signature)
     known = [traced, *(sizes_in(program.signature, item) for item in examples)]
     captured = program
+    is_right = cache(lambda: _right(asked, captured, run, traced))
     for first, second in itertools.combinations(traced, 2):
         dims = {dim.name: dim for dim in program.signature.dims}
         if first not in dims or second not in dims or any(sizes[first] != sizes[second] for sizes in known):
             continue
         apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
-        if not all(_right(asked, captured, run, sizes) for sizes in apart) and _right(asked, captured, run, traced):
+        if not all(_right(asked, captured, run, sizes) for sizes in apart) and is_right():
             program = replace(program, signature=program.signature.tied(dims[first], dims[second]))
     return program
 
 
 def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
     """Whether the model runs at these sizes, and the program as it does."""
-    oracle = asked.answers_at(program, sizes)
+    oracle = asked.answers_at(program, sizes) if asked.runs_at(program, sizes) else None
     return oracle is not None and not _failure(run, oracle)
 
 

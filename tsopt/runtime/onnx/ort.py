@@ -93,17 +93,23 @@ class OnnxRuntimeBackend:
             return timed(held.session, lambda: run(inputs), model, place)
 
     def _exported(self, program: Program) -> OnnxModel:
-        from tsopt.compiler.sizes.generalize import through
+        from tsopt.compiler.sizes.generalize import NotGeneral, through
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.ort_bfloat16 import widened
         from tsopt.runtime.onnx.ort_int8 import with_integer_products
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
-        def lowered(program: Program) -> Program:
-            program = program if _is_on_gpu(program.signature) else widened(program)
-            return with_own_operators(four_axes(with_integer_products(program))) if self.fused else program
+        def standard(program: Program) -> Program:
+            return program if _is_on_gpu(program.signature) else widened(program)
 
-        return to_onnx(through(program, lowered), self.opset)
+        def lowered(program: Program) -> Program:
+            return with_own_operators(four_axes(with_integer_products(standard(program))))
+
+        try:
+            made = through(program, lowered if self.fused else standard)
+        except NotGeneral:  # attributes of these operators are constants, and sizes are not
+            made = through(program, standard)
+        return to_onnx(made, self.opset)
 
     def _options(self, program: Program) -> dict[str, Any]:
         """The options of a session."""
