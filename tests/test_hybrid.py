@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -387,3 +388,94 @@ def test_a_share_that_is_none_is_told_at_the_first_call():
     net = tsopt.hybridize(Net().eval(), audit=7, **QUICK)
     with torch.no_grad(), pytest.raises(tsopt.UsageError, match="audit must be"):
         net(X)
+
+
+def test_forward_is_compiled_as_the_call_is(always_faster, calls):
+    """Libraries call it past `__call__`."""
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(2):
+            close(net.forward(X), eager(net))
+    assert len(calls) == 1
+    assert (tsopt.report(net).calls, tsopt.report(net).in_eager) == (2, {})
+    assert inspect.signature(net.forward) == inspect.signature(Net().forward)
+
+
+def test_forward_goes_past_hooks_as_that_of_the_model_does(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    plain = eager(net)
+    net.register_forward_hook(lambda module, args, output: output + 1)
+    with torch.no_grad():
+        close(net(X), plain + 1)
+        close(net.forward(X), plain)
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output * 2)
+        try:
+            close(net.forward(X), Net.forward(tsopt.hybridize(net, active=False), X))
+        finally:
+            handle.remove()
+
+
+def test_an_overridden_forward_reaches_the_one_it_extends(always_faster):
+    class More(Net):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    net = tsopt.hybridize(More().eval(), **QUICK)
+    with torch.no_grad():
+        close(net.forward(X), eager(net))
+
+
+@pytest.mark.filterwarnings("ignore:tsopt")
+def test_the_report_counts_what_is_compiled_and_says_why_the_rest_is_not(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    assert tsopt.report(net).calls == 0
+    assert tsopt.report(net).reports == ()
+    with torch.no_grad():
+        for _ in range(3):
+            net(X)
+        net(X[:1])
+        net.train()
+        for _ in range(2):
+            net(X)
+        net.eval()
+        net(X)
+    net(X)
+    found = tsopt.report(net)
+    assert found.calls == 8
+    assert found.in_eager == {
+        "it is in training mode: call model.eval() first": 2,
+        "gradients are required: call it under torch.no_grad() or torch.inference_mode()": 1,
+        "the signature is not compiled": 1,
+    }
+    assert found.compile_seconds > 0
+    (report,) = found.reports
+    text = str(found)
+    assert text.startswith("Net: 8 calls, 4 compiled\n  2 calls in eager mode: it is in training mode")
+    assert f"  {report.winner}: {report.why}" in text
+
+
+def test_the_report_counts_calls_once_that_are_audited(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK | {"audit": 0.5})
+    with torch.no_grad():
+        for _ in range(250):
+            net(X)
+    assert tsopt.report(net).calls == 250
+
+
+def test_the_report_of_what_cannot_be_compiled_says_why():
+    def random_choice(x):
+        return x * 2 if torch.rand(()).item() > 2 else x
+
+    net = tsopt.hybridize(random_choice, **QUICK | {"frontend": "export"})
+    with pytest.warns(UserWarning, match="runs in eager mode"):
+        net(X)
+    found = tsopt.report(net)
+    assert (found.calls, sum(found.in_eager.values()), found.reports) == (1, 1, ())
+
+
+def test_the_report_of_something_optimized_is_its_own():
+    fast = tsopt.optimize(Net().eval(), X, **QUICK)
+    assert tsopt.report(fast) is fast.report
+    for other in (Net(), torch.ones(1), None):
+        with pytest.raises(tsopt.UsageError, match="has no report"):
+            tsopt.report(other)

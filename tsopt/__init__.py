@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         UsageError,
         WeightsChangedError,
     )
-    from tsopt.hybrid import hybridize, wait
+    from tsopt.hybrid import hybridize, report, wait
     from tsopt.passes import STANDARD
     from tsopt.runtime.bundles.store import load
     from tsopt.runtime.calling.executable import Executable
@@ -77,6 +77,7 @@ _PLACES = {
     "UsageError": "tsopt.errors",
     "WeightsChangedError": "tsopt.errors",
     "hybridize": "tsopt.hybrid",
+    "report": "tsopt.hybrid",
     "wait": "tsopt.hybrid",
     "optimize": "tsopt.api",
     "transform": "tsopt.transforms",
@@ -145,6 +146,7 @@ __all__ = [
     "hybridize",
     "load",
     "optimize",
+    "report",
     "rule",
     "sweep",
     "transform",

@@ -131,9 +131,12 @@ def optimize(
         on_new_signature: what to do for a call with a new signature: `"capture"` it once, run `"eager"`, or raise an
             `"error"`. If it differs from an earlier call only in its sizes, those sizes become dynamic: one program
             then serves both calls, sizes between them, and sizes up to twice as large. A call outside that range
-            extends it once the program has been compared with the model at the new sizes.
+            extends it once the program has been compared with the model at the new sizes. Python integers that differ
+            by as much as one of these sizes become dynamic with it. If the winner is wrong or too slow for the new
+            signature, the other backends that beat eager are tried.
         warmup: how many calls with a new signature, whatever their sizes, the model itself serves before the signature
-            is captured. Capturing takes seconds, which a signature that is used once does not repay.
+            is captured. Capturing takes seconds, which a signature that is used once does not repay. With 1 or more,
+            captures for a single size take at most half of the time, after the first four.
         on_gradients: what to do for a call that only the model itself can serve, because gradients are required for an
             input, a torch.func transform or torch.jit.trace is active, or autocast is enabled: run `"eager"` and warn
             once, or raise an `"error"`.

@@ -7,7 +7,9 @@ import copy
 import functools
 import logging
 import threading
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any, TypeVar, overload
 
@@ -24,10 +26,13 @@ from tsopt.runtime.calling.ambient import objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.model_changes import Watch, tensors_of
+from tsopt.runtime.calling.model_reads import HOOKS
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
+from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 # Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
@@ -99,6 +104,26 @@ def wait(model: Any, seconds: float | None = None) -> bool:
     return compiled.fast.wait(seconds) if isinstance(compiled.fast, InBackground) else True
 
 
+def report(model: Any) -> Report | HybridReport:
+    """The report of something optimized; of a hybrid, which of its calls are compiled, and why others are not.
+
+    A function, because a hybrid has the attributes of the model.
+
+    Raises:
+        UsageError: the model is neither.
+    """
+    compiled = compiled_of(model)
+    if compiled is not None:
+        return compiled.report()
+    found = getattr(model, "report", None)
+    if isinstance(found, Report):
+        return found
+    raise UsageError(
+        f"a {type(model).__name__} has no report",
+        fix="pass what tsopt.optimize or tsopt.hybridize returned",
+    )
+
+
 def original_of(model: Any) -> Any:
     """The original model of a hybrid; the model itself if it is not a hybrid."""
     compiled = compiled_of(model)
@@ -129,11 +154,14 @@ class Compiled:
         self._ambient = _Ambient()
         self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
+        self._calls, self._seconds = 0, 0.0
+        self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
         self._lock = threading.RLock()
 
     @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        self._calls += 1
         audits = self._audits
         audits.left = left = audits.left - 1
         if left < 0:
@@ -145,6 +173,7 @@ class Compiled:
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
+        self._calls -= 1  # it comes to `__call__` once more
         fast = self.fast
         served = fast is not None and not self._reason(args, kwargs) and not self._changed()
         if not served:
@@ -173,18 +202,18 @@ class Compiled:
             self.why_eager, self._refused_in = "", None
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
-            self._say(reason)
+            self._declined(reason)
             return None
         with self._lock:
             if self.fast is not None and self._changed():
                 if self._trains():
-                    self._say("a submodule is in training mode: call model.eval() first")
+                    self._declined("a submodule is in training mode: call model.eval() first")
                     return None
                 self.fast, self._watch, self._changes = None, None, self._changes + 1
                 log.info("%s has changed and is optimized again", type(self.model).__name__)
             if self._changes > CHANGES:
                 self.why_eager = "its weights, hooks, attributes or globals change between calls"
-                self._say(self.why_eager)
+                self._declined(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
                 self._begin() if self.background else self._optimize(Example(args, kwargs))
@@ -192,6 +221,7 @@ class Compiled:
 
     def _optimize(self, example: Example) -> None:
         self._ambient, audits = _Ambient(), Audits(self.options.get("audit", SHARE))
+        start = time.perf_counter()
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
@@ -199,19 +229,20 @@ class Compiled:
         except TsoptError as error:
             self.why_eager = "; ".join(filter(None, (error.what, error.where)))
             self._refused_in = [module.training for module in modules_of(self.model)]
-            self._say(self.why_eager)
+            self._declined(self.why_eager)
             return
+        finally:
+            self._seconds += time.perf_counter() - start
         if isinstance(fast, InEager):
             self.why_eager = fast.report.why
             self._refused_in = [module.training for module in modules_of(self.model)]
-            self._say(self.why_eager)
+            self._declined(self.why_eager)
             return
         fast.unwatched()
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         self._learn(watch, example)
         self._ambient.ask(watch.asks)
-        itself = fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
-        if not itself:  # eager is not audited
+        if not _is_eager(fast):  # which is not audited
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
 
@@ -261,14 +292,36 @@ class Compiled:
             return True
         return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
 
+    def _declined(self, reason: str) -> None:
+        """A call that the model itself serves."""
+        self._in_eager[reason] += 1
+        self._say(reason)
+
     def _say(self, reason: str) -> None:
         if reason not in self._said:
             self._said.add(reason)
-            self._warn(f" runs in eager mode: {reason}", stacklevel=6)
+            self._warn(f" runs in eager mode: {reason}", stacklevel=7)
+
+    def report(self) -> HybridReport:
+        """Which calls are compiled, and why others are not."""
+        fast, seconds, in_eager = self.fast, self._seconds, Counter(self._in_eager)
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        if isinstance(fast, InBackground):
+            return HybridReport(name, self._calls, in_eager + fast.in_eager, fast.seconds, tuple(fast.reports))
+        if isinstance(fast, Optimized):
+            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
+        if fast is not None and _is_eager(fast):
+            in_eager["no compiled form is faster"] += self._calls - in_eager.total()
+        return HybridReport(name, self._calls, in_eager, seconds, () if fast is None else (fast.report,))
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:
         name = getattr(self.model, "__name__", type(self.model).__name__)
         warnings.warn(f"tsopt: {name}{text}", stacklevel=stacklevel)
+
+
+def _is_eager(fast: Optimized | Partitioned) -> bool:
+    """Whether eager has won the race."""
+    return fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
 
 
 class _Ambient:
@@ -313,10 +366,28 @@ class _Hybrid:
 
 def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
     cls = type(model)
-    names = {"_tsopt_compiled": compiled, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    names = {
+        "_tsopt_compiled": compiled,
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "forward": _forward(cls),
+    }
     made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
     made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
     return made
+
+
+def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The `forward` of a hybrid, for code that calls it past `__call__`, and therefore past the model's hooks."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._tsopt_compiled
+        eager = compiled.model.forward
+        hooked = any(getattr(self, name, None) for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
+        return eager(*args, **kwargs) if hooked else compiled(args, kwargs, eager)
+
+    return forward
 
 
 def _function(function: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:

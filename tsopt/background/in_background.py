@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.model_reads import reads_of
-from tsopt.runtime.calling.new_signatures import MAX_CAPTURES
+from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, NOT_COMPILED
 from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.report import Report
+
+COMPILING = "it is being compiled in the background"
 
 
 class InBackground:
@@ -25,6 +28,8 @@ class InBackground:
 
     Attributes:
         reports: of the signatures that are ready, the newest last.
+        seconds: that the processes have taken to compile them.
+        in_eager: calls that the model itself has served, by reason.
     """
 
     def __init__(self, model: Callable[..., Any], options: dict[str, Any], say: Callable[[str], None]) -> None:
@@ -35,7 +40,8 @@ class InBackground:
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
         self._latest: Executable | None = None
         self._job: tuple[Job, CallKey] | None = None
-        self._started = 0
+        self._started, self._begun = 0, 0.0
+        self.seconds, self.in_eager = 0.0, Counter[str]()
         self._refused: UsageError | None = None
         self._lock = threading.Lock()
         self._watch: Watch | None = None
@@ -54,6 +60,8 @@ class InBackground:
                 served.bind(args, kwargs)
             except SignatureError:  # what the model asks of this call was answered otherwise for the one before
                 served = self.model
+        if served is self.model:
+            self.in_eager[COMPILING if self._job is not None else NOT_COMPILED] += 1
         learning, self._learning = self._learning, None
         found = served(*args, **kwargs)
         if learning is not None and served is self.model:
@@ -111,7 +119,7 @@ class InBackground:
         if self._started >= MAX_CAPTURES:
             self._say(f"{MAX_CAPTURES} signatures were compiled; dynamic= captures one program for many sizes")
             return
-        self._started += 1
+        self._started, self._begun = self._started + 1, time.monotonic()
         try:
             self._job = Job(self.model, example, self.options), key
             self._learning = self._job[0].watch
@@ -126,6 +134,7 @@ class InBackground:
             return
         job, key = self._job
         self._job = None
+        self.seconds += time.monotonic() - self._begun
         try:
             answer = job.answer()
             executable = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt import request as request_module
 from tsopt.runtime.calling import new_signatures, specializations
 from tsopt.runtime.calling.new_signatures import NewSignatures
+from tsopt.runtime.racing import race as race_module
+from tsopt.runtime.racing.speedup import Timing
 
 OPTIONS = {"backends": ("onnxruntime", "eager"), "seconds": 0.05, "isolate": False, "cache": False}
 
@@ -97,6 +101,28 @@ def test_where_one_program_cannot_serve_two_sizes_each_is_captured(wins):
     for rows in (6, 7, 3, 6, 7):
         x = torch.randn(rows, 6)
         torch.testing.assert_close(fast(x), model(x))
+
+
+def test_where_the_winner_is_wrong_the_next_one_is_taken(wins, monkeypatch):
+    real = request_module.race
+    asked = []
+
+    def wrong_for_new_signatures(model, captured, programs, example, settings, **options):
+        found = real(model, captured, programs, example, settings, **options)
+        asked.append([candidate.key for candidate in settings.candidates])
+        if asked[1:] == [["onnxruntime"]]:
+            rows = tuple(replace(row, status="wrong", reason="other values") for row in found.rows)
+            return replace(found, rows=rows, executable=None)
+        return found
+
+    monkeypatch.setattr(request_module, "race", wrong_for_new_signatures)
+    times = {"eager": (2.0,) * 8, "ONNX Runtime": (1.0,) * 8, "TorchScript": (1.5,) * 8}
+    monkeypatch.setattr(race_module, "measure", lambda calls, *_, **__: {name: Timing(times[name]) for name in calls})
+    model = net()
+    fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS | {"backends": ("onnxruntime", "torchscript")})
+    x = torch.randn(6, 6)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert asked == [["onnxruntime", "torchscript"], ["onnxruntime"], ["torchscript"]]
 
 
 def test_what_comes_and_goes_is_served_by_the_model(wins):
@@ -245,7 +271,7 @@ def test_sizes_that_no_program_can_share_take_their_share_of_the_time(wins, monk
 
     def slow(self, example, signature):
         captured.append(len(example.args[0]))
-        self._spent += 10.0
+        self.seconds += 10.0
         return real(self, example, signature)
 
     monkeypatch.setattr(NewSignatures, "_for_one_size", slow)

@@ -116,6 +116,21 @@ def test_attention_with_other_than_four_axes_is_taken(lead, masked, fused, tmp_p
     assert operators(model, example, tmp_path, fused=fused) == ["MultiHeadAttention"] * fused
 
 
+def test_attention_whose_number_of_heads_is_a_size_is_left_to_the_exporter():
+    """Attributes of an operator are constants. Without an axis of heads, those of the batch are taken for it."""
+
+    def model(q, k):
+        return torch.softmax(q @ k.transpose(1, 2), -1) @ k
+
+    def call(rows, keys):
+        return tsopt.example(torch.randn(rows, 1, 8), torch.randn(rows, keys, 8))
+
+    compiled = tsopt.compile(tsopt.capture(model, [call(2, 4), call(3, 6)]), "onnxruntime")
+    for rows, keys in ((1, 5), (4, 9)):
+        args = call(rows, keys).args
+        torch.testing.assert_close(compiled(*args), model(*args))
+
+
 def test_another_precision_is_left_to_the_exporter(tmp_path):
     assert operators(nn.RMSNorm(3, eps=1e-5).double(), torch.randn(2, 3).double(), tmp_path) == []
 

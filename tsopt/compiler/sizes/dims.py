@@ -109,8 +109,8 @@ def from_examples(examples: Sequence[Example]) -> Wanted:
         if not alike or not all(kinds):
             raise UsageError(
                 "the examples differ in more than their sizes",
-                why="the sizes that differ between the examples become dynamic, and integers that differ as one of "
-                "these sizes does; everything else must be the same",
+                why="the sizes that differ between the examples become dynamic, and integers that differ by as much as "
+                "one of them; everything else must be the same",
                 fix="pass examples that differ only in their sizes; pass several arguments as a tuple: (x, y)",
             )
         for position, (a, b) in enumerate(zip(first, leaves, strict=True)):

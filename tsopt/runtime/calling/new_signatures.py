@@ -26,6 +26,7 @@ from tsopt.runtime.calling.specializations import (
 from tsopt.runtime.checking.held_out_sizes import widened
 
 log = logging.getLogger("tsopt")
+NOT_COMPILED = "the signature is not compiled"
 MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds
 MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in their sizes
 AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
@@ -44,6 +45,10 @@ class NewSignatures:
         check: raises WeightsChangedError if the model no longer has the weights that were compiled.
         ready: prepares what was compiled for being called.
         note: records a signature and what became of it.
+
+    Attributes:
+        in_eager: how many calls the model itself has served.
+        seconds: that captures have taken.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class NewSignatures:
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
         self._captures = 0
-        self._spent, self._since = 0.0, time.monotonic()
+        self.in_eager, self.seconds, self._since = 0, 0.0, time.monotonic()
         self._own: CallKey | None = None  # of the example
         self._lock = threading.Lock()
 
@@ -84,6 +89,8 @@ class NewSignatures:
                 found = self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
         if isinstance(found, Executable):
             self.kept.used(found)
+        else:
+            self.in_eager += 1
         return found
 
     def found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -157,14 +164,14 @@ class NewSignatures:
 
     def _has_time(self) -> bool:
         """Whether captures for one size have taken less than their share of the time since the first call."""
-        return self._captures < FREE_CAPTURES or self._spent < SHARE * (time.monotonic() - self._since)
+        return self._captures < FREE_CAPTURES or self.seconds < SHARE * (time.monotonic() - self._since)
 
     def _timed(self, *calls: Example) -> Executable:
         start = time.monotonic()
         try:
             return self._specialize(*calls)
         finally:
-            self._spent += time.monotonic() - start
+            self.seconds += time.monotonic() - start
 
     def _for_several_sizes(self, seen: Seen, partner: CallKey, example: Example, signature: str) -> Executable | None:
         """Compiles for the sizes of this call and of an earlier one; None if that is impossible."""

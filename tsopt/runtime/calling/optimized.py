@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Weights
-from tsopt.runtime.calling.new_signatures import NewSignatures
+from tsopt.runtime.calling.new_signatures import NOT_COMPILED, NewSignatures
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.profiling.engines import profile
@@ -269,6 +270,16 @@ class Optimized:
         log.info("call with a new signature (%s): %s", signature, outcome)
         if (signature, outcome) not in self.report.signatures:
             self.report = self.report.with_signature(signature, outcome)
+
+    @property
+    def in_eager(self) -> Counter[str]:
+        """How many calls with new signatures the model itself has served, by reason."""
+        return +Counter({NOT_COMPILED: self._new_signatures.in_eager})
+
+    @property
+    def seconds(self) -> float:
+        """What compiling new signatures has taken."""
+        return self._new_signatures.seconds
 
     def profile(self) -> Profile:
         """Times the layers of a call, on the example: op by op in torch, and in the engine that won.

@@ -1,0 +1,43 @@
+"""What has become of the calls of a hybrid: how many are compiled, and why the model itself has served the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tsopt.runtime.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class HybridReport:
+    """A hybrid's calls so far.
+
+    Attributes:
+        model: its name.
+        calls: how many there were.
+        in_eager: how many of these the model itself has served, by reason.
+        compile_seconds: what compiling has taken, for all signatures together.
+        reports: of the compiled forms: one with its further signatures, or one for each signature that was compiled in
+            the background, the newest last. Empty while nothing is compiled.
+    """
+
+    model: str
+    calls: int
+    in_eager: Mapping[str, int] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    reports: tuple[Report, ...] = ()
+
+    def __str__(self) -> str:
+        compiled = self.calls - sum(self.in_eager.values())
+        lines = [f"{self.model}: {_calls(self.calls)}, {compiled} compiled"]
+        lines += [f"  {_calls(count)} in eager mode: {reason}" for reason, count in self.in_eager.items()]
+        if self.compile_seconds:
+            lines.append(f"  compiling took {self.compile_seconds:.1f} s")
+        for report in self.reports:
+            lines.append(f"  {report.winner}: {report.why}")
+            lines += [f"    {outcome}: {signature}" for signature, outcome in report.signatures]
+        return "\n".join(lines)
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
