@@ -24,6 +24,7 @@ from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
+from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
@@ -174,7 +175,8 @@ class Request:
         ranges = ValidatedRanges(captured)
         if captured.signature.dims:
             self.progress("check other sizes")
-            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed)
+            asked_for = with_upper_ends(self.dynamic or {})
+            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed, asked_for=asked_for)
             captured = specialize(captured, sizes_in(captured.signature, examples[0]))
         start = time.perf_counter()
         optimized, records, checked = self._transformed(ranges)
@@ -199,7 +201,7 @@ class Request:
         variant = outcome.candidate.variant if outcome.candidate is not None else FP32
         int8 = quantized.variants.get(variant)
         if executable is not None:
-            executable.reference = reference
+            executable.reference, executable.limits = reference, made.ranges.limits
         specialize_call = partial(self.specialized, self._ranked(outcome))
         return Optimized(
             *(called, program, executable, report, example, specialize_call, self.on_new_signature, self.on_gradients),

@@ -71,6 +71,24 @@ def test_a_range_grows_with_the_calls_without_another_capture(wins):
     assert str(served.signature.dims[0]) == "batch: 1..400"
 
 
+def test_the_range_of_several_examples_grows_as_well(wins):
+    model = net()
+    fast = tsopt.optimize(model, [torch.randn(4, 6), torch.randn(6, 6)], **OPTIONS)
+    assert fast.report.sizes.startswith("batch: 1..12")
+    for rows in (13, 26, 200):
+        x = torch.randn(rows, 6)
+        torch.testing.assert_close(fast(x), model(x).detach())
+    assert outcomes(fast) == []
+
+
+def test_a_range_that_was_asked_for_does_not_grow(wins):
+    model = net()
+    fast = tsopt.optimize(model, torch.randn(4, 6), dynamic={"input": {0: "batch[1..8]"}}, **OPTIONS)
+    x = torch.randn(9, 6)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert outcomes(fast) == ["captured for onnxruntime"]
+
+
 def test_a_range_does_not_grow_to_where_the_model_fails(wins):
     class Positions(nn.Module):
         def __init__(self):

@@ -9,6 +9,7 @@ from torch import nn
 import tsopt
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import CaptureError
 from tsopt.runtime.checking import held_out_sizes
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def made(model, size, text):
     given = torch.randn(size)
-    program = tsopt.capture(model, given, dynamic={"x": {0: text}})
-    return validate_ranges(model, program, example(given), seed=0)
+    wanted = {"x": {0: text}}
+    program = tsopt.capture(model, given, dynamic=wanted)
+    return validate_ranges(model, program, example(given), seed=0, asked_for=with_upper_ends(wanted))
 
 
 def test_a_range_is_checked_at_its_ends_and_between():
@@ -32,6 +34,25 @@ def test_without_an_end_it_goes_to_twice_the_example():
     assert made(lambda x: x * 2, (20, 4), "n").checked == "n: 1..40, checked at 1, 2, 7, 40"
 
 
+def test_an_end_that_nobody_asked_for_is_not_gone_to():
+    """A table of positions says how long a text may be; calls that long may take minutes to check."""
+    table = torch.randn(512, 4)
+
+    def model(x):
+        return x + table[: x.shape[0]]
+
+    assert made(model, (20, 4), "n").checked == "n: 1..40, checked at 1, 2, 7, 40"
+    assert made(model, (300, 4), "n").checked.startswith("n: 1..512, ")
+    assert made(model, (20, 4), "n[1..512]").checked.startswith("n: 1..512, ")
+
+
+def test_where_calls_are_long_a_range_ends_at_the_largest_example(monkeypatch):
+    monkeypatch.setattr(held_out_sizes, "MUCH", 20 * 4 * 1.5)
+    assert made(lambda x: x * 2, (20, 4), "n").checked == "n: 1..20, checked at 1, 2, 7, 20"
+    assert made(lambda x: x * 2, (10, 4), "n").checked == "n: 1..20, checked at 1, 2, 7, 20"
+    assert made(lambda x: x * 2, (20, 4), "n[1..100]").checked.startswith("n: 1..100, ")
+
+
 def test_steps_are_kept():
     found = made(lambda x: x.reshape(-1, 4, 2).sum(1), (8, 2), "n[1..64]")
     assert found.checked == "n: 8..64, multiples of 4, checked at 8, 12, 36, 64"
@@ -40,7 +61,7 @@ def test_steps_are_kept():
 def test_several_sizes_are_tried_together():
     given = torch.randn(4, 6)
     program = tsopt.capture(lambda x: x.softmax(0), given, dynamic={"x": {0: "a[1..9]", 1: "b[1..20]"}})
-    found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0)
+    found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0, asked_for=("a", "b"))
     assert [dict(item.sizes) for item in found.held_out] == [
         {"a": 1, "b": 1}, {"a": 2, "b": 7}, {"a": 7, "b": 2}, {"a": 9, "b": 20},
     ]  # fmt: skip

@@ -59,6 +59,12 @@ def dim(text: str | Dim) -> Dim:
     return made
 
 
+def with_upper_ends(wanted: Mapping[Any, Mapping[Any, Any]]) -> frozenset[str]:
+    """The names of the dimensions that are given with an upper end."""
+    given = (dim(text) for axes in wanted.values() for text in axes.values())
+    return frozenset(found.name for found in given if found.high is not None)
+
+
 def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Example) -> Wanted:
     """Reads `{"x": {0: "batch"}}`.
 

@@ -40,6 +40,7 @@ class NewSignatures:
         example: the call that the model was optimized for.
         aliasing: whether it matters which tensors of a call share memory.
         specialize: compiles for a call; for several calls, for all sizes in which they differ.
+        first: what was compiled for the example; it serves more sizes if it was captured for many.
         warmup: how many calls of a form the model serves first.
         eager: the model itself.
         check: raises WeightsChangedError if the model no longer has the weights that were compiled.
@@ -58,6 +59,7 @@ class NewSignatures:
         aliasing: bool,
         specialize: Callable[..., Executable],
         *,
+        first: Executable | None,
         warmup: int,
         eager: Callable[..., Any],
         check: Callable[[], None],
@@ -65,7 +67,7 @@ class NewSignatures:
         note: Callable[[str, str], None],
     ) -> None:
         self.model, self.example, self.aliasing = model, example, aliasing
-        self._specialize, self._warmup = specialize, warmup
+        self._specialize, self._first, self._warmup = specialize, first, warmup
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
         self._captures = 0
@@ -109,7 +111,11 @@ class NewSignatures:
         """What is known of calls that differ from this one only in their sizes; the example is one of them."""
         if self._own is None:
             self._own = call_key(self.example.args, self.example.kwargs, aliasing=self.aliasing)
-            self.kept.seen(self._own).partner = self._own
+            seen = self.kept.seen(self._own)
+            if self._first is not None and self._first.limits:
+                seen.several = [ForSizes(self._ready(self._first), (self._own,))]
+            else:
+                seen.partner = self._own
         return self.kept.seen(key)
 
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:

@@ -76,6 +76,7 @@ class Optimized:
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
         self._new_signatures = NewSignatures(
             *(model, self.example, program.signature.aliasing, specialize),
+            first=executable,
             warmup=warmup,
             eager=self._eager,
             check=lambda: self._check_weights(thoroughly=True),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import resized
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import specialize, traced_sizes, type_at
+from tsopt.compiler.sizes.specialize import evaluate, specialize, traced_sizes, type_at
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
@@ -34,6 +35,7 @@ BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
 LARGEST = 1 << 30  # bytes of inputs
+MUCH = 1e8  # numbers that a call computes: a range ends at the largest example rather than at such a call
 TIMED = 3  # input sets that timing rotates through
 
 
@@ -135,11 +137,14 @@ class ValidatedRanges:
         return "; ".join(parts)
 
 
-def validate_ranges(model: Callable[..., Any], program: Program, *examples: Example, seed: int) -> ValidatedRanges:
+def validate_ranges(
+    model: Callable[..., Any], program: Program, *examples: Example, seed: int, asked_for: Container[str] = ()
+) -> ValidatedRanges:
     """Runs a captured program by torch at the ends of its ranges and between them, and makes its promise fit.
 
     Args:
         examples: calls; the values of the first are taken for other sizes as well.
+        asked_for: Dims whose upper end is to be reached if possible. Others are tried up to twice the largest example.
 
     Raises:
         CaptureError: it is not right between the ends.
@@ -150,7 +155,9 @@ def validate_ranges(model: Callable[..., Any], program: Program, *examples: Exam
     known = [sizes_in(program.signature, item) for item in examples]
     search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
     limits = program.signature.dims
-    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known]) for dim in limits)
+    dims = tuple(
+        search.range_of(dim, [sizes[dim.name] for sizes in known], whole=dim.name in asked_for) for dim in limits
+    )
     program = replace(program, signature=replace(program.signature, dims=dims))
     held_out = []
     for sizes in _corners(dims):
@@ -260,6 +267,17 @@ def _beside(dim: Dim, size: int) -> int:
     return size + dim.step if dim.admits(size + dim.step) else size - dim.step
 
 
+def _work(program: Program, sizes: Mapping[str, int]) -> float:
+    """How many numbers a call computes at these sizes; infinite where it does not run."""
+    try:
+        values = evaluate(program, sizes)
+    except Exception:  # whatever an op says about sizes that do not fit
+        return math.inf
+    return sum(
+        tensor.numel() for node, value in values.items() if ops.is_call(node) for tensor in ops.tensors_of(value)
+    )
+
+
 def _too_large(signature: Signature, sizes: Mapping[str, int]) -> bool:
     types = [type_at(item, sizes) for item in signature.user_inputs]
     return sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST
@@ -320,10 +338,14 @@ class _Search:
     usual: Mapping[str, int]
     notes: list[str] = field(default_factory=list)
 
-    def range_of(self, dim: Dim, known: Sequence[int]) -> Dim:
+    def range_of(self, dim: Dim, known: Sequence[int], *, whole: bool) -> Dim:
         """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
         low = -(-dim.low // dim.step) * dim.step or dim.step
-        high = max(FURTHER * max(known), LEAST) if dim.high is None else dim.high
+        high = max(FURTHER * max(known), LEAST)
+        if dim.high is not None:
+            high = dim.high if whole else min(dim.high, high)
+        if not whole and _work(self.program, {**self.usual, dim.name: high}) > MUCH:
+            high = max(known)
         high = max(high // dim.step * dim.step, low)
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
