@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt import hybrid
+from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.racing import race
 from tsopt.runtime.racing.speedup import Speedup
@@ -48,13 +48,13 @@ class Net(nn.Module):
 def calls(monkeypatch):
     """What `optimize` was called with."""
     seen = []
-    real = hybrid.optimize
+    real = hybrid_state.optimize
 
     def optimize(model, example, **options):
         seen.append(model)
         return real(model, example, **options)
 
-    monkeypatch.setattr(hybrid, "optimize", optimize)
+    monkeypatch.setattr(hybrid_state, "optimize", optimize)
     return seen
 
 
@@ -125,7 +125,7 @@ def test_weights_that_always_change_are_left_to_eager(net, calls):
         for _ in range(10):
             net.shift.add_(1)
             close(net(X), nn.Module.__call__(tsopt.hybridize(net, active=False), X))
-    assert len(calls) <= hybrid.CHANGES + 1
+    assert len(calls) <= hybrid_state.CHANGES + 1
     assert [str(item.message) for item in said if "tsopt" in str(item.message)] == [
         "tsopt: Net runs in eager mode: its weights, hooks, attributes or globals change between calls"
     ]
@@ -224,7 +224,7 @@ def test_what_cannot_be_captured_runs_eager_and_says_why(monkeypatch):
     def refuses(*args, **kwargs):
         raise tsopt.CaptureError("no way", where="model.py:3")
 
-    monkeypatch.setattr(hybrid, "optimize", refuses)
+    monkeypatch.setattr(hybrid_state, "optimize", refuses)
     net = tsopt.hybridize(Net().eval(), **QUICK)
     with torch.no_grad(), pytest.warns(UserWarning, match=r"Net runs in eager mode: no way; model.py:3"):
         close(net(X), Net().eval()(X))

@@ -73,7 +73,8 @@ def test_it_returns_what_the_model_returned(full, net, example):
 def test_every_candidate_has_a_row(full, example):
     names = ["eager", *dict.fromkeys(candidate.title for candidate in candidates_for(None) if not candidate.options)]
     assert names[1:5] == ["eager + passes", "torch + oneDNN", "TorchScript", "ONNX Runtime"]
-    assert [row.name for row in full.report.rows] == names
+    plain = [row for row in full.report.rows if "?" not in row.key]  # others join where their engine is fast
+    assert [row.name for row in plain] == names
     assert {row.status for row in full.report.rows} <= {"ok", "no gain", "not checked"}
     assert full.report.row("eager").verdict == "baseline"
     assert full.report.winner in [row.name for row in full.report.rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,13 +125,13 @@ def with_sizes(found: Structure, outer: Structure, leaves: Sequence[torch.Tensor
     Args:
         outer, leaves: of the call.
     """
-    axes = axes_of(outer, leaves)
+    axes = cache(lambda: axes_of(outer, leaves))  # only where needed: other front ends trace with other objects
 
     def number(node: Structure) -> Structure:
         if node.kind != "const" or not isinstance(node.value, torch.SymInt):
             return node
         wanted = node.value.node.expr
-        for axis in axes:
+        for axis in axes():
             size = leaves[axis.leaf].shape[axis.axis]
             more = wanted - size.node.expr if isinstance(size, torch.SymInt) else None
             if more is not None and more.is_Integer:

@@ -1,0 +1,251 @@
+"""What is behind a hybrid: the compiled form of its model, for as long as the model does not change."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+from torch import nn
+
+from tsopt.api import optimize
+from tsopt.background.in_background import InBackground
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.protect import modules_of, protected
+from tsopt.errors import CaptureError, TsoptError, UsageError
+from tsopt.runtime.calling.ambient import objection, untraced
+from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
+from tsopt.runtime.calling.fallback import InEager
+from tsopt.runtime.calling.model_changes import Watch, tensors_of
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.partitioned import Partitioned
+from tsopt.runtime.calling.served import HybridReport
+from tsopt.runtime.calling.signature_guard import watcher
+from tsopt.runtime.checking.inputs import InputSet
+
+log = logging.getLogger("tsopt")
+# Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
+# library that makes many calls once.
+OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
+CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
+# Queries whose answer depends on how code is called, not on its arguments.
+MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
+# Called on every call: a global of this module is looked up faster than an attribute of torch.
+_interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
+
+
+class Compiled:
+    """The compiled form of a model, for as long as the model does not change.
+
+    Attributes:
+        fast: the result of `optimize`; None before the first call and while eager runs.
+        why_eager: why eager runs for good.
+    """
+
+    def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
+        self.model, self.background, self.options = model, background, OPTIONS | options
+        self._is_module = isinstance(model, nn.Module)
+        self.fast: Optimized | Partitioned | InBackground | None = None
+        self.why_eager = ""
+        self._audits = Audits(0)
+        self._watch: Watch | InBackground | None = None
+        self._ambient = _Ambient()
+        self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
+        self._changes = 0
+        self._calls, self._seconds = 0, 0.0
+        self._in_eager: Counter[str] = Counter()
+        self._said: set[str] = set()
+        self._lock = threading.RLock()
+
+    @untraced
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        self._calls += 1
+        audits = self._audits
+        audits.left = left = audits.left - 1
+        if left < 0:
+            return self._looked_at(args, kwargs, eager)
+        fast = self.fast
+        if fast is None or self._reason(args, kwargs) or self._changed():
+            fast = self._ready(args, kwargs)
+        return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
+
+    def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        """A call that is timed, and audited where that is affordable."""
+        self._calls -= 1  # it comes to `__call__` once more
+        fast = self.fast
+        served = fast is not None and not self._reason(args, kwargs) and not self._changed()
+        if not served:
+            self._audits.left = NEAR
+            return self(args, kwargs, eager)
+        with self._audits.turn() as audited:
+            found = self._audit(fast, args, kwargs) if audited else ""
+        if found:
+            self._differs(found)
+        return self._audits.timed(lambda: self(args, kwargs, eager))
+
+    def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if isinstance(fast, Partitioned):
+            return fast.difference(args, kwargs)
+        executable = fast.serving(args, kwargs)
+        return None if executable is None else executable_difference(executable, self.model, Example(args, kwargs))
+
+    def _differs(self, found: str) -> None:
+        """After a difference in an audit: the model is optimized again in its current state."""
+        with self._lock:
+            self.fast, self._watch, self._changes = None, None, self._changes + 1
+        self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
+        if self.why_eager and self._other_flags():
+            self.why_eager, self._refused_in = "", None
+        reason = self.why_eager or self._reason(args, kwargs)
+        if reason:
+            self._declined(reason)
+            return None
+        with self._lock:
+            if self.fast is not None and self._changed():
+                if self._trains():
+                    self._declined("a submodule is in training mode: call model.eval() first")
+                    return None
+                self.fast, self._watch, self._changes = None, None, self._changes + 1
+                log.info("%s has changed and is optimized again", type(self.model).__name__)
+            if self._changes > CHANGES:
+                self.why_eager = "its weights, hooks, attributes or globals change between calls"
+                self._declined(self.why_eager)
+                return None
+            if self.fast is None and not self.why_eager:
+                self._begin() if self.background else self._optimize(Example(args, kwargs))
+            return self.fast
+
+    def _optimize(self, example: Example) -> None:
+        self._ambient, audits = _Ambient(), Audits(self.options.get("audit", SHARE))
+        start = time.perf_counter()
+        try:
+            fast = optimize(self.model, example, **self.options | {"audit": 0})
+        except UsageError:
+            raise
+        except TsoptError as error:
+            self.why_eager = "; ".join(filter(None, (error.what, error.where)))
+            self._refused_in = [module.training for module in modules_of(self.model)]
+            self._declined(self.why_eager)
+            return
+        finally:
+            self._seconds += time.perf_counter() - start
+        if isinstance(fast, InEager):
+            self.why_eager = fast.report.why
+            self._refused_in = [module.training for module in modules_of(self.model)]
+            self._declined(self.why_eager)
+            return
+        fast.unwatched()
+        watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
+        self._learn(watch, example)
+        self._ambient.ask(watch.asks)
+        if not _is_eager(fast):  # which is not audited
+            self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
+        self._watch, self.fast = watch, fast
+
+    def _learn(self, watch: Watch, example: Example) -> None:
+        """Ignores what the model itself changes when it is called."""
+        with protected(self.model, written=watch.written), contextlib.suppress(Exception):
+            call = InputSet("example", example).clone()
+            self.model(*call.args, **call.kwargs)
+            watch.leave_out_changes()
+        watch.renew()
+
+    def _begin(self) -> None:
+        self._ambient = _Ambient()
+        self.fast = self._watch = InBackground(self.model, self.options | {"audit": 0}, self._say)
+        self._ambient.ask(self.fast.asks)
+        self._audits = Audits(self.options.get("audit", SHARE))
+
+    def _changed(self) -> bool:
+        return self._watch is not None and self._watch.changed()
+
+    def _trains(self) -> bool:
+        """Whether a module was switched to training mode."""
+        watch = self._watch
+        flags = watch is not None and watch.training_changed()
+        return flags and any(module.training for module in modules_of(self.model))
+
+    def _other_flags(self) -> bool:
+        """Whether training flags have changed since it could not be captured."""
+        return self._refused_in is not None and self._refused_in != [m.training for m in modules_of(self.model)]
+
+    def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why this call is served by eager."""
+        if self._is_module and self.model.training:  # type: ignore[attr-defined]
+            return "it is in training mode: call model.eval() first"
+        if _interferes():
+            return objection(())
+        if _gradients() and self._wants_gradients(args, kwargs):
+            return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
+        return self._ambient.differs()
+
+    def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if any(tensor.requires_grad for tensor in tensors_of(self.model)):
+            return True
+        try:
+            leaves, _ = flatten((args, kwargs))
+        except CaptureError:  # it contains itself: whatever it holds, it is a call for eager
+            return True
+        return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+
+    def _declined(self, reason: str) -> None:
+        """A call that the model itself serves."""
+        self._in_eager[reason] += 1
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            self._warn(f" runs in eager mode: {reason}", stacklevel=7)
+
+    def report(self) -> HybridReport:
+        """Which calls are compiled, and why others are not."""
+        fast, seconds, in_eager = self.fast, self._seconds, Counter(self._in_eager)
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        if isinstance(fast, InBackground):
+            return HybridReport(name, self._calls, in_eager + fast.in_eager, fast.seconds, tuple(fast.reports))
+        if isinstance(fast, Optimized):
+            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
+        if fast is not None and _is_eager(fast):
+            in_eager["no compiled form is faster"] += self._calls - in_eager.total()
+        return HybridReport(name, self._calls, in_eager, seconds, () if fast is None else (fast.report,))
+
+    def _warn(self, text: str, stacklevel: int = 5) -> None:
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        warnings.warn(f"tsopt: {name}{text}", stacklevel=stacklevel)
+
+
+def _is_eager(fast: Optimized | Partitioned) -> bool:
+    """Whether eager has won the race."""
+    return fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
+
+
+class _Ambient:
+    """The process-wide settings that a model may query, as they are when it is compiled."""
+
+    __slots__ = ("_asked", "_dtype", "_inference")
+
+    def __init__(self) -> None:
+        self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        self._asked = False
+
+    def ask(self, names: Container[str]) -> None:
+        """Takes the names that a model reads: most models query no modes and behave the same in each."""
+        self._asked = any(name in names for name in MODES)
+
+    def differs(self) -> str:
+        """Why this call is served by eager, if a process-wide setting has changed."""
+        if _default_dtype() is not self._dtype:
+            return "the default dtype has changed since it was compiled"
+        if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
+            return "it queries the grad mode, which has changed since it was compiled"
+        return ""
