@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,20 @@ def dynamic_of(examples: Sequence[Example], axes: Wanted) -> Dynamic:
     chosen = sums.index(max(sums))
     wanted = {place: max(sizes[chosen], SMALLEST) for place, sizes in seen.items()}
     return Dynamic(axes, resized(examples[chosen], wanted, structure), seen, structure)
+
+
+def sampled(dims: Sequence[Dim], usual: Mapping[str, int], count: int, seed: int) -> list[dict[str, int]]:
+    """Choices of sizes in the ranges of Dims, up to twice as large as usual, each size of a Dim in at most one of them.
+
+    As many as `count`; fewer where a range holds fewer sizes, and none without Dims.
+    """
+    draw = random.Random(seed)
+    columns = []
+    for item in dims:
+        high = 2 * usual[item.name] if item.high is None else min(item.high, 2 * usual[item.name])
+        sizes = [size for size in range(item.low, high + 1) if item.admits(size) and size != usual[item.name]]
+        columns.append([(item.name, size) for size in draw.sample(sizes, min(count, len(sizes)))])
+    return [dict(choice) for choice in zip(*columns, strict=False)]
 
 
 def resized(example: Example, sizes: Mapping[Place, int], structure: Structure | None = None) -> Example:

@@ -23,7 +23,7 @@ from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
 from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, NOT_TIMED, REFUSED
+from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, NOT_TIMED, REFUSED, SLOWER
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import MODEL, Row
@@ -36,7 +36,7 @@ MOST = 1000  # entries; the oldest go
 GREATEST = 1e10  # of any number in an entry: milliseconds, times, and seconds since 1970
 AHEAD = 3600.0  # seconds that the clock may have been set back by since a race
 # Statuses of rows: another day is as this one was.
-KEPT = ("ok", "wrong", INACCURATE, "failed", NOT_CHECKED, NOT_TIMED, MISSING, *REFUSED)
+KEPT = ("ok", "wrong", INACCURATE, "failed", SLOWER, NOT_CHECKED, NOT_TIMED, MISSING, *REFUSED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ def choose(
     contenders: Mapping[str, Contender],
     fresh: Callable[[bool], Judge],
     streak: Callable[[Executable], str],
+    slow: Callable[[Executable], str],
     progress: Progress,
 ) -> Race:
     """The fastest candidate that is right once more, as it was timed and as it is in this process; eager otherwise.
@@ -59,6 +60,7 @@ def choose(
     Args:
         fresh: a judge with inputs that the race did not use; only a few of them if it is given True.
         streak: what goes wrong in many calls in a row; empty when nothing does.
+        slow: why an executable is slower than eager after all; empty when it is not.
     """
     judges: dict[bool, Judge] = {}
     candidates = {candidate.key: candidate for candidate in maker.settings.candidates}
@@ -77,6 +79,8 @@ def choose(
             status, failure = verdict.status, verdict.reason
             if verdict.ok:
                 status, failure = "wrong", streak(executable)
+                if not failure:
+                    status, failure = outcomes.SLOWER, slow(executable)
         except UsageError:  # the user's metric failed, not the candidate
             raise
         except Exception as error:  # whatever it raises, it is out
@@ -132,7 +136,8 @@ def _why_eager(rows: Sequence[Row]) -> str:
     reason = outcomes.stopped(tuple(rows))
     if reason:
         return f"no candidate could be tried{late}: {reason}"
-    if not any(row.key != MODEL and row.status in ("ok", outcomes.NOT_CHECKED, outcomes.NOT_TIMED) for row in rows):
+    usable = ("ok", outcomes.SLOWER, outcomes.NOT_CHECKED, outcomes.NOT_TIMED)
+    if not any(row.key != MODEL and row.status in usable for row in rows):
         return f"no candidate could be used{late}"
     open_ones = [row.name for row in rows if row.verdict == UNDECIDED]
     return "no candidate is significantly faster" + (f"; undecided: {', '.join(open_ones)}" if open_ones else "")

@@ -12,8 +12,11 @@ import torch
 from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
+from tsopt.compiler.sizes.dims import sampled
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.checking.held_out_sizes import Judge, call_at, sizes_in
+from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
@@ -31,13 +34,15 @@ from tsopt.runtime.racing.contenders import (
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.preparation import prepare
 from tsopt.runtime.racing.speedup import Timing, speedup
-from tsopt.runtime.racing.timing import seconds_of
+from tsopt.runtime.racing.timing import ratio_of_single_calls, seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
 from tsopt.runtime.sandbox.isolated import Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
+NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls that a winner for many sizes is timed with, each of other sizes
+SHORT_CALL = 0.05  # seconds: next to longer calls, what an engine does for a new size is nothing
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 
 
@@ -97,6 +102,9 @@ def race(
                 is_last=True,
             ),
             partial(unsteady, model=model, example=example, seed=settings.seed, seconds=STREAK * settings.seconds),
+            partial(_slow_at_new_sizes, model=model, captured=captured, example=example, seed=settings.seed)
+            if eager_seconds < SHORT_CALL
+            else lambda executable: "",
             progress,
         )
     finally:
@@ -109,6 +117,26 @@ def race(
         )
     why = f"interrupted, best so far: {found.why}" if early else found.why
     return replace(found, why=why, interrupted=early, not_isolated_because=maker.not_isolated_because)
+
+
+def _slow_at_new_sizes(
+    executable: Executable, *, model: Callable[..., Any], captured: Program, example: Example, seed: int
+) -> str:
+    """Why an executable for many sizes is slower than eager where each call has other sizes; empty if it is not.
+
+    The rounds repeat the sizes of the example. Engines that prepare a kernel for each size, and keep it, do so there
+    only once.
+    """
+    signature = executable.signature
+    sizes = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
+    if len(sizes) < FEWEST_NEW_SIZES:
+        return ""
+    calls = (InputSet("other sizes", call_at(signature, example, item)) for item in sizes)
+    with protected(model, written=captured.state.values()), mode_of(captured):
+        ratio = ratio_of_single_calls(
+            model, executable, ((item.clone(), item.clone()) for item in calls), device_wait(example)
+        )
+    return "" if ratio >= 1 else f"{ratio:.2f}x as fast as eager when each call has new sizes"
 
 
 def _timed(
