@@ -7,7 +7,7 @@ import torch
 
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.calls.signature import Dim
-from tsopt.compiler.sizes.dims import dim, dynamic_of, from_examples, from_mapping, resized
+from tsopt.compiler.sizes.dims import dim, dynamic_of, from_examples, from_mapping, resized, sampled
 from tsopt.errors import UsageError
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -94,3 +94,17 @@ def test_a_resized_call_repeats_its_values():
 def test_a_resized_image_keeps_its_memory_format():
     image = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
     assert resized(example(image), {(0, 0): 3}).args[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_sampled_sizes_are_near_the_usual_ones_and_all_different():
+    dims = [Dim("batch", 1, 100), Dim("length", 4, None, 4)]
+    found = sampled(dims, {"batch": 20, "length": 16}, 16, seed=0)
+    assert len(found) == 7, "lengths 4 to 32 in steps of 4, without 16"
+    assert len({choice["batch"] for choice in found}) == 7
+    for choice in found:
+        assert 1 <= choice["batch"] <= 40
+        assert choice["batch"] != 20
+        assert choice["length"] % 4 == 0
+        assert choice["length"] != 16
+    assert found == sampled(dims, {"batch": 20, "length": 16}, 16, seed=0)
+    assert sampled([], {}, 16, seed=0) == []

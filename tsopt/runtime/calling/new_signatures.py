@@ -30,7 +30,10 @@ NOT_COMPILED = "the signature is not compiled"
 MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds
 MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in their sizes
 AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
-FREE_CAPTURES, SHARE = 4, 0.5  # of a hybrid, for one size: so many at once, then in this share of the time
+STREAK, FIRST_PAUSE, LONGEST_PAUSE = 64, 16, 1024  # calls: see `NewSignatures.skips`
+# Captures of a hybrid for one size: so many at once, then in this share of the time, or of what is called so often.
+FREE_CAPTURES, SHARE, OFTEN = 4, 0.02, 50
+MAX_COUNTED = 256  # signatures whose calls are counted
 
 
 class NewSignatures:
@@ -50,6 +53,7 @@ class NewSignatures:
     Attributes:
         in_eager: how many calls the model itself has served.
         seconds: that captures have taken.
+        skip: how many of the next calls are left to the model without looking for what serves them.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class NewSignatures:
         self._eager, self._check, self._ready, self._note = eager, check, ready, note
         self.kept = Specializations()
         self._captures = 0
+        self._counts: dict[CallKey, int] = {}
         self.in_eager, self.seconds, self._since = 0, 0.0, time.monotonic()
+        self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
         self._lock = threading.Lock()
 
@@ -91,9 +97,24 @@ class NewSignatures:
                 found = self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
         if isinstance(found, Executable):
             self.kept.used(found)
+            self._streak, self._pause = 0, FIRST_PAUSE
         else:
             self.in_eager += 1
+            self._streak += 1
+            if self._streak >= STREAK:
+                self.skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return found
+
+    def skips(self) -> bool:
+        """Whether to leave a call to the model without looking for what serves it.
+
+        Looking takes a tenth of a millisecond. Where nothing has been found for many calls in a row, only some look.
+        """
+        if self.skip <= 0:
+            return False
+        self.skip -= 1
+        self.in_eager += 1
+        return True
 
     def found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
         """What serves a call, if there already is something. Raises TypeError if that cannot be told."""
@@ -153,7 +174,7 @@ class NewSignatures:
                 seen.calls, seen.partner = 0, key
                 return self._eager
         seen.partner = key
-        if self._warmup and not self._has_time():
+        if self._warmup and not self._pays(key):
             return self._eager
         self._captures += not tried
         one = self._for_one_size(example, signature)
@@ -168,9 +189,15 @@ class NewSignatures:
         past = narrow is None and (seen.several or seen.failures)
         return self._warmup * (AFTER_A_CONDITION if past else 1)
 
-    def _has_time(self) -> bool:
-        """Whether captures for one size have taken less than their share of the time since the first call."""
-        return self._captures < FREE_CAPTURES or self.seconds < SHARE * (time.monotonic() - self._since)
+    def _pays(self, key: CallKey) -> bool:
+        """Whether a capture for one size may pay: few were made, they took little time, or the call is frequent."""
+        if self._captures < FREE_CAPTURES or self.seconds < SHARE * (time.monotonic() - self._since):
+            return True
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count  # the latest is the last
+        if len(self._counts) > MAX_COUNTED:
+            del self._counts[next(iter(self._counts))]
+        return count >= OFTEN
 
     def _timed(self, *calls: Example) -> Executable:
         start = time.monotonic()

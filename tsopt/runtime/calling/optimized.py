@@ -84,7 +84,7 @@ class Optimized:
             note=self._note,
         )
         self._audits = audits or Audits(0)
-        self._weights, self._shares = weights, share_weights
+        self._weights, self._shares, self._knows_objections = weights, share_weights, False
         self._flags = [module.training for module in modules_of(model)]
         if executable is None:
             self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
@@ -116,6 +116,8 @@ class Optimized:
         if found is not None:
             executable, leaves = found
             return executable.run_leaves(leaves, args, kwargs)
+        if self._knows_objections and self._new_signatures.skips():
+            return self._eager(*args, **kwargs)
         return self._thorough(executable, args, kwargs)
 
     def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,8 +176,8 @@ class Optimized:
         return executable.after(check)
 
     def unwatched(self) -> None:
-        """Turns off watching the weights, for a caller that watches them itself."""
-        self._weights = None
+        """For a caller that watches the weights itself, and makes no call that only the model can serve."""
+        self._weights, self._knows_objections = None, True
         self.executable = None if self.executable is None else self.executable.after(None)
         if self.executable is None:
             self._audits.end()
