@@ -164,6 +164,26 @@ def test_an_invalid_warmup_is_refused(warmup):
         tsopt.optimize(net(), torch.randn(4, 6), warmup=warmup)
 
 
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_one_tensor_in_two_places(wins, hybrid):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x, y):
+            return self.inner(x * y) + self.inner(y)
+
+    model, x = Pair().eval(), torch.randn(4, 6)
+    fast = tsopt.hybridize(model, audit=0, **OPTIONS) if hybrid else tsopt.optimize(model, (x, x), **OPTIONS)
+    with torch.no_grad():
+        for rows in (4, 5, 6, 7, 30, 31, 100):
+            for second in (False, True):
+                x = torch.randn(rows, 6)
+                y = torch.randn(rows, 6) if second else x
+                torch.testing.assert_close(fast(x, y), model(x, y))
+
+
 class Decoder(nn.Module):
     """Attends to all steps so far, which it keeps in the dict that it is given."""
 

@@ -80,9 +80,12 @@ class ForSizes:
     def has_fixed(self, key: CallKey) -> bool:
         """Whether a call has another size than the only one that this has for an axis."""
         types = [kind for kind in key[1] if isinstance(kind, TensorType)]
+        inputs = self.executable.signature.user_inputs
+        if len(types) != len(inputs):  # one tensor in two places, which are inputs of their own
+            return False
         return any(
             name is None and size != wanted
-            for item, kind in zip(self.executable.signature.user_inputs, types, strict=True)
+            for item, kind in zip(inputs, types, strict=True)
             for name, size, wanted in zip(
                 item.axes or (None,) * len(kind.shape), kind.shape, item.type.shape, strict=True
             )

@@ -190,6 +190,7 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     if executable.reference is None or not executable.limits:
         return None
     dims = executable.signature.dims
+    example = example if executable.signature.aliasing else example.apart()
     run = executable.called_as(replace(executable.signature, dims=executable.limits))
     try:
         run.bind(example.args, example.kwargs)
