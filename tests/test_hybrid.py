@@ -415,6 +415,55 @@ def test_forward_goes_past_hooks_as_that_of_the_model_does(always_faster):
             handle.remove()
 
 
+def test_where_the_call_is_more_than_forward_that_stays_as_it_is(always_faster):
+    class More(Net):
+        def __call__(self, x):
+            return super().__call__(x) + 1
+
+    net = tsopt.hybridize(More().eval(), **QUICK)
+    with torch.no_grad():
+        plain = net.forward(X)
+        close(net(X), plain + 1)
+        close(net.forward(X), plain)
+
+
+def test_torchscript_is_refused_with_what_to_use():
+    with pytest.raises(tsopt.UsageError, match=r"(?s)ScriptModule cannot be hybridized.*tsopt.optimize"):
+        tsopt.hybridize(torch.jit.script(nn.Sequential(nn.ReLU())))
+
+
+def test_what_was_counted_stays_when_the_model_changes(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            net(X)
+        net(X[:1])
+        first = tsopt.report(net)
+        net.scale = 3.0
+        net(X)
+    found = tsopt.report(net)
+    assert (found.calls, found.in_eager) == (5, {"the signature is not compiled": 1})
+    assert found.compile_seconds > first.compile_seconds
+
+
+def test_calls_that_eager_wins_are_counted_as_such(monkeypatch):
+    monkeypatch.setattr(race, "speedup", lambda *_: Speedup(0.5, 0.4, 0.6))
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(4):
+            net(X)
+    assert tsopt.report(net).in_eager == {"no compiled form is faster": 4}
+
+
+def test_the_policy_for_new_signatures_counts_as_well(always_faster):
+    net = tsopt.hybridize(Net().eval(), on_new_signature="eager", **QUICK)
+    with torch.no_grad():
+        net(X)
+        for _ in range(5):
+            net(X[:1])
+    assert tsopt.report(net).in_eager == {"the signature is not compiled": 5}
+
+
 def test_an_overridden_forward_reaches_the_one_it_extends(always_faster):
     class More(Net):
         def forward(self, x):

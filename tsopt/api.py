@@ -136,8 +136,8 @@ def optimize(
             signature, the other backends that beat eager are tried.
         warmup: how many calls with a new signature, whatever their sizes, the model itself serves before the signature
             is captured. Capturing takes seconds, which a signature that is used once does not repay. With 1 or more,
-            after four captures for a single size, further ones take at most 2 % of the time, or are made for signatures
-            that are called often.
+            after four captures for a single size, further ones take at most 2 % of the time, unless a signature is
+            called often.
         on_gradients: what to do for a call that only the model itself can serve, because gradients are required for an
             input, a torch.func transform or torch.jit.trace is active, or autocast is enabled: run `"eager"` and warn
             once, or raise an `"error"`.

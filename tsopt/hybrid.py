@@ -46,13 +46,15 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
         options: options of `optimize`; here `seconds` defaults to 2, and `warmup` to 1.
 
     Raises:
-        UsageError: the model is neither a module nor a function.
+        UsageError: the model is neither a module nor a function, or it is TorchScript.
     """
     if model is None:
         return functools.partial(hybridize, active=active, background=background, **options)
     original = original_of(model)
     if not active:
         return original
+    if isinstance(original, torch.jit.ScriptModule):
+        raise UsageError("a ScriptModule cannot be hybridized", fix="use tsopt.optimize(model, example_input)")
     if isinstance(original, nn.Module):
         return _module(original, Compiled(original, background, options))
     if not callable(original):
@@ -130,12 +132,9 @@ class _Hybrid:
 
 def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
     cls = type(model)
-    names = {
-        "_tsopt_compiled": compiled,
-        "__module__": cls.__module__,
-        "__doc__": cls.__doc__,
-        "forward": _forward(cls),
-    }
+    names = {"_tsopt_compiled": compiled, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    if cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl:  # else the two differ
+        names["forward"] = _forward(cls)
     made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
     made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
     return made

@@ -26,7 +26,7 @@ from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.model_changes import Watch, tensors_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
-from tsopt.runtime.calling.served import HybridReport
+from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
 
@@ -60,6 +60,7 @@ class Compiled:
         self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
         self._calls, self._seconds = 0, 0.0
+        self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
         self._lock = threading.RLock()
@@ -99,8 +100,15 @@ class Compiled:
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
         with self._lock:
-            self.fast, self._watch, self._changes = None, None, self._changes + 1
+            self._drop()
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
+
+    def _drop(self) -> None:
+        """Gives the compiled form up, after a change of the model; what it has counted stays."""
+        known = self.report()
+        self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
+        self._of_before = self._calls, self._in_eager.total()
+        self.fast, self._watch, self._changes = None, None, self._changes + 1
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
         if self.why_eager and self._other_flags():
@@ -114,7 +122,7 @@ class Compiled:
                 if self._trains():
                     self._declined("a submodule is in training mode: call model.eval() first")
                     return None
-                self.fast, self._watch, self._changes = None, None, self._changes + 1
+                self._drop()
                 log.info("%s has changed and is optimized again", type(self.model).__name__)
             if self._changes > CHANGES:
                 self.why_eager = "its weights, hooks, attributes or globals change between calls"
@@ -215,8 +223,9 @@ class Compiled:
             return HybridReport(name, self._calls, in_eager + fast.in_eager, fast.seconds, tuple(fast.reports))
         if isinstance(fast, Optimized):
             in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
-        if fast is not None and _is_eager(fast):
-            in_eager["no compiled form is faster"] += self._calls - in_eager.total()
+        if isinstance(fast, Partitioned) and _is_eager(fast):
+            calls, of_these = self._of_before
+            in_eager[NOT_FASTER] += self._calls - calls - (in_eager.total() - of_these)
         return HybridReport(name, self._calls, in_eager, seconds, () if fast is None else (fast.report,))
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:

@@ -24,7 +24,6 @@ from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
-from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
@@ -175,8 +174,8 @@ class Request:
         ranges = ValidatedRanges(captured)
         if captured.signature.dims:
             self.progress("check other sizes")
-            asked_for = with_upper_ends(self.dynamic or {})
-            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed, asked_for=asked_for)
+            wanted = self.dynamic or {}
+            ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed, wanted=wanted)
             captured = specialize(captured, sizes_in(captured.signature, examples[0]))
         start = time.perf_counter()
         optimized, records, checked = self._transformed(ranges)

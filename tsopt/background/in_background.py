@@ -15,12 +15,11 @@ from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.model_reads import reads_of
-from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, NOT_COMPILED
+from tsopt.runtime.calling.new_signatures import MAX_CAPTURES
+from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.report import Report
-
-COMPILING = "it is being compiled in the background"
 
 
 class InBackground:
@@ -61,13 +60,25 @@ class InBackground:
             except SignatureError:  # what the model asks of this call was answered otherwise for the one before
                 served = self.model
         if served is self.model:
-            self.in_eager[COMPILING if self._job is not None else NOT_COMPILED] += 1
+            self.in_eager[self._why_eager(args, kwargs)] += 1
         learning, self._learning = self._learning, None
         found = served(*args, **kwargs)
         if learning is not None and served is self.model:
             learning.leave_out_changes()  # what the model itself changes when it is called does not count
             learning.renew()
         return found
+
+    def _why_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why the model itself serves a call."""
+        job = self._job
+        try:
+            key = call_key(args, kwargs)
+            kept = self._specializations.get(key)
+        except (TypeError, CaptureError):
+            return NOT_COMPILED
+        if kept is self.model:
+            return NOT_FASTER
+        return COMPILING if job is not None and job[1] == key else NOT_COMPILED
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
         """The executable that would serve a call; None if the model itself would."""

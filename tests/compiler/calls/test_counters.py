@@ -117,6 +117,14 @@ def test_a_call_with_another_integer_is_another_call(seen, program):
     assert len(run.bind(call.args, call.kwargs)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_call_with_what_is_no_tensor_is_a_message(program):
+    cache = cache_of(4, 4)
+    cache.keys = torch.nested.nested_tensor([torch.ones(2, 3)])
+    with pytest.raises(SignatureError):
+        program.signature.bind((torch.ones(1, 1, 3), cache), {})
+
+
 def test_where_the_integer_decides_the_program_ends(model, program):
     """Past 8 rows the model drops the oldest."""
     with pytest.raises(SignatureError, match="keys_1 is 8"):
@@ -164,6 +172,8 @@ def sizes_in(data):
         {"index": 7},
         {"index": -1},
         {"keys": []},
+        {"keys": [["item", {"a": 1}]]},
+        {"keys": [["item", 0.0], ["item", 1.0], ["attr", "keys"]]},
         {"keys": [["item", 0], ["item", 1]]},
         {"keys": [["item", 0], ["item", 1], ["attr", "__class__"]]},
         {"keys": [["item", 0], ["item", 1], ["attr", "seen"]]},

@@ -106,5 +106,6 @@ def test_sampled_sizes_are_near_the_usual_ones_and_all_different():
         assert choice["batch"] != 20
         assert choice["length"] % 4 == 0
         assert choice["length"] != 16
+    assert len(sampled([Dim("samples")], {"samples": 10**12}, 16, seed=0)) == 16, "without a list of them all"
     assert found == sampled(dims, {"batch": 20, "length": 16}, 16, seed=0)
     assert sampled([], {}, 16, seed=0) == []

@@ -359,6 +359,37 @@ def test_what_is_called_often_is_captured_all_the_same(one_by_one, monkeypatch):
     assert fast.calls == calls, "it is compiled"
 
 
+def test_what_is_called_often_is_captured_in_spite_of_the_pauses(one_by_one):
+    fast, captured, _ = one_by_one
+    for rows in range(4, 300):
+        call(fast, rows, 1)
+    for _ in range(3000):
+        call(fast, 301, 1)
+        call(fast, 302, 1)
+    assert {301, 302} <= set(captured)
+
+
+def test_a_call_that_a_range_cannot_reach_is_compared_once(wins, monkeypatch):
+    asked, real = [], new_signatures.widened
+    monkeypatch.setattr(new_signatures, "widened", lambda *args: asked.append(args) or real(*args))
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(30, 6))
+            self.inner = net()
+
+        def forward(self, x):
+            return self.inner(x + self.table[torch.arange(len(x))])
+
+    model = Positions().eval()
+    fast = tsopt.optimize(model, [torch.randn(4, 6), torch.randn(6, 6)], warmup=9, **OPTIONS)
+    for _ in range(4):
+        with pytest.raises((IndexError, RuntimeError)):
+            fast(torch.randn(31, 6))
+    assert len(asked) == 1
+
+
 def test_after_many_calls_that_nothing_serves_most_are_not_looked_at(one_by_one, monkeypatch):
     fast, _, signatures = one_by_one
     looks, real = [], NewSignatures.serving

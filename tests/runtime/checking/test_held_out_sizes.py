@@ -9,7 +9,6 @@ from torch import nn
 import tsopt
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.graph.ops import aten
-from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import CaptureError
 from tsopt.runtime.checking import held_out_sizes
@@ -23,7 +22,7 @@ def made(model, size, text):
     given = torch.randn(size)
     wanted = {"x": {0: text}}
     program = tsopt.capture(model, given, dynamic=wanted)
-    return validate_ranges(model, program, example(given), seed=0, asked_for=with_upper_ends(wanted))
+    return validate_ranges(model, program, example(given), seed=0, wanted=wanted)
 
 
 def test_a_range_is_checked_at_its_ends_and_between():
@@ -53,6 +52,19 @@ def test_where_calls_are_long_a_range_ends_at_the_largest_example(monkeypatch):
     assert made(lambda x: x * 2, (20, 4), "n[1..100]").checked.startswith("n: 1..100, ")
 
 
+def test_an_end_that_was_asked_for_is_reached_whatever_the_size_is_called():
+    """Two sizes that are one get one of their names; here the mask has the one with an end."""
+
+    def model(x, mask):
+        return torch.cat([x, x[:1]]) * mask
+
+    wanted = {"x": {0: "past"}, "mask": {0: "total[2..100]"}}
+    calls = (torch.randn(4, 2), torch.ones(5, 2))
+    program = tsopt.capture(model, calls, dynamic=wanted)
+    found = validate_ranges(model, program, example(*calls), seed=0, wanted=wanted)
+    assert found.checked.startswith("past: 1..99, ")
+
+
 def test_steps_are_kept():
     found = made(lambda x: x.reshape(-1, 4, 2).sum(1), (8, 2), "n[1..64]")
     assert found.checked == "n: 8..64, multiples of 4, checked at 8, 12, 36, 64"
@@ -60,8 +72,9 @@ def test_steps_are_kept():
 
 def test_several_sizes_are_tried_together():
     given = torch.randn(4, 6)
-    program = tsopt.capture(lambda x: x.softmax(0), given, dynamic={"x": {0: "a[1..9]", 1: "b[1..20]"}})
-    found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0, asked_for=("a", "b"))
+    wanted = {"x": {0: "a[1..9]", 1: "b[1..20]"}}
+    program = tsopt.capture(lambda x: x.softmax(0), given, dynamic=wanted)
+    found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0, wanted=wanted)
     assert [dict(item.sizes) for item in found.held_out] == [
         {"a": 1, "b": 1}, {"a": 2, "b": 7}, {"a": 7, "b": 2}, {"a": 9, "b": 20},
     ]  # fmt: skip

@@ -179,6 +179,21 @@ def test_one_that_is_slower_there_does_not_win(many_sizes):
     assert fast.report.why == "no candidate is significantly faster"
 
 
+def test_sizes_that_the_model_does_not_take_together_are_left_out(many_sizes, monkeypatch):
+    _, _, seen = many_sizes
+
+    class Positions(torch.nn.Module):
+        def forward(self, x, y):
+            if x.shape[0] + y.shape[0] > 40:
+                raise ValueError("no such position")
+            return torch.cat([x, y]) * 2
+
+    options = {"backends": ("onnxruntime",), "seconds": 0.05, "isolate": False, "cache": False}
+    calls = [(torch.randn(n, 4), torch.randn(n + 3, 4)) for n in (15, 17)]
+    assert tsopt.optimize(Positions().eval(), calls, **options).backend == "onnxruntime"
+    assert seen == [] or max(seen[0]) < 40
+
+
 def test_few_sizes_are_soon_all_known(many_sizes):
     optimized, ratios, seen = many_sizes
     ratios["onnxruntime"] = 0.7

@@ -12,6 +12,7 @@ from typing import Any
 
 from tsopt.compiler.calls.effects import steps_of
 from tsopt.compiler.calls.structure import Path, Structure, size_of
+from tsopt.compiler.calls.types import unlike_a_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Axis:
     axis: int
 
     def and_more(self, more: int) -> Structure:
-        """The node of an integer that is so much larger than the size of this axis."""
+        """The node of an integer that is this much larger than the size of this axis."""
         return Structure("size", index=self.leaf, keys=self.path, value=(self.axis, more))
 
 
@@ -48,7 +49,7 @@ def counted(calls: Sequence[tuple[Sequence[Any], Structure]]) -> Structure | Non
         calls: the tensors of each call, and its Structure.
 
     Returns:
-        None where the calls differ in something else, or an integer by other amounts than every size.
+        None where the calls differ in something else, or an integer changes by an amount that no size changes by.
     """
     (first, structure), *others = calls
     if all(other == structure for _, other in others):
@@ -83,9 +84,10 @@ def as_called(structure: Structure, leaves: Sequence[Any]) -> Structure:
     """The Structure of a call with these tensors: its integers as they have to be then."""
 
     def number(node: Structure) -> Structure:
-        if node.kind != "size" or node.index >= len(leaves) or node.value[0] >= len(leaves[node.index].shape):
+        leaf = leaves[node.index] if node.kind == "size" and node.index < len(leaves) else None
+        if leaf is None or unlike_a_tensor(leaf) is not None or node.value[0] >= len(leaf.shape):
             return node
-        return _constant(size_of(node, leaves[node.index]))
+        return _constant(size_of(node, leaf))
 
     return replaced(structure, number) if holds_sizes(structure) else structure
 

@@ -68,11 +68,11 @@ def from_json(data: Any) -> Signature:
             raise ValueError("an object is modified twice")
         modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
         made = Signature(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
+        _check_indices(made)
+        _check_sizes(made)
+        _check_views(made)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise BundleError("the stored signature is damaged", why=repr(error)) from error
-    _check_indices(made)
-    _check_sizes(made)
-    _check_views(made)
     return made
 
 

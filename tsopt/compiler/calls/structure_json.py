@@ -114,7 +114,10 @@ def _from_json(data: Any) -> Structure:
 
 def path_from(steps: Sequence[Any]) -> Path:
     """A path as JSON has it; raises ValueError for anything else."""
-    return tuple((str(place), key_from(key)) for place, key in steps)
+    path = tuple((str(place), key_from(key)) for place, key in steps)
+    if not all(isinstance(key, (int, str, tuple, type(None))) and not isinstance(key, bool) for _, key in path):
+        raise ValueError(f"not a path: {str(path)[:80]}")
+    return path
 
 
 def key_from(key: Any) -> Any:

@@ -43,7 +43,7 @@ def memory_order(value: torch.Tensor) -> list[int]:
 
 
 def bytes_in_memory(weights: Mapping[str, torch.Tensor], file: Path) -> Iterator[tuple[int, torch.Tensor]]:
-    """Of weights that were written to a file: their bytes in this process, each with its offset in the file.
+    """The bytes in this process of weights that were written to a file, each with its offset in the file.
 
     Weights whose memory has gaps, or that are not on the CPU, are left out.
     """

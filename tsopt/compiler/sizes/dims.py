@@ -12,7 +12,7 @@ import torch
 
 from tsopt.compiler.calls.counters import counted
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.signature import Dim
+from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.errors import UsageError
 
@@ -60,10 +60,14 @@ def dim(text: str | Dim) -> Dim:
     return made
 
 
-def with_upper_ends(wanted: Mapping[Any, Mapping[Any, Any]]) -> frozenset[str]:
-    """The names of the dimensions that are given with an upper end."""
-    given = (dim(text) for axes in wanted.values() for text in axes.values())
-    return frozenset(found.name for found in given if found.high is not None)
+def with_upper_ends(wanted: Mapping[str, Mapping[int, Any]], signature: Signature) -> frozenset[str]:
+    """The names of a program's Dims for which the user has given an upper end, at one of their axes."""
+    return frozenset(
+        dim_of(name)[0]
+        for item in signature.user_inputs
+        for axis, text in wanted.get(item.name, {}).items()
+        if dim(text).high is not None and item.axes and (name := item.axes[axis]) is not None
+    )
 
 
 def from_mapping(wanted: Mapping[Any, Any], names: Sequence[str], example: Example) -> Wanted:
@@ -157,8 +161,9 @@ def sampled(dims: Sequence[Dim], usual: Mapping[str, int], count: int, seed: int
     columns = []
     for item in dims:
         high = 2 * usual[item.name] if item.high is None else min(item.high, 2 * usual[item.name])
-        sizes = [size for size in range(item.low, high + 1) if item.admits(size) and size != usual[item.name]]
-        columns.append([(item.name, size) for size in draw.sample(sizes, min(count, len(sizes)))])
+        sizes = range(-(-item.low // item.step) * item.step, high + 1, item.step)
+        drawn = draw.sample(sizes, min(count + 1, len(sizes)))
+        columns.append([(item.name, size) for size in drawn if size != usual[item.name]][:count])
     return [dict(choice) for choice in zip(*columns, strict=False)]
 
 

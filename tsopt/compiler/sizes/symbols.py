@@ -120,7 +120,7 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
 
 
 def with_sizes(found: Structure, outer: Structure, leaves: Sequence[torch.Tensor]) -> Structure:
-    """What a traced call returns or stores, where integers that are a size of the call and a number are nodes of it.
+    """What a traced call returns or stores, with integers that equal a size of the call plus a number as `size` nodes.
 
     Args:
         outer, leaves: of the call.

@@ -26,12 +26,12 @@ from tsopt.runtime.calling.specializations import (
 from tsopt.runtime.checking.held_out_sizes import widened
 
 log = logging.getLogger("tsopt")
-NOT_COMPILED = "the signature is not compiled"
 MAX_CAPTURES = 2 * MAX_SPECIALIZATIONS  # in total: each takes seconds
 MAX_FAILURES = 2  # of captures for several sizes, for calls that differ only in their sizes
 AFTER_A_CONDITION = 3  # times as many calls of a hybrid are served by the model where sizes decide what it does
 STREAK, FIRST_PAUSE, LONGEST_PAUSE = 64, 16, 1024  # calls: see `NewSignatures.skips`
-# Captures of a hybrid for one size: so many at once, then in this share of the time, or of what is called so often.
+# Captures of a hybrid for one size: this many at first; then at most this share of the time, or signatures called this
+# often.
 FREE_CAPTURES, SHARE, OFTEN = 4, 0.02, 50
 MAX_COUNTED = 256  # signatures whose calls are counted
 
@@ -51,7 +51,6 @@ class NewSignatures:
         note: records a signature and what became of it.
 
     Attributes:
-        in_eager: how many calls the model itself has served.
         seconds: that captures have taken.
         skip: how many of the next calls are left to the model without looking for what serves them.
     """
@@ -76,7 +75,7 @@ class NewSignatures:
         self.kept = Specializations()
         self._captures = 0
         self._counts: dict[CallKey, int] = {}
-        self.in_eager, self.seconds, self._since = 0, 0.0, time.monotonic()
+        self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
         self._lock = threading.Lock()
@@ -98,8 +97,7 @@ class NewSignatures:
         if isinstance(found, Executable):
             self.kept.used(found)
             self._streak, self._pause = 0, FIRST_PAUSE
-        else:
-            self.in_eager += 1
+        elif self._counts.get(key, 0) < 2:  # one that comes again may be captured soon
             self._streak += 1
             if self._streak >= STREAK:
                 self.skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
@@ -113,7 +111,6 @@ class NewSignatures:
         if self.skip <= 0:
             return False
         self.skip -= 1
-        self.in_eager += 1
         return True
 
     def found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
@@ -142,10 +139,11 @@ class NewSignatures:
     def _add(self, key: CallKey, example: Example) -> Callable[..., Any]:
         seen = self._seen(key)
         for several in seen.several:
-            wider = widened(self.model, several.executable, example)
+            wider = None if key in several.refused else widened(self.model, several.executable, example)
             if wider is not None:
                 several.executable = wider
                 return wider
+            several.refuse(key)
         narrow = next((several for several in seen.several if several.has_fixed(key)), None)
         partner = seen.partner if narrow is None else narrow.partner_for(key)
         seen.key = key
@@ -174,7 +172,7 @@ class NewSignatures:
                 seen.calls, seen.partner = 0, key
                 return self._eager
         seen.partner = key
-        if self._warmup and not self._pays(key):
+        if self._warmup and not self._pays(key, seen):
             return self._eager
         self._captures += not tried
         one = self._for_one_size(example, signature)
@@ -189,9 +187,11 @@ class NewSignatures:
         past = narrow is None and (seen.several or seen.failures)
         return self._warmup * (AFTER_A_CONDITION if past else 1)
 
-    def _pays(self, key: CallKey) -> bool:
+    def _pays(self, key: CallKey, seen: Seen) -> bool:
         """Whether a capture for one size may pay: few were made, they took little time, or the call is frequent."""
-        if self._captures < FREE_CAPTURES or self.seconds < SHARE * (time.monotonic() - self._since):
+        # A loop passes the sizes between two programs once each time.
+        free = self._captures < FREE_CAPTURES and not seen.several
+        if free or self.seconds < SHARE * (time.monotonic() - self._since):
             return True
         count = self._counts.pop(key, 0) + 1
         self._counts[key] = count  # the latest is the last

@@ -26,7 +26,8 @@ from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Weights
-from tsopt.runtime.calling.new_signatures import NOT_COMPILED, NewSignatures
+from tsopt.runtime.calling.new_signatures import NewSignatures
+from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.profiling.engines import profile
@@ -85,6 +86,7 @@ class Optimized:
         )
         self._audits = audits or Audits(0)
         self._weights, self._shares, self._knows_objections = weights, share_weights, False
+        self._eager_calls = 0
         self._flags = [module.training for module in modules_of(model)]
         if executable is None:
             self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
@@ -232,6 +234,7 @@ class Optimized:
         return self(*args, **kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        self._eager_calls += 1
         with torch.no_grad():
             return self.model(*args, **kwargs)
 
@@ -276,8 +279,8 @@ class Optimized:
 
     @property
     def in_eager(self) -> Counter[str]:
-        """How many calls with new signatures the model itself has served, by reason."""
-        return +Counter({NOT_COMPILED: self._new_signatures.in_eager})
+        """How many calls the model itself has served, by reason."""
+        return +Counter({NOT_COMPILED if self.executable is not None else NOT_FASTER: self._eager_calls})
 
     @property
     def seconds(self) -> float:

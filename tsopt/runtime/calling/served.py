@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 
 from tsopt.runtime.report import Report
 
+# Why the model itself has served a call.
+NOT_COMPILED = "the signature is not compiled"
+NOT_FASTER = "no compiled form is faster"
+COMPILING = "it is being compiled in the background"
+
 
 @dataclass(frozen=True, slots=True)
 class HybridReport:

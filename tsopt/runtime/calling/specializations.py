@@ -20,6 +20,7 @@ from tsopt.runtime.calling.executable import Executable
 MAX_SPECIALIZATIONS = 16  # kept at a time: those that were called last
 MAX_FORMS = 64  # remembered at a time
 MAX_ALIKE = 16  # of one form, with integers that no size explains
+MAX_REFUSED = 64  # remembered for each program
 RECENT = 4  # executables that are asked first whether they accept a call
 
 CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one specialization can serve
@@ -71,6 +72,12 @@ class ForSizes:
 
     executable: Executable
     keys: tuple[CallKey, ...]
+    refused: set[CallKey] = field(default_factory=set)  # calls that its ranges cannot be extended to
+
+    def refuse(self, key: CallKey) -> None:
+        if len(self.refused) >= MAX_REFUSED:
+            self.refused.clear()
+        self.refused.add(key)
 
     def partner_for(self, key: CallKey) -> CallKey:
         """The call that has the most sizes that another one does not have."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
-from tsopt.compiler.sizes.dims import resized
+from tsopt.compiler.sizes.dims import resized, with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, specialize, traced_sizes, type_at
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
@@ -138,13 +138,18 @@ class ValidatedRanges:
 
 
 def validate_ranges(
-    model: Callable[..., Any], program: Program, *examples: Example, seed: int, asked_for: Container[str] = ()
+    model: Callable[..., Any],
+    program: Program,
+    *examples: Example,
+    seed: int,
+    wanted: Mapping[str, Mapping[int, Any]] | None = None,
 ) -> ValidatedRanges:
     """Runs a captured program by torch at the ends of its ranges and between them, and makes its promise fit.
 
     Args:
         examples: calls; the values of the first are taken for other sizes as well.
-        asked_for: Dims whose upper end is to be reached if possible. Others are tried up to twice the largest example.
+        wanted: the dynamic dimensions as the user has written them. An upper end that is given there is reached if
+            possible; other dimensions are tried up to twice the largest example.
 
     Raises:
         CaptureError: it is not right between the ends.
@@ -154,10 +159,8 @@ def validate_ranges(
     program = _tied(asked, program, run, examples)
     known = [sizes_in(program.signature, item) for item in examples]
     search = _Search(asked, program, compile(program, "eager", share_weights=True), known[0])
-    limits = program.signature.dims
-    dims = tuple(
-        search.range_of(dim, [sizes[dim.name] for sizes in known], whole=dim.name in asked_for) for dim in limits
-    )
+    limits, whole = program.signature.dims, with_upper_ends(wanted or {}, program.signature)
+    dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known], whole=dim.name in whole) for dim in limits)
     program = replace(program, signature=replace(program.signature, dims=dims))
     held_out = []
     for sizes in _corners(dims):
@@ -198,7 +201,8 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
         return None
     sizes = sizes_in(run.signature, example)
     program = replace(executable.reference, signature=run.signature)
-    search = _Search(_Asked(model, example, seed), program, run, sizes)
+    accuracy = {"precision": executable.precision, "tolerance": executable.tolerance}
+    search = _Search(_Asked(model, example, seed), program, run, sizes, accuracy=accuracy)
     if search.why_not(sizes):
         return None
     wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, executable.limits, strict=True))
@@ -269,11 +273,11 @@ def _beside(dim: Dim, size: int) -> int:
 
 
 def _work(program: Program, sizes: Mapping[str, int]) -> float:
-    """How many numbers a call computes at these sizes; infinite where it does not run."""
+    """How many numbers a call computes at these sizes; none where it does not run."""
     try:
         values = evaluate(program, sizes)
     except Exception:  # whatever an op says about sizes that do not fit
-        return math.inf
+        return 0.0
     return sum(
         tensor.numel() for node, value in values.items() if ops.is_call(node) for tensor in ops.tensors_of(value)
     )
@@ -331,6 +335,7 @@ class _Search:
         run: the captured program by torch.
         usual: the sizes of the example.
         notes: ends that were asked for and cannot be.
+        accuracy: how accurate the program has to be, as `Oracle.judge` takes it.
     """
 
     asked: _Asked
@@ -338,6 +343,7 @@ class _Search:
     run: Callable[..., Any]
     usual: Mapping[str, int]
     notes: list[str] = field(default_factory=list)
+    accuracy: Mapping[str, Any] = field(default_factory=dict)
 
     def range_of(self, dim: Dim, known: Sequence[int], *, whole: bool) -> Dim:
         """The Dim with ends at which the model runs and the program is right; those of the examples are, as it is."""
@@ -345,9 +351,9 @@ class _Search:
         high = max(FURTHER * max(known), LEAST)
         if dim.high is not None:
             high = dim.high if whole else min(dim.high, high)
+        high = max(high // dim.step * dim.step, low)
         if not whole and _work(self.program, {**self.usual, dim.name: high}) > MUCH:
             high = max(known)
-        high = max(high // dim.step * dim.step, low)
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
     def wider(self, dim: Dim, limit: Dim, size: int) -> Dim:
@@ -383,13 +389,13 @@ class _Search:
         if _too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         oracle = self.asked.answers_at(self.program, sizes)
-        return "the model itself fails at this size" if oracle is None else _failure(self.run, oracle)
+        return "the model itself fails at this size" if oracle is None else _failure(self.run, oracle, **self.accuracy)
 
 
-def _failure(run: Callable[..., Any], oracle: Oracle) -> str:
+def _failure(run: Callable[..., Any], oracle: Oracle, **accuracy: Any) -> str:
     """Why a candidate is wrong; empty if it is correct."""
     try:
-        verdict = oracle.judge(run)
+        verdict = oracle.judge(run, **accuracy)
     except Exception as error:  # the program's, where the model has none
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return "" if verdict.ok else verdict.reason

@@ -17,7 +17,7 @@ LOST = ("crashed", "exited", "timed out", OUT_OF_MEMORY, SYSTEM_ERROR)  # none o
 REFUSED = ("unsupported", "no gain")  # for what the model computes, before anything ran
 NOT_CHECKED = "not checked"  # too far behind the best to be of interest
 NOT_TIMED = "not timed"  # correct, but behind the best, and its memory was wanted
-SLOWER = "slower"  # than eager, once more was measured than the race does
+SLOWER = "slower"  # than eager, in measurements after the race
 STATUSES = ("ok", "wrong", INACCURATE, "failed", SLOWER, NOT_CHECKED, NOT_TIMED, MISSING, *REFUSED, *LOST)
 
 # protobuf raises the last one when it has no room for a message; models of more than 2 GB are written otherwise.

@@ -167,7 +167,7 @@ def ratio_of_single_calls(
     pairs: Iterable[tuple[Example, Example]],
     wait: Callable[[], None] = lambda: None,
 ) -> float:
-    """How many times as long calls of one take as those of the other: the median over pairs of calls, each made once.
+    """How many times longer calls of `call` take than calls of `other`: the median over pairs, each call made once.
 
     Args:
         pairs: the same call for both.
