@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def _hasty() -> Iterator[None]:
     from tsopt import request
     from tsopt.runtime.bundles import store
     from tsopt.runtime.calling import partitioned
-    from tsopt.runtime.racing import preparation, timing, tournament
+    from tsopt.runtime.racing import preparation, race, timing, tournament
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(partitioned.PART, "seconds", 0.05)
@@ -43,14 +44,14 @@ def _hasty() -> Iterator[None]:
         patch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
         patch.setattr(tournament, "SETTLE", 0.0)
         patch.setattr(timing, "PAUSE", 1e-3)
+        patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes
         patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test
         patch.setattr(store, "try_out", lambda *args: None)  # bundles are opened without a trial
         yield
 
 
-@pytest.fixture(scope="module")
-def as_shipped(_hasty: None) -> Iterator[None]:
-    """Candidates and bundles in processes of their own, for the files that test these."""
+@contextmanager
+def _in_processes() -> Iterator[None]:
     from tsopt import request
     from tsopt.runtime.bundles import probe, store
     from tsopt.runtime.sandbox import sandbox
@@ -58,6 +59,20 @@ def as_shipped(_hasty: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(request, "is_on_cpu", sandbox.is_on_cpu)
         patch.setattr(store, "try_out", probe.try_out)
+        yield
+
+
+@pytest.fixture(scope="module")
+def as_shipped(_hasty: None) -> Iterator[None]:
+    """Candidates and bundles in processes of their own, for the files that test these."""
+    with _in_processes():
+        yield
+
+
+@pytest.fixture
+def once_as_shipped(_hasty: None) -> Iterator[None]:
+    """The same for a single test."""
+    with _in_processes():
         yield
 
 

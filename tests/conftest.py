@@ -29,14 +29,6 @@ def _seeded() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack, for devices without a GPU too
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _no_winner_is_slow_at_new_sizes() -> Iterator[None]:
-    """What a test sees must not hang on how fast this machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tsopt.runtime.racing.race.ratio_of_single_calls", lambda *_: 2.0)
-        yield
-
-
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that torch.compile keeps from another test, or for the next one."""
