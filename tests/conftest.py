@@ -30,6 +30,15 @@ def _seeded() -> None:
 
 
 @pytest.fixture
+def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is right wins: what is told here is not about time."""
+    from tsopt.runtime.racing import race
+    from tsopt.runtime.racing.speedup import Speedup
+
+    monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that torch.compile keeps from another test, or for the next one."""
     torch._dynamo.reset()

@@ -24,6 +24,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
 
 
+class Positions(nn.Module):
+    """Takes 30 rows at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(30, 6))
+        self.inner = net()
+
+    def forward(self, x):
+        return self.inner(x + self.table[torch.arange(x.shape[0])])
+
+
 class Counts(nn.Module):
     """A model that counts its own calls."""
 
@@ -90,15 +102,6 @@ def test_a_range_that_was_asked_for_does_not_grow(wins):
 
 
 def test_a_range_does_not_grow_to_where_the_model_fails(wins):
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(30, 6))
-            self.inner = net()
-
-        def forward(self, x):
-            return self.inner(x + self.table[torch.arange(x.shape[0])])
-
     model = Positions().eval()
     fast = tsopt.optimize(model, torch.randn(4, 6), **OPTIONS)
     for rows in (5, 11, 29, 30):
@@ -372,15 +375,6 @@ def test_what_is_called_often_is_captured_in_spite_of_the_pauses(one_by_one):
 def test_a_call_that_a_range_cannot_reach_is_compared_once(wins, monkeypatch):
     asked, real = [], new_signatures.widened
     monkeypatch.setattr(new_signatures, "widened", lambda *args: asked.append(args) or real(*args))
-
-    class Positions(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(30, 6))
-            self.inner = net()
-
-        def forward(self, x):
-            return self.inner(x + self.table[torch.arange(x.shape[0])])
 
     model = Positions().eval()
     fast = tsopt.optimize(model, [torch.randn(4, 6), torch.randn(8, 6)], warmup=9, **OPTIONS)
