@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import SignatureError, TsoptError
 from tsopt.runtime.calling.executable import Executable
@@ -22,6 +21,7 @@ from tsopt.runtime.calling.specializations import (
     Specializations,
     call_key,
     sizes_of,
+    types_of,
 )
 from tsopt.runtime.checking.held_out_sizes import widened
 
@@ -157,7 +157,7 @@ class NewSignatures:
             )
             return self._eager
         self._check()
-        signature = ", ".join(str(kind) for kind in key[1] if isinstance(kind, TensorType))
+        signature = ", ".join(map(str, types_of(key)))
         tried = partner is not None and seen.failures < MAX_FAILURES and sizes_of(partner) != sizes_of(key)
         if partner is not None and tried:
             self._captures += 1

@@ -56,14 +56,18 @@ def _differ_in_sizes(key: CallKey, other: CallKey) -> bool:
     """Whether two calls of one form differ only in their sizes, and in integers that go along with one."""
     if key[0] == other[0]:
         return True
-    calls = [([kind for kind in kinds if isinstance(kind, TensorType)], structure) for structure, kinds in (key, other)]
+    calls = [(types_of(mine), mine[0]) for mine in (key, other)]
     return all(len(types) > structure.highest() for types, structure in calls) and counted(calls) is not None
+
+
+def types_of(key: CallKey) -> list[TensorType]:
+    """The types of the tensors of a call."""
+    return [kind for kind in key[1] if isinstance(kind, TensorType)]
 
 
 def sizes_of(key: CallKey) -> dict[Place, int]:
     """The sizes of a call, by tensor and axis."""
-    kinds = (kind for kind in key[1] if isinstance(kind, TensorType))
-    return {(place, axis): size for place, kind in enumerate(kinds) for axis, size in enumerate(kind.shape)}
+    return {(place, axis): size for place, kind in enumerate(types_of(key)) for axis, size in enumerate(kind.shape)}
 
 
 @dataclass(slots=True)
@@ -86,7 +90,7 @@ class ForSizes:
 
     def has_fixed(self, key: CallKey) -> bool:
         """Whether a call has another size than the only one that this has for an axis."""
-        types = [kind for kind in key[1] if isinstance(kind, TensorType)]
+        types = types_of(key)
         inputs = self.executable.signature.user_inputs
         if len(types) != len(inputs):  # one tensor in two places, which are inputs of their own
             return False
