@@ -52,6 +52,20 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     assert ("equally fast within noise" in found.why) == (jitter > 0)
 
 
+@pytest.mark.parametrize(
+    ("one_thread", "winner"),
+    [(1.02, "ONNX Runtime, 1 thread"), (0.9, "ONNX Runtime, 1 thread"), (1.05, "ONNX Runtime")],
+)
+def test_one_thread_comes_before_several_that_gain_next_to_nothing(run_race, monkeypatch, one_thread, winner):
+    paces(monkeypatch, {"eager": 2.0, "ONNX Runtime": 1.0, "ONNX Runtime, 1 thread": one_thread}, jitter=0.0)
+    assert run_race(("onnxruntime", "onnxruntime?threads=1")).row.name == winner
+
+
+def test_one_thread_of_another_engine_does_not_come_first(run_race, monkeypatch):
+    paces(monkeypatch, {"eager": 2.0, "TorchScript": 1.0, "ONNX Runtime, 1 thread": 1.02}, jitter=0.0)
+    assert run_race(("torchscript", "onnxruntime?threads=1")).row.name == "TorchScript"
+
+
 def test_who_is_faster_round_by_round_wins_although_another_was_timed_in_quieter_ones(run_race, monkeypatch):
     machine = (1, 1, 1, 1, 3, 3, 3)
     held_up = (1, 1, 1, 3, 1, 1, 1)

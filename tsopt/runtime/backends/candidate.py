@@ -12,6 +12,7 @@ from tsopt.runtime.backends.table import BACKENDS, BackendInfo, Options, info_of
 from tsopt.runtime.racing.environment import computes_in_bfloat16
 
 AUTO = "auto"  # every floating-point precision
+ONE_THREAD: Options = (("threads", 1),)
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -82,7 +83,7 @@ class Candidate:
     @property
     def is_on_one_thread(self) -> bool:
         """Whether one thread is all that is asked of it: such a one is not always tried."""
-        return self == Candidate(self.backend, (("threads", 1),))
+        return self == Candidate(self.backend, ONE_THREAD)
 
     def in_full_precision(self) -> Candidate:
         """The same for the program as it is."""

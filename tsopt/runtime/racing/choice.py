@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tsopt.errors import UsageError
-from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS
 from tsopt.runtime.checking.held_out_sizes import Judge
@@ -17,7 +17,7 @@ from tsopt.runtime.racing.speedup import UNDECIDED, speedup
 from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
-EQUAL = 1.03  # times as fast as another: no more than that between candidates that noise cannot tell apart
+EQUAL = 1.03  # times as fast as another: no more than that is between candidates of which the simpler one is chosen
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,26 @@ def _why_eager(rows: Sequence[Row]) -> str:
 
 
 def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -> list[Row]:
-    """Where noise cannot tell a candidate whose file is code from one whose file is data, data comes first."""
+    """Data before code, and one thread before several, where that costs next to nothing.
+
+    The first where noise cannot tell the two apart. The second also where it can: what two threads gain, 3 % or less,
+    is lost as soon as they take a little longer to meet, and the other cores are free for what else the machine does.
+    """
     found = list(ranked)
-    if not found or not candidates[found[0].key].info.code:
-        return found
-    best = found[0]
-    for row in found[1:]:
-        is_data = not candidates[row.key].info.code
-        if is_data and best.gain <= EQUAL * row.gain and not _is_slower(row, best):
-            return [row, *(other for other in found if other is not row)]
+    if found and candidates[found[0].key].info.code:
+        found = _with_first(found, lambda row: not candidates[row.key].info.code and not _is_slower(row, found[0]))
+    if found:
+        one_thread = replace(candidates[found[0].key], options=ONE_THREAD)
+        found = _with_first(found, lambda row: candidates[row.key] == one_thread)
     return found
+
+
+def _with_first(ranked: list[Row], is_preferred: Callable[[Row], bool]) -> list[Row]:
+    """The rows, with the best of the preferred ones first if the best one is hardly faster."""
+    for row in ranked[1:]:
+        if is_preferred(row) and ranked[0].gain <= EQUAL * row.gain:
+            return [row, *(other for other in ranked if other is not row)]
+    return ranked
 
 
 def _is_slower(row: Row, best: Row) -> bool:
