@@ -23,6 +23,7 @@ from torch.fx import _symbolic_trace
 TRACING = threading.RLock()  # two tracers at once would see, and put back, each other's functions
 FUNCTIONS = ((builtins, "max"), (builtins, "min"), (math, "pow"))
 FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+FX_FLAG = "_is_fx_tracing_flag"
 
 
 @contextmanager
@@ -44,8 +45,8 @@ def apart(on_call: Callable[[nn.Module], None] | None = None) -> Iterator[None]:
                 tell(module)
                 return new(module, *args, **kwargs)
 
-        tracing = _Here(_symbolic_trace._is_fx_tracing_flag, False)
-        setattr(_symbolic_trace, "_is_fx_tracing_flag", tracing)  # noqa: B010 - not a bool, but acts as one
+        if hasattr(_symbolic_trace, FX_FLAG):  # from torch 2.14 on, each thread has its own
+            setattr(_symbolic_trace, FX_FLAG, _Here(getattr(_symbolic_trace, FX_FLAG), False))
         patch_method(self, cls, name, _only_here(traced, old), deduplicate)
 
     with TRACING, ExitStack() as stack:
