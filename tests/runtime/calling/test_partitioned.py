@@ -159,7 +159,7 @@ def test_one_that_is_wrong_on_fresh_inputs_loses(monkeypatch):
     judge = partitioned.Oracle.judge
 
     def wrong_later(self, candidate, **options):
-        is_fresh = self.program is None and self.seed == 1
+        is_fresh = self.eager.program is None and self.eager.seed == 1
         off = lambda x: {name: value + 1 for name, value in candidate(x).items()}  # noqa: E731
         return judge(self, off if is_fresh else candidate, **options)
 

@@ -1,20 +1,11 @@
 from __future__ import annotations
 
-import copy
-import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import tsopt
-from tsopt.compiler.calls.example import Example
-from tsopt.runtime.checking import accuracy
 from tsopt.runtime.checking.accuracy import Oracle, verify
-from tsopt.runtime.checking.time_limits import at_most
 
 NAN, INF = float("nan"), float("inf")
 
@@ -194,52 +185,6 @@ def test_a_view_with_other_strides_passes():
     assert verify(lambda x: x * 2, lambda x: (x * 2).t().contiguous().t(), ROW).ok
 
 
-# ---- what the oracle leaves alone, and what it says it skipped -----------------------------------------------
-
-
-def test_input_sets_that_the_model_refuses_are_named():
-    def model(x):
-        if not torch.compiler.is_compiling() and float(x.abs().max()) > 50:
-            raise ValueError("too large")
-        return x * 2
-
-    oracle = Oracle(model, Example((ROW,)), None)
-    assert oracle.skipped == ["large: eager raises ValueError"]
-    assert "large" not in oracle.judge(lambda x: x * 2).inputs
-
-
-def test_input_sets_without_a_finite_answer_are_named():
-    oracle = Oracle(lambda x: torch.where(x.abs().max() > 50, x / 0 - x / 0, x), Example((ROW,)), None)
-    assert oracle.skipped == ["large: eager returns no finite value"]
-
-
-def test_a_model_that_fails_on_its_example_is_told_where():
-    def model(x):
-        raise ValueError("no such luck")
-
-    with pytest.raises(tsopt.AccuracyError, match="fails on the example input") as caught:
-        Oracle(model, Example((ROW,)), None)
-    assert "test_accuracy.py" in caught.value.where
-    assert "no such luck" in caught.value.why
-
-
-def test_nothing_finite_is_nothing_verified():
-    with pytest.raises(tsopt.AccuracyError, match="nothing can be verified"):
-        Oracle(lambda x: x * NAN, Example((ROW,)), None)
-
-
-def test_verification_leaves_buffers_rng_and_flags_alone():
-    model = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
-    model.register_buffer("seen", torch.zeros(1))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    rng, dtype, grad = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
-    Oracle(model, Example((ROW,)), None).judge(copy.deepcopy(model))
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (dtype, grad)
-    assert model.training
-
-
 def test_a_random_model_equals_itself():
     assert verify(lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5), ROW).test == "bits"
 
@@ -248,61 +193,6 @@ def test_the_example_is_not_written_to():
     example = torch.ones(3)
     verify(lambda x: x.add_(1), lambda x: x.add_(1), example)
     assert torch.equal(example, torch.ones(3))
-
-
-def test_inputs_on_which_the_model_does_not_end_are_left_out(monkeypatch):
-    """A loop that values end, on values that nobody has meant."""
-    monkeypatch.setattr(accuracy, "PATIENCE", 0.2)
-
-    def spins(x):
-        while x.abs().max() > 50:
-            x = x + 0
-        return x * 2
-
-    before = signal.getsignal(signal.SIGALRM)
-    oracle = Oracle(spins, tsopt.example(torch.linspace(-1, 1, 12)), None)
-    assert "large: eager raises TimeoutError" in oracle.skipped
-    assert {"example", "drawn-1", "tiny"} <= {expected.inputs.kind for expected in oracle.expected}
-    assert oracle.judge(spins).ok
-    assert signal.getsignal(signal.SIGALRM) == before
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-def test_a_timer_of_the_users_is_left_alone():
-    rung = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
-    try:
-        with at_most(0.05):
-            time.sleep(0.6)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert rung == [1]
-
-
-def test_in_another_thread_there_is_no_limit():
-    def patient():
-        with at_most(0.05):
-            time.sleep(0.2)
-        return True
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(patient).result()
-
-
-def test_a_capture_that_is_wrong_is_no_witness_for_itself():
-    x = torch.randn(64, 32)
-    wrong = tsopt.capture(lambda x: x * 1.001, x)
-    verdict = Oracle(lambda x: x * 1.0, tsopt.example(x), wrong).judge(tsopt.compile(wrong, "eager"))
-    assert not verdict.ok
-    assert "no float64 reference" in verdict.reason
-
-
-def test_a_few_input_sets():
-    assert [e.inputs.kind for e in Oracle(torch.relu, tsopt.example(torch.randn(4)), None, few=True).expected] == [
-        "example",
-        "drawn-1",
-    ]
 
 
 # ---- NaN and infinities -------------------------------------------------------------------------------------

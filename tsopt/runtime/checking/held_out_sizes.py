@@ -6,7 +6,6 @@ A range is accepted if the program was run at both ends and in between, and was 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,7 +18,6 @@ from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import resized, with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
@@ -27,73 +25,14 @@ from tsopt.compiler.sizes.specialize import evaluate, specialize, traced_sizes, 
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking.accuracy import LIMITS, Oracle
-from tsopt.runtime.checking.criterion import Criterion
-from tsopt.runtime.checking.verdict import Verdict
+from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.judge import HeldOut, said
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
 LARGEST = 1 << 30  # bytes of inputs
 MUCH = 1e8  # numbers that a call computes: a range ends at the largest example rather than at such a call
-TIMED = 3  # input sets that timing rotates through
-
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """Eager's answers at sizes that the program was not traced with."""
-
-    sizes: Mapping[str, int]
-    oracle: Oracle
-
-    def __str__(self) -> str:
-        return _said(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """The verdict on candidates at the sizes of the example, and at all others that were tried.
-
-    Attributes:
-        criterion: decides how much accuracy a candidate in a lower precision may lose, in place of fixed limits.
-        is_last: whether a criterion that is not cheap is asked, too.
-    """
-
-    oracle: Oracle
-    held_out: Sequence[HeldOut] = ()
-    criterion: Criterion | None = None
-    is_last: bool = False
-
-    @property
-    def inputs(self) -> list[Example]:
-        """Calls that the model takes, to start and to time candidates with."""
-        return [expected.call() for expected in self.oracle.expected[:TIMED]]
-
-    def judge(
-        self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False
-    ) -> Verdict:
-        """See `Oracle.judge`; `few` leaves the other sizes and the criterion out as well.
-
-        Raises:
-            Exception: whatever the candidate raises.
-        """
-        criterion = self.criterion if precision in LIMITS else None
-        options: dict[str, Any] = {"exact": exact, "precision": precision}
-        if criterion is not None:
-            options["tolerance"] = math.inf
-        verdict = self.oracle.judge(candidate, few=few, **options)
-        for item in () if few else self.held_out:
-            if not verdict.ok:
-                break
-            found = item.oracle.judge(candidate, **options)
-            if not found.ok:
-                verdict = replace(found, reason=f"at {item}: {found.reason}")
-        if criterion is None or few or not verdict.ok or not (criterion.is_cheap or self.is_last):
-            return verdict
-        judgement = criterion.judge(candidate)
-        if judgement.ok:
-            return replace(verdict, notes=(*verdict.notes, judgement.text))
-        return replace(verdict, ok=False, test="limit", reason=judgement.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +109,7 @@ def validate_ranges(
         failure = _failure(search.run, oracle)
         if failure:
             raise CaptureError(
-                f"the captured program is wrong at {_said(sizes)}",
+                f"the captured program is wrong at {said(sizes)}",
                 why=failure,
                 fix="leave dynamic out: each size is captured when it is first called",
             )
@@ -399,7 +338,3 @@ def _failure(run: Callable[..., Any], oracle: Oracle, **accuracy: Any) -> str:
     except Exception as error:  # the program's, where the model has none
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     return "" if verdict.ok else verdict.reason
-
-
-def _said(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in sizes.items())

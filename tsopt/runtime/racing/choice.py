@@ -9,7 +9,7 @@ from tsopt.errors import UsageError
 from tsopt.runtime.backends.candidate import ONE_THREAD, Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS
-from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress

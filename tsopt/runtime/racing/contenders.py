@@ -23,7 +23,7 @@ from tsopt.runtime.backends.backend import Reopens, compile, get_backend, race_o
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion
-from tsopt.runtime.checking.held_out_sizes import HeldOut
+from tsopt.runtime.checking.judge import HeldOut
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, Isolated
 from tsopt.runtime.sandbox.processes import available_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate

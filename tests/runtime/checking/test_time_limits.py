@@ -1,0 +1,31 @@
+"""Calls that do not end are stopped, and the user's own timers are not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from tsopt.runtime.checking.time_limits import at_most
+
+
+def test_a_timer_of_the_users_is_left_alone():
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with at_most(0.05):
+            time.sleep(0.6)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rung == [1]
+
+
+def test_in_another_thread_there_is_no_limit():
+    def patient():
+        with at_most(0.05):
+            time.sleep(0.2)
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(patient).result()

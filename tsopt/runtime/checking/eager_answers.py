@@ -1,0 +1,209 @@
+"""Eager's answers on several input sets, and what its float64 reference says of them."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from tsopt.compiler.calls.effects import outcome_of
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.graph.origin import user_frame
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.values import Values, laid_out
+from tsopt.compiler.protect import protected
+from tsopt.compiler.random_state import seed_torch
+from tsopt.errors import AccuracyError
+from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.expected import Expected, answers
+from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, InputSet, input_sets
+from tsopt.runtime.checking.neighbours import neighbours
+from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
+from tsopt.runtime.checking.time_limits import at_most
+
+FEW = 2  # input sets: the example, and values drawn from it
+REPEATED_CALLS = 2  # calls after the first, on the example
+# Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.
+PATIENCE, SLOWER = 20.0, 50.0
+
+
+class EagerAnswers:
+    """Eager's answers on several input sets, computed once.
+
+    Args:
+        model: the user's model; called under protection, in `seeds` of its own.
+        program: the captured program before any pass: the float64 reference.
+        state: what the model may write beside its inputs; the program says it where there is one.
+        few: two input sets.
+        only: a name for the example, where that is the only input set and is called once, whatever its answers are.
+
+    Raises:
+        AccuracyError: the model fails on its example, or returns no finite value on any input set.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        example: Example,
+        program: Program | None,
+        *,
+        seed: int,
+        state: Sequence[torch.Tensor],
+        few: bool,
+        only: str,
+    ) -> None:
+        self.program, self.only = program, only
+        self.seed = seed
+        self.expected: list[Expected] = []
+        self.skipped: list[str] = []
+        self._wide: dict[str, dict[fx.Node, Any] | None] = {}
+        self._patience = PATIENCE
+        self.state = list(program.state.values()) if program is not None else list(state)
+        if program is not None and not program.signature.aliasing:
+            example = example.apart()
+        made_up = [InputSet(only, example)] if only else input_sets(example, seed, None if few else program)
+        for inputs in made_up[: FEW if few else None]:
+            self._ask(model, inputs, self.state)
+        if all(expected.unusual for expected in self.expected):
+            raise AccuracyError(
+                "the model returns no finite value on any input, so nothing can be verified",
+                why="; ".join(self.skipped)[:300],
+                fix="pass a realistic example_input",
+            )
+
+    def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
+        is_example = inputs.kind in ("example", self.only)
+        start = time.perf_counter()
+        try:
+            # A data-dependent loop may never end on generated values.
+            with self.frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
+                call = inputs.clone()
+                given, _ = flatten((call.args, call.kwargs))
+                leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
+                leaves = [leaf.detach().clone() for leaf in leaves]
+                written = tuple(tensor.detach().clone() for tensor in (*given, *self.state))
+                again = tuple(
+                    answers(model, inputs) for _ in range(REPEATED_CALLS if is_example and not self.only else 0)
+                )
+        except Exception as error:  # the model's own refusal of an input that we made up
+            if is_example:
+                raise AccuracyError(
+                    "the model fails on the example input",
+                    where=user_frame(error),
+                    why=f"{type(error).__name__}: {str(error)[:200]}",
+                ) from error
+            self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
+            return
+        if is_example:
+            self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
+        floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
+        decided = any(bool(leaf.isfinite().any()) for leaf in floats)
+        if inputs.kind not in (SPECIAL, self.only) and floats and not decided:
+            self.skipped.append(f"{inputs.kind}: eager returns no finite value")
+            return
+        self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, again))
+
+    def frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
+        """In which a model or a candidate is called on a kind of input set."""
+        return _Seeded(protected(model, written=state), self.seed, kind)
+
+    def largest_output(self, kinds: Sequence[str]) -> float:
+        """The largest finite magnitude that eager returned on these input sets."""
+        ordinary = [kind for kind in kinds if kind != "large" and not kind.startswith(EXTREME)]
+        leaves = (leaf for item in self.expected if item.inputs.kind in ordinary for leaf in item.leaves)
+        finite = (leaf[leaf.isfinite()] for leaf in leaves if leaf.is_floating_point() and leaf.numel())
+        return max((float(values.abs().max()) for values in finite if values.numel()), default=math.inf)
+
+    def size_on_the_example(self, position: int, expected: Expected) -> float:
+        """The root mean square of an output there, for inputs as large as the example; otherwise 0.
+
+        Outputs of an input that we made up, such as two logits, may be near zero by chance.
+        """
+        example = self.expected[0]
+        if not expected.inputs.kind.startswith(OF_THE_SAME_SIZE) or position >= len(example.leaves):
+            return 0.0
+        leaf = example.leaves[position]
+        if not leaf.is_floating_point() or not leaf.numel() or not bool(leaf.isfinite().all()):
+            return 0.0
+        return float(leaf.double().square().mean().sqrt())
+
+    def decided_by_rounding(
+        self, expected: Expected, position: int, value: torch.Tensor, reference: torch.Tensor
+    ) -> bool:
+        """Whether an output differs from eager only in decisions that rounding may have made: see `reference64`."""
+        wide = self._wide_values(expected)
+        if wide is None or self.program is None:
+            return False
+        return decided_within_rounding(self.program, self._outputs()[position], wide, value, reference)
+
+    def _outputs(self) -> list[fx.Node]:
+        program = self.program
+        return [] if program is None else program.outputs[len(program.signature.writes) :]
+
+    def wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
+        """An output in float64; None where there is no program that gives the model's answers."""
+        wide = self._wide_values(expected)
+        return None if wide is None else wide[self._outputs()[position]]
+
+    def neighbours(self, expected: Expected, position: int) -> Iterator[torch.Tensor]:
+        """An output of the captured program for inputs that are off by one rounding."""
+        program, (leaves, _) = self.program, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+        if program is None:
+            return
+        for near in neighbours(leaves, self.seed):
+            with self.frozen(None, self.state, expected.inputs.kind):
+                value = Values.on(program, laid_out(program, near))[self._outputs()[position]]
+            if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart
+                return
+            yield value
+
+    def _wide_values(self, expected: Expected) -> dict[fx.Node, Any] | None:
+        if self.program is None:
+            return None
+        kind = expected.inputs.kind
+        if kind not in self._wide:
+            leaves, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+            self._wide[kind] = (
+                Reference64(self.program).run(leaves) if self._is_of_the_model(expected, leaves) else None
+            )
+        return self._wide[kind]
+
+    def _is_of_the_model(self, expected: Expected, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether the captured program gives eager's own answers: float64 of another program decides nothing."""
+        program = self.program
+        if program is None:
+            return False
+        with self.frozen(None, self.state, expected.inputs.kind):
+            values = Values.on(program, laid_out(program, [leaf.clone() for leaf in leaves]))
+            mine = [values[node] for node in self._outputs()]
+        return all(
+            isinstance(value, torch.Tensor) and compare(value, reference).ok
+            for value, reference in zip(mine, expected.leaves, strict=False)
+        )
+
+
+class _Seeded(AbstractContextManager[Any]):
+    """A context entered with the same random state each time, so that dropout draws the same.
+
+    Python's and numpy's differ from one kind of input to the next: what was drawn while tracing is not drawn again.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], seed: int, kind: str) -> None:
+        self.inner, self.seed, self.kind = inner or nullcontext(), seed, kind
+
+    def __enter__(self) -> None:
+        self.inner.__enter__()
+        seed_torch(self.seed)
+        random.seed(f"{self.seed} {self.kind}")
+        np.random.seed(random.getrandbits(32))
+
+    def __exit__(self, *details: Any) -> bool | None:
+        return self.inner.__exit__(*details)
