@@ -127,7 +127,7 @@ def test_a_call_with_what_is_no_tensor_is_a_message(program):
 
 def test_where_the_integer_decides_the_program_ends(model, program):
     """Past 8 rows the model drops the oldest."""
-    with pytest.raises(SignatureError, match="keys_1 is 8"):
+    with pytest.raises(SignatureError, match="arg1_1 is 8"):
         program.signature.bind(step(8).args, {})
 
 

@@ -49,6 +49,18 @@ def test_sizes_that_are_equal_by_chance_are_not_tied():
     assert [value.shape[0] for value in run(rows(5), rows(7))] == [5, 7]
 
 
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda cache: cache["keys"] + cache["values"], [(None, "cache_1"), (None, "cache_1")]),
+        (lambda cache: (cache["keys"] * 2, cache["values"] * 2), [(None, "cache_keys_1"), (None, "cache_values_1")]),
+    ],
+)
+def test_a_size_is_named_by_its_argument_and_axis_and_by_its_path_if_there_are_two(model, names):
+    calls = [({"keys": rows(4, width), "values": rows(4, width)},) for width in (3, 5)]
+    assert [item.axes for item in tsopt.capture(model, calls).signature.inputs] == names
+
+
 def test_one_name_is_one_size():
     wanted = {"x": {0: "n"}, "y": {0: "n"}}
     program = tsopt.capture(lambda x, y: (x * 2, y + 1), (rows(2), rows(2)), dynamic=wanted)

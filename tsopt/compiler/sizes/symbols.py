@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -177,7 +178,7 @@ def _dim(
             fix=f"give all of them the name {given[0].name}",
         )
     (position, axis), constraint = places[0], exported.range_constraints.get(symbol)
-    name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}".replace(".", "_")
+    name = given[0].name if given else "batch" if axis == 0 else f"{names[position]}_{axis}"
     low, high = (given[0].low, given[0].high) if given else (1, None)
     if constraint is not None:
         least, most = int(constraint.lower), constraint.upper
@@ -188,15 +189,24 @@ def _dim(
 
 
 def _name_apart(dims: dict[Any, Dim]) -> None:
-    """Gives distinct names to sizes that are not tied."""
+    """Gives distinct names to sizes that are not tied: by argument and axis, by the path where that is not enough."""
+    short = Counter(_of_the_argument(dim.name) for dim in {id(dim): dim for dim in dims.values()}.values())
     taken: dict[str, Dim] = {}
     for symbol, dim in dims.items():
-        free, number = dim.name, 1
+        argument = _of_the_argument(dim.name)
+        free = name = argument if short[argument] == 1 else dim.name.replace(".", "_")
+        number = 1
         while taken.get(free, dim) is not dim:
             number += 1
-            free = f"{dim.name}_{number}"
+            free = f"{name}_{number}"
         taken[free] = dim
         dims[symbol] = replace(dim, name=free)
+
+
+def _of_the_argument(name: str) -> str:
+    """`cache_2` for `cache.layers.0.keys_2`."""
+    argument, dot, path = name.partition(".")
+    return f"{argument}_{path.rpartition('_')[2]}" if dot else name
 
 
 def _fixed(what: str, size: Any) -> CaptureError:
