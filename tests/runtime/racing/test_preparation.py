@@ -7,7 +7,7 @@ import torch
 
 from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
-from tsopt.runtime.racing import preparation
+from tsopt.runtime.racing import contenders, preparation
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.report import MODEL
 
@@ -52,6 +52,19 @@ def test_of_long_calls_the_first_ones_tell_more(run_race, monkeypatch, pace, sta
     monkeypatch.setattr(preparation, "LOOKS", 0)
     monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [pace if call.backend == "faulty" else 1.0])
     monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
+    assert row(run_race()).status == status
+
+
+@pytest.mark.parametrize(("heavy", "status"), [(True, "not checked"), (False, "ok")])
+def test_of_large_models_fewer_are_checked(run_race, monkeypatch, heavy, status):
+    monkeypatch.setattr(contenders.Maker, "is_heavy", heavy)
+    paces = {"faulty": 2e-3, "eager": 1e-3}
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.5)
+    monkeypatch.setattr(preparation, "HOPELESS", 4.0)
+    monkeypatch.setattr(preparation, "first_calls", lambda call, *_: [paces[call.backend]])
+    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
+    monkeypatch.setattr(preparation, "seconds_of", lambda call, *_: paces[call.backend])
+    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1e-3)
     assert row(run_race()).status == status
 
 

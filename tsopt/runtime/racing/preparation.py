@@ -16,7 +16,7 @@ from tsopt.errors import BackendError, NoGain, TsoptError
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.accuracy import is_exact
-from tsopt.runtime.checking.held_out_sizes import Judge
+from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait
 from tsopt.runtime.racing.outcomes import NOT_CHECKED, NOT_TIMED
@@ -29,7 +29,8 @@ SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewe
 AT_ONCE = 2  # candidates that are kept, however tight memory is, and however large the model
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
-# if they are made in several moments: a machine that is shared is almost twice as slow in some of them.
+# if they are made in several moments: a machine that is shared is almost twice as slow in some of them. The same limit
+# holds for a large model.
 HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
 LOOKS = 2
 # Times slower than the best: one of a large model that is not among the AT_ONCE fastest gives up its memory.
@@ -172,7 +173,9 @@ class _Preparation:
                 self.best = min(self.best, entry.call_seconds)
 
     def _is_hopeless(self, entry: _Entry) -> bool:
-        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if self.best > LONG else HOPELESS)
+        # Of a large model only the fastest are kept, and a check takes seconds.
+        is_near = self.best > LONG or self.maker.is_heavy
+        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if is_near else HOPELESS)
 
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
