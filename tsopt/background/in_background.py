@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.model_reads import reads_of
-from tsopt.runtime.calling.new_signatures import MAX_CAPTURES
+from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_FAILURES
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
-from tsopt.runtime.calling.specializations import CallKey, Specializations, call_key
+from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.report import Report
+
+log = logging.getLogger("tsopt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A job, the call that it was begun for, and the earlier one with other sizes that it is for as well."""
+
+    job: Job
+    key: CallKey
+    partner: CallKey | None = None
 
 
 class InBackground:
@@ -37,8 +51,7 @@ class InBackground:
         self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
-        self._latest: Executable | None = None
-        self._job: tuple[Job, CallKey] | None = None
+        self._job: _Running | None = None
         self._started, self._begun = 0, 0.0
         self.seconds, self.in_eager = 0.0, Counter[str]()
         self._refused: UsageError | None = None
@@ -48,11 +61,10 @@ class InBackground:
         self.asks = reads_of(model).names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        latest = self._latest
-        if latest is not None:
-            leaves = latest.accepts(args, kwargs)
-            if leaves is not None:
-                return latest.run_leaves(leaves, args, kwargs)
+        accepting = self._specializations.accepting(args, kwargs)
+        if accepting is not None:
+            executable, leaves = accepting
+            return executable.run_leaves(leaves, args, kwargs)
         served = self._served(args, kwargs)
         if isinstance(served, Executable):
             try:
@@ -78,15 +90,15 @@ class InBackground:
             return NOT_COMPILED
         if kept is self.model:
             return NOT_FASTER
-        return COMPILING if job is not None and job[1] == key else NOT_COMPILED
+        return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
         """The executable that would serve a call; None if the model itself would."""
-        latest = self._latest
-        if latest is None or latest.accepts(args, kwargs) is not None:
-            return latest
+        accepting = self._specializations.accepting(args, kwargs)
+        if accepting is not None:
+            return accepting[0]
         try:
-            found = self._specializations.get(call_key(args, kwargs))
+            found = self._specializations.serving(call_key(args, kwargs), args, kwargs)
         except (TypeError, CaptureError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
@@ -104,7 +116,7 @@ class InBackground:
         end = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             job = self._job
-            if job is not None and not job[0].wait(None if end is None else max(0.0, end - time.monotonic())):
+            if job is not None and not job.job.wait(None if end is None else max(0.0, end - time.monotonic())):
                 return False
             self._take_over()
         return True
@@ -112,28 +124,57 @@ class InBackground:
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         try:
             key = call_key(args, kwargs)
-            found = self._specializations.get(key)
+            found = self._specializations.serving(key, args, kwargs)
         except (TypeError, CaptureError):  # what cannot be hashed, or told, cannot be recognized again
             return self.model
         # Where another thread is at it, it does so for all.
         if found is None and self._lock.acquire(blocking=False):
             try:
                 self._take_over()
-                if self._job is None and self._specializations.get(key) is None:
-                    self._start(key, Example(args, kwargs))
+                found = self._specializations.serving(key, args, kwargs)
+                if found is None:
+                    self._wanted(key, Example(args, kwargs))
+                    found = self._specializations.get(key)
             finally:
                 self._lock.release()
-            found = self._specializations.get(key)
+        if isinstance(found, Executable):
+            self._specializations.used(found)
         return self.model if found is None else found
 
-    def _start(self, key: CallKey, example: Example) -> None:
+    def _wanted(self, key: CallKey, example: Example) -> None:
+        """Begins a job for a call that nothing serves, unless one is running or such a call may not come again.
+
+        Calls that differ in their sizes come again with others: the job is for two of them, and for the sizes between
+        and around. The calls that are seen while another job is running count.
+        """
+        seen = self._specializations.seen(key)
+        if seen.several:
+            partner: CallKey | None = seen.several[-1].partner_for(key)
+        else:
+            partner = seen.partner
+        if partner is not None and (seen.failures >= MAX_FAILURES or sizes_of(partner) == sizes_of(key)):
+            partner = None
+        again, seen.key, seen.calls = seen.key == key and seen.calls > 0, key, seen.calls + 1
+        seen.partner = seen.partner or key
+        if self._job is not None:
+            return
+        warm = not self._started or seen.calls > self.options.get("warmup", 0)
+        if partner is not None or (warm and (again or not seen.failures)):
+            self._start(key, partner, example)
+
+    def _start(self, key: CallKey, partner: CallKey | None, example: Example) -> None:
         if self._started >= MAX_CAPTURES:
             self._say(f"{MAX_CAPTURES} signatures were compiled; dynamic= captures one program for many sizes")
             return
         self._started, self._begun = self._started + 1, time.monotonic()
         try:
-            self._job = Job(self.model, example, self.options), key
-            self._learning = self._job[0].watch
+            if partner is None:
+                job = Job(self.model, [example], self.options)
+            else:
+                other = resized(example, sizes_of(partner), partner[0])
+                job = Job(self.model, [example, other], self.options | {"dynamic": None})
+            self._job = _Running(job, key, partner)
+            self._learning = self._job.job.watch
         except (TsoptError, OSError) as error:
             self._fail(key, error)
 
@@ -141,16 +182,16 @@ class InBackground:
         """Takes over the result of the process once it has ended."""
         if self._refused is not None:
             raise self._refused
-        if self._job is None or not self._job[0].ended:
+        if self._job is None or not self._job.job.ended:
             return
-        job, key = self._job
-        self._job = None
+        running, self._job = self._job, None
+        job = running.job
         self.seconds += time.monotonic() - self._begun
         try:
             answer = job.answer()
             executable = None
             if answer.signature is not None:
-                executable = self._checked(job, answer, job.made(answer.signature, key[0]))
+                executable = self._checked(job, answer, job.made(answer.signature, running.key[0]))
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding
@@ -158,17 +199,37 @@ class InBackground:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            self._fail(key, error)
+            self._failed(running, error)
             return
-        if executable is None:
-            self._specializations.keep(key, self.model)
-        elif job.watch.changed():
+        if job.watch.changed():
             return  # it was made of other weights: the next call of this key begins again
-        else:
-            self._files[executable] = job
-            self._specializations.keep(key, executable)
-            self._latest, self._watch = executable, job.watch
+        if executable is not None:
+            self._files[executable], self._watch = job, job.watch
+            self._specializations.used(executable)
+        self._keep(running, executable)
         self.reports.append(answer.report)
+
+    def _keep(self, running: _Running, executable: Executable | None) -> None:
+        """Keeps what was made, or that eager is the fastest, for the calls that it serves."""
+        key, partner = running.key, running.partner
+        seen = self._specializations.seen(key)
+        if executable is not None and executable.signature.dims:
+            keys = (key,) if partner is None else (key, partner)  # one, where the user has said what is dynamic
+            seen.several = [item for item in seen.several if partner not in item.keys]
+            seen.several.append(ForSizes(executable, keys))
+            return
+        if partner is not None:  # not for many sizes, for whatever reason
+            seen.failures, seen.partner = seen.failures + 1, key
+        self._specializations.keep(key, executable or self.model)
+
+    def _failed(self, running: _Running, error: Exception) -> None:
+        """After a job without a result: for one size it may have one."""
+        if running.partner is None:
+            self._fail(running.key, error)
+            return
+        seen = self._specializations.seen(running.key)
+        seen.failures, seen.partner = seen.failures + 1, running.key
+        log.info("calls are not compiled for several sizes in the background: %s", error)
 
     def _checked(self, job: Job, answer: Answer, executable: Executable) -> Executable:
         """Checks that it computes what the model computes here: globals and modes are not sent.
@@ -179,11 +240,12 @@ class InBackground:
         executable.state[:] = [held[name] for name in answer.written]  # those of the file are copies
         job.watch.leave_out(executable.state)
         if not job.watch.changed():
-            verdict = Oracle(self.model, job.example, None, state=executable.state, few=True).judge(
-                executable, precision="bf16"
-            )
-            if not verdict.ok:
-                raise AccuracyError("the model computes different values in the background process", why=verdict.reason)
+            for example in job.examples if executable.signature.dims else job.examples[:1]:
+                oracle = Oracle(self.model, example, None, state=executable.state, few=True)
+                verdict = oracle.judge(executable, precision="bf16")
+                if not verdict.ok:
+                    why = verdict.reason
+                    raise AccuracyError("the model computes different values in the background process", why=why)
         return executable
 
     def _fail(self, key: CallKey, error: Exception) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 from torch import nn
 
+from tsopt.compiler.calls.counters import with_sizes_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import Structure, with_own_leaves
@@ -52,16 +53,16 @@ class Answer:
 
 
 class Job:
-    """One call key, optimized in its own process."""
+    """One call, optimized in its own process; or two that differ in their sizes, for many."""
 
-    def __init__(self, model: Callable[..., Any], example: Example, options: dict[str, Any]) -> None:
+    def __init__(self, model: Callable[..., Any], examples: Sequence[Example], options: dict[str, Any]) -> None:
         """Raises TsoptError when the model cannot be sent."""
         # As they are now: the call that follows may change their contents.
-        self.example, self.watch = example.renewed(), Watch(model)
+        self.examples, self.watch = [example.renewed() for example in examples], Watch(model)
         self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-"))
         self._forget = weakref.finalize(self, _remove, self.directory, os.getpid())
         ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()
-        write(self.directory / REQUEST, ambient, (model, self.example, options))
+        write(self.directory / REQUEST, ambient, (model, self.examples, options))
         with (self.directory / OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tsopt.background.worker", str(self.directory)],
@@ -103,9 +104,9 @@ class Job:
         return found
 
     def made(self, signature: Signature, structure: Structure) -> Executable:
-        """The winner, for calls of this key here."""
+        """The winner, for calls of this nesting here."""
         found = load(self.directory / BUNDLE, trust=True, probe=False)  # written by our own process
-        own = structure if signature.aliasing else with_own_leaves(structure)
+        own = with_sizes_of(structure if signature.aliasing else with_own_leaves(structure), signature.outer)
         return found.called_as(replace(signature, outer=own))
 
 

@@ -26,12 +26,13 @@ def main(directory: Path) -> None:
     found: Answer | TsoptError
     with (directory / REQUEST).open("rb") as file:
         sys.path[:], threads, dtype = pickle.load(file)
-        model, example, options = pickle.load(file)
+        model, examples, options = pickle.load(file)
     (directory / REQUEST).unlink()  # as large as the model
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
     try:
-        fast = optimize(model, example, **{"frontend": "one-graph"} | options | {"progress": None})
+        given = examples if len(examples) > 1 else examples[0]
+        fast = optimize(model, given, **{"frontend": "one-graph"} | options | {"progress": None})
         if not isinstance(fast, Optimized):
             why = fast.report.frontend
             raise GraphBreakError(

@@ -47,7 +47,7 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
         probe._run(b"", 1.0)
     else:
         with pytest.raises(OSError, match="enough"):
-            job.Job(mlp, job.Example((mlp_input,), {}), {})
+            job.Job(mlp, [job.Example((mlp_input,), {})], {})
     assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any
 
 from tsopt.compiler.calls.effects import steps_of
@@ -95,6 +96,14 @@ def as_called(structure: Structure, leaves: Sequence[Any]) -> Structure:
 def replaced(structure: Structure, change: Callable[[Structure], Structure]) -> Structure:
     """The Structure with other nodes in the places of some that have no children."""
     return _with(structure, (), lambda _, node: change(node))
+
+
+def with_sizes_of(structure: Structure, other: Structure) -> Structure:
+    """The Structure of a call, with the nodes of kind `size` that another one of the same nesting has."""
+    if other.kind == "size":
+        return other
+    pairs = zip(structure.children, other.children, strict=True)
+    return replace(structure, children=tuple(starmap(with_sizes_of, pairs))) if structure.children else structure
 
 
 def without_integers(structure: Structure) -> Structure:

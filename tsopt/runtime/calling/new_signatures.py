@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.sizes.dims import resized
-from tsopt.errors import SignatureError, TsoptError
+from tsopt.errors import TsoptError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.specializations import (
     MAX_SPECIALIZATIONS,
@@ -118,12 +117,8 @@ class NewSignatures:
         return self._found(call_key(args, kwargs, aliasing=self.aliasing), args, kwargs)
 
     def _found(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-        found = self.kept.get(key)
-        for several in () if found is not None else self._seen(key).several:
-            with contextlib.suppress(SignatureError):
-                several.executable.bind(args, kwargs)
-                return several.executable
-        return found
+        self._seen(key)
+        return self.kept.serving(key, args, kwargs)
 
     def _seen(self, key: CallKey) -> Seen:
         """What is known of calls that differ from this one only in their sizes; the example is one of them."""

@@ -15,6 +15,7 @@ from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
 from tsopt.compiler.sizes.dims import Place
+from tsopt.errors import SignatureError
 from tsopt.runtime.calling.executable import Executable
 
 MAX_SPECIALIZATIONS = 16  # kept at a time: those that were called last
@@ -168,6 +169,15 @@ class Specializations:
         if found is not None:
             with contextlib.suppress(KeyError):  # another thread may just have evicted it
                 self._kept.move_to_end(key)
+        return found
+
+    def serving(self, key: CallKey, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+        """What was kept for a call, or compiled for many sizes, its own among them. Raises TypeError as `get` does."""
+        found = self.get(key)
+        for several in () if found is not None else self.seen(key).several:
+            with contextlib.suppress(SignatureError):
+                several.executable.bind(args, kwargs)
+                return several.executable
         return found
 
     def keep(self, key: CallKey, made: Callable[..., Any]) -> None:
