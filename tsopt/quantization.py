@@ -36,7 +36,8 @@ from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
-from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, input_sets
+from tsopt.runtime.checking.custom_ops import made_up
+from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 from tsopt.runtime.layer_table import LayerRecord
 
 log = logging.getLogger("tsopt")
@@ -155,12 +156,14 @@ def _data(
             *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
         )
     if options.calibration is None:
-        sets = [item for item in input_sets(example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))]
+        sets = [
+            item for item in made_up(program, example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))
+        ]
         return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
     count, made = int(options.calibration), [example]
     while len(made) < count:
         seed += 1
-        made += [item.example for item in input_sets(example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+        made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
     calls = tuple(made[:count])
     return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
 

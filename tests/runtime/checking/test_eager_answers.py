@@ -92,3 +92,29 @@ def test_a_few_input_sets():
         "example",
         "drawn-1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kinds"),
+    [
+        (0.001, {"example", "drawn-1", "drawn-2", "random", "large", "tiny", "special", "zeros"}),
+        (0.5, {"example", "drawn-1", "special", "large", "zeros"}),
+        (30.0, {"example", "drawn-1"}),
+    ],
+)
+def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds):
+    class Clock:
+        now = 0.0
+
+        @classmethod
+        def perf_counter(cls):
+            return cls.now
+
+    def model(x):
+        Clock.now += seconds
+        return x * 2
+
+    monkeypatch.setattr(eager_answers, "time", Clock)
+    oracle = Oracle(model, Example((ROW,)), None)
+    assert {expected.inputs.kind for expected in oracle.expected} == kinds
+    assert any(f"a call takes {seconds:.1f} s" in text for text in oracle.skipped) == (len(kinds) < 8)

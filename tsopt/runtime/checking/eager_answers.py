@@ -22,13 +22,17 @@ from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError
+from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.expected import Expected, answers
-from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, InputSet, input_sets
+from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, ZEROS, InputSet, input_sets, sets_near
 from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 from tsopt.runtime.checking.time_limits import at_most
 
+# Seconds of eager calls for the made-up input sets, but this many at least, and which ones find most.
+SECONDS, FEWEST = 2.0, 1
+FIND_MOST = ("drawn-1", SPECIAL, "large", ZEROS, "random", "tiny")
 FEW = 2  # input sets: the example, and values drawn from it
 REPEATED_CALLS = 2  # calls after the first, on the example
 # Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.
@@ -69,8 +73,9 @@ class EagerAnswers:
         self.state = list(program.state.values()) if program is not None else list(state)
         if program is not None and not program.signature.aliasing:
             example = example.apart()
-        made_up = [InputSet(only, example)] if only else input_sets(example, seed, None if few else program)
-        for inputs in made_up[: FEW if few else None]:
+        first, *others = [InputSet(only, example)] if only else self._made_up(model, example, few)
+        self._call_seconds = self._ask(model, first, self.state)
+        for inputs in others[: FEW - 1] if few else self._affordable(others):
             self._ask(model, inputs, self.state)
         if all(expected.unusual for expected in self.expected):
             raise AccuracyError(
@@ -79,9 +84,32 @@ class EagerAnswers:
                 fix="pass a realistic example_input",
             )
 
-    def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> None:
+    def _made_up(self, model: Callable[..., Any], example: Example, few: bool) -> list[InputSet]:
+        """The example, and the input sets that the model, and candidates, can be called with."""
+        if self.program is not None:
+            custom = custom_ops.of_program(self.program)
+        else:
+            with self.frozen(model, self.state, ""):
+                custom = custom_ops.of_call(model, InputSet("", example).clone())
+        if not custom:
+            return input_sets(example, self.seed, None if few else self.program)
+        self.skipped.append(f"values far from those of the example: {', '.join(custom)} might not check them")
+        return sets_near(example, self.seed)
+
+    def _affordable(self, made_up: Sequence[InputSet]) -> list[InputSet]:
+        """Those that there is time for, the ones that find most first: each is a call of every candidate, twice."""
+        count = max(FEWEST, int(SECONDS / max(self._call_seconds, 1e-9)))
+        ranks = {kind: rank for rank, kind in enumerate(FIND_MOST)}
+        chosen = {item.kind for item in sorted(made_up, key=lambda item: ranks.get(item.kind, len(ranks)))[:count]}
+        if left_out := [item.kind for item in made_up if item.kind not in chosen]:
+            self.skipped.append(f"{', '.join(left_out)}: a call takes {self._call_seconds:.1f} s")
+        return [item for item in made_up if item.kind in chosen]
+
+    def _ask(self, model: Callable[..., Any], inputs: InputSet, state: Sequence[torch.Tensor]) -> float:
+        """Asks the model, and returns about how many seconds a call takes."""
         is_example = inputs.kind in ("example", self.only)
         start = time.perf_counter()
+        seconds = []
         try:
             # A data-dependent loop may never end on generated values.
             with self.frozen(model, state, inputs.kind), nullcontext() if is_example else at_most(self._patience):
@@ -90,9 +118,11 @@ class EagerAnswers:
                 leaves, structure, effects = outcome_of(model, call.args, call.kwargs)
                 leaves = [leaf.detach().clone() for leaf in leaves]
                 written = tuple(tensor.detach().clone() for tensor in (*given, *self.state))
-                again = tuple(
-                    answers(model, inputs) for _ in range(REPEATED_CALLS if is_example and not self.only else 0)
-                )
+                again = []
+                for _ in range(REPEATED_CALLS if is_example and not self.only else 0):
+                    begun = time.perf_counter()
+                    again.append(answers(model, inputs))
+                    seconds.append(time.perf_counter() - begun)
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:
                 raise AccuracyError(
@@ -101,15 +131,16 @@ class EagerAnswers:
                     why=f"{type(error).__name__}: {str(error)[:200]}",
                 ) from error
             self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
-            return
+            return 0.0
         if is_example:
             self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
         floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
         decided = any(bool(leaf.isfinite().any()) for leaf in floats)
         if inputs.kind not in (SPECIAL, self.only) and floats and not decided:
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
-            return
-        self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, again))
+        else:
+            self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, tuple(again)))
+        return min(seconds, default=0.0)
 
     def frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
         """In which a model or a candidate is called on a kind of input set."""

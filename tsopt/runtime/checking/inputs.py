@@ -54,7 +54,9 @@ def exported(program: Program) -> ExportedProgram:
     )
 
 
-OF_THE_SAME_SIZE = ("drawn", "random")  # beginnings of the kinds of inputs that are made up as large as the example
+# Beginnings of the kinds of inputs that are made up as large as the example.
+OF_THE_SAME_SIZE = ("drawn", "random", "near")
+NEAR = 0.01  # the part of a number that a value near it may be off by
 
 
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
@@ -85,6 +87,26 @@ def input_sets(example: Example, seed: int, program: Program | None = None) -> l
     if program is not None:
         sets += [rebuilt(kind, values) for kind, values in extreme_values(program, leaves, generator)]
     return sets
+
+
+def sets_near(example: Example, seed: int) -> list[InputSet]:
+    """The example, and values so near that any code that takes the example takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves, structure = flatten((example.args, example.kwargs))
+    made = [unflatten(structure, values_near(leaves, generator)) for _ in range(2)]
+    return [InputSet("example", example), *(InputSet(f"near-{i}", Example(*call)) for i, call in enumerate(made, 1))]
+
+
+def values_near(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[torch.Tensor]:
+    """Floats that are off by 1 % at most, and integers and booleans as they are."""
+
+    def near(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.is_floating_point():
+            return leaf
+        off = NEAR * (2 * torch.rand(leaf.shape, generator=generator) - 1)
+        return _like(leaf, (leaf.detach() * (1 + off.to(leaf.device))).to(leaf.dtype))
+
+    return [near(leaf) for leaf in leaves]
 
 
 def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -11,6 +11,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.criterion import Criterion
+from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 from tsopt.runtime.checking.verdict import Verdict
 
 TIMED = 3  # input sets that timing rotates through
@@ -44,7 +45,10 @@ class Judge:
     @property
     def inputs(self) -> list[Example]:
         """Calls that the model takes, to start and to time candidates with."""
-        return [expected.call() for expected in self.oracle.expected[:TIMED]]
+        ordinary = [
+            item for item in self.oracle.expected if item.inputs.kind.startswith(("example", *OF_THE_SAME_SIZE))
+        ]
+        return [expected.call() for expected in ordinary[:TIMED]]
 
     def judge(
         self, candidate: Callable[..., Any], *, exact: bool = False, precision: str = FP32, few: bool = False

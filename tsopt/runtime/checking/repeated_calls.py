@@ -22,6 +22,8 @@ from tsopt.runtime.checking.accuracy import LIMITS
 CALLS = 300  # of which what is wrong once in a hundred calls survives 5 in a hundred times
 GROSS = {FP32: "tf32"}  # the tolerance, where the candidate computes in full precision: 1 % of the output
 
+Draw = Callable[[Sequence[torch.Tensor], torch.Generator], list[torch.Tensor]]
+
 
 def unsteady(
     executable: Executable,
@@ -31,11 +33,13 @@ def unsteady(
     seed: int = 0,
     seconds: float,
     calls: int = CALLS,
+    draw: Draw | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """What is wrong in one of many calls with values drawn from the example's; an empty text for nothing.
 
     Args:
+        draw: makes the values of a call; None: `drawn`.
         seconds: for how long to go on at most; one call is made whatever it takes.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +50,7 @@ def unsteady(
     end = clock() + seconds
     with torch.no_grad():
         for number in range(1, calls + 1):
-            args, kwargs = unflatten(structure, drawn(leaves, generator))
+            args, kwargs = unflatten(structure, (draw or drawn)(leaves, generator))
             call = Example(args, kwargs)
             found = difference(executable, model, call, state=executable.state, limit=gross)
             if found and not found.startswith(EAGER_RAISES):

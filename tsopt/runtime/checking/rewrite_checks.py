@@ -15,7 +15,8 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import TOLERANCES, compare
-from tsopt.runtime.checking.inputs import SPECIAL, input_sets
+from tsopt.runtime.checking.custom_ops import made_up
+from tsopt.runtime.checking.inputs import SPECIAL
 from tsopt.runtime.checking.reference64 import decided_within_rounding
 
 
@@ -72,7 +73,7 @@ def debug(
         SignatureError: the example does not match the captured signature.
     """
     trials = []
-    for item in input_sets(as_example(example_input), seed):
+    for item in made_up(program, as_example(example_input), seed):
         if item.kind in ("example", SPECIAL):
             leaves = program.signature.bind(item.example.args, item.example.kwargs)
             trials.append(Trial(item.kind, laid_out(program, leaves), exact_only=item.kind == SPECIAL))

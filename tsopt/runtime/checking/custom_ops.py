@@ -1,0 +1,72 @@
+"""Custom ops, whose kernels may read or write outside of memory if their inputs are made up.
+
+`torchvision::roi_align` does: a box that is NaN, or of a batch that does not exist, ends the process. So where there
+are custom ops, candidates are compared on the example and on values near it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.checking.inputs import InputSet, input_sets, sets_near
+
+# The namespaces that torch itself registers ops in.
+OF_TORCH = frozenset(
+    {"aten", "prim", "prims", "quantized", "quantized_decomposed", "_quantized", "sparse", "mkl", "mkldnn"}
+    | {"mkldnn_prepacked", "onednn", "inductor", "inductor_prims", "rngprims", "c10d", "_c10d_functional", "_native"}
+    | {"c10d_functional", "_c10d_functional_autograd", "profiler", "export", "onnx", "quantization", "higher_order"}
+    | {
+        "static_runtime",
+        "symm_mem",
+        "_dtensor",
+        "debug_mode_ops",
+        "debugprims",
+        "_test",
+        "tsopt",
+        "xnnpack",
+        "prepacked",
+    }
+)
+
+
+def made_up(program: Program, example: Example, seed: int) -> list[InputSet]:
+    """Input sets that a program can be called with."""
+    return sets_near(example, seed) if of_program(program) else input_sets(example, seed)
+
+
+def of_program(program: Program) -> tuple[str, ...]:
+    """The custom ops that a program calls."""
+    return _custom(node.target.name() for node in program.calls() if isinstance(node.target, torch._ops.OpOverload))
+
+
+def of_call(model: Callable[..., Any], example: Example) -> tuple[str, ...]:
+    """The custom ops that a call of a model goes through; none if the model refuses the call. Takes one call."""
+    seen = _Seen()
+    try:
+        with seen:
+            model(*example.args, **example.kwargs)
+    except Exception:  # what is wrong with the call is said where it counts
+        return ()
+    return _custom(seen.names)
+
+
+def _custom(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for name in names if name.partition("::")[0] not in OF_TORCH))
+
+
+class _Seen(TorchDispatchMode):
+    """Notes the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.name()] = None
+        return func(*args, **(kwargs or {}))
