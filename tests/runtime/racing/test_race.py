@@ -25,6 +25,21 @@ def test_what_decides_nothing_is_timed_for_longer_within_the_budget(run_race, mo
     assert seen[1]["extra"] == pytest.approx(0.5e-3)
 
 
+def test_a_part_of_the_budget_is_kept_for_the_rounds(run_race, monkeypatch):
+    prepared = []
+    prepare = race_module.prepare
+
+    def noted(maker, judge, clock, *rest):
+        prepared.append(clock.left)
+        return prepare(maker, judge, clock, *rest)
+
+    monkeypatch.setattr(race_module, "prepare", noted)
+    run_race(("faulty",), budget=9000.0)
+    assert 5900 < prepared[0] <= 6000
+    run_race(("faulty",))
+    assert prepared[1] == float("inf")
+
+
 def test_benchmark_shows_what_is_undecided(mlp, mlp_input, monkeypatch):
     timings(monkeypatch, eager=STEADY, twice=UNCLEAR)
     found = benchmark(mlp, {"twice": mlp}, mlp_input)

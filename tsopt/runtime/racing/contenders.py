@@ -81,7 +81,15 @@ class Clock:
     """What is left of a budget, in seconds."""
 
     def __init__(self, budget: float | None) -> None:
-        self._end = math.inf if budget is None else time.monotonic() + budget
+        self._budget = math.inf if budget is None else budget
+        self._end = time.monotonic() + self._budget
+
+    def but_for(self, share: float) -> Clock:
+        """The same with a share of the budget taken from its end."""
+        shorter = Clock(None)
+        if self._budget < math.inf:
+            shorter._budget, shorter._end = self._budget * (1 - share), self._end - self._budget * share
+        return shorter
 
     @property
     def left(self) -> float:

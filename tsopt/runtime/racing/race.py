@@ -14,9 +14,10 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import sampled
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.held_out_sizes import call_at, sizes_in
-from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.checking.inputs import InputSet, values_near
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
@@ -44,6 +45,7 @@ from tsopt.runtime.sandbox.sandbox import Sandbox
 
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls that a winner for many sizes is timed with, each of other sizes
 SHORT_CALL = 0.05  # seconds: next to longer calls, what an engine does for a new size is nothing
+FOR_THE_ROUNDS = 1 / 3  # of the budget: what is compiled and not timed is of no use
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 
 
@@ -82,8 +84,10 @@ def race(
         with protected(model, written=captured.state.values()), mode_of(captured):
             eager_seconds = seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
         give_back_memory()  # of capture, and of eager's calls
-        rows, contenders, call_seconds = prepare(maker, judge, clock, progress, eager_seconds)
+        early = clock.but_for(FOR_THE_ROUNDS)
+        rows, contenders, call_seconds = prepare(maker, judge, early, progress, eager_seconds)
         call_seconds[MODEL] = eager_seconds
+        maker.limit(clock)
         limits = (min(settings.seconds, clock.left), clock.left)
         with first_interrupt_noted(settings.best_so_far) as interrupted:
             rows = _timed(
@@ -91,7 +95,7 @@ def race(
                 stop=interrupted,
                 time_all=settings.time_all,
             )
-            early = interrupted()
+            was_interrupted = interrupted()
         found = choose(
             maker,
             rows,
@@ -102,7 +106,14 @@ def race(
                 criterion=settings.criterion,
                 is_last=True,
             ),
-            partial(unsteady, model=model, example=example, seed=settings.seed, seconds=STREAK * settings.seconds),
+            partial(
+                unsteady,
+                model=model,
+                example=example,
+                seed=settings.seed,
+                seconds=STREAK * settings.seconds,
+                draw=values_near if custom_ops.of_program(captured) else None,
+            ),
             partial(_slow_at_new_sizes, model=model, captured=captured, example=example, seed=settings.seed)
             if eager_seconds < SHORT_CALL
             else lambda executable: "",
@@ -116,8 +127,8 @@ def race(
             f"tsopt: {captured.name} runs in eager mode because no candidate could be tried: {reason}",
             outcomes.NoCandidate,
         )
-    why = f"interrupted, best so far: {found.why}" if early else found.why
-    return replace(found, why=why, interrupted=early, not_isolated_because=maker.not_isolated_because)
+    why = f"interrupted, best so far: {found.why}" if was_interrupted else found.why
+    return replace(found, why=why, interrupted=was_interrupted, not_isolated_because=maker.not_isolated_because)
 
 
 def _slow_at_new_sizes(
