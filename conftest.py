@@ -34,11 +34,12 @@ def _hasty() -> Iterator[None]:
     """
     from tsopt import request
     from tsopt.runtime.bundles import store
-    from tsopt.runtime.calling import partitioned
+    from tsopt.runtime.calling import graph_parts, partitioned
     from tsopt.runtime.racing import preparation, race, timing, tournament
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(partitioned.PART, "seconds", 0.05)
+        patch.setattr(graph_parts, "WORTH", 0.0)
         patch.setattr(preparation, "HOPELESS", float("inf"))
         patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
         patch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on

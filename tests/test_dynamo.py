@@ -8,7 +8,7 @@ from torch import nn
 
 import tsopt
 from tsopt import dynamo
-from tsopt.runtime.calling import partitioned
+from tsopt.runtime.calling import graph_parts
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 def made(monkeypatch):
     """The graphs that are made, in order."""
     graphs = []
-    real = partitioned.Graph.__init__
+    real = graph_parts.Graph.__init__
 
     def init(self, *args):
         real(self, *args)
         graphs.append(self)
 
-    monkeypatch.setattr(partitioned.Graph, "__init__", init)
+    monkeypatch.setattr(graph_parts.Graph, "__init__", init)
     return graphs
 
 

@@ -9,8 +9,9 @@ from torch import fx
 
 from tsopt.api import optimize
 from tsopt.compiler.calls.example import Example
+from tsopt.runtime.calling.graph_parts import Graph
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.calling.partitioned import PART, Graph
+from tsopt.runtime.calling.partitioned import PART
 
 
 def backend(

@@ -357,12 +357,13 @@ class Request:
             reasons.append(f"{candidate.title}: {reason}")
         raise AccuracyError(f"no candidate wins for this signature: {'; '.join(reasons)}")
 
-    def part(self, graph: Callable[..., Any], inputs: Example) -> Optimized:
-        """One graph of a partitioned model, optimized as the whole model would have been."""
+    def part(self, graph: Callable[..., Any], inputs: Example, budget: float | None) -> Optimized:
+        """One graph of a partitioned model, optimized as the whole model would have been, in so many seconds."""
+        known = [seconds for seconds in (budget, self.race.budget) if seconds is not None]
         own = replace(
             self,
             model=graph,
-            race=replace(self.race, seconds=PART["seconds"]),
+            race=replace(self.race, seconds=PART["seconds"], budget=min(known, default=None)),
             on_new_signature=PART["on_new_signature"],
             eval_mode=False,
         )

@@ -7,10 +7,8 @@ not saved.
 from __future__ import annotations
 
 import copy
-import logging
-import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,31 +16,30 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from tsopt.compiler.calls.example import Example, example
-from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.calls.example import Example
 from tsopt.compiler.protect import InEvalMode, modules_of, protected
 from tsopt.compiler.quiet import silent
-from tsopt.errors import BackendError, BundleError, CaptureError, NotReady, TsoptError
+from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
+from tsopt.runtime.calling.graph_parts import MOST, Graph, as_lines, weigh
 from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.race import with_timing
-from tsopt.runtime.racing.timing import ColdStart, first_calls
+from tsopt.runtime.racing.timing import ColdStart, first_calls, seconds_of_calls
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Report, Row
 
-log = logging.getLogger("tsopt")
 PARTS = "partitioned"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which TorchDynamo does not trace
 KEYS = {PARTS: "parts", SCRIPT: "torchscript"}
 # Options of `optimize` for a part, of which a model may have many. In a graph that TorchDynamo has generalized over
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}
-Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
 class Partitioned:
@@ -133,7 +130,7 @@ class Partitioned:
 def optimize_partitioned(
     model: Callable[..., Any],
     example_input: Example,
-    optimize: Optimize,
+    optimize: Callable[[Callable[..., Any], Example, float | None], Optimized],
     *,
     script: Any = None,
     because: CaptureError | None,
@@ -148,6 +145,7 @@ def optimize_partitioned(
     A TorchScript model is optimized by TorchScript instead.
 
     Args:
+        optimize: called with a graph, an example of its inputs, and the seconds that may be spent.
         script: the model as TorchScript, to use instead of it.
         because: why it is not one graph, if that was tried.
         on_gradients: what to do for calls that only the model itself can serve.
@@ -158,21 +156,39 @@ def optimize_partitioned(
     """
     graphs: list[Graph] = []
     known: dict[Any, Graph] = {}
+    call_seconds: float | None = None  # of the model, with its graphs as they are, once these have been weighed
+    weighed = 0
 
     def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        progress(f"part {len(graphs) + 1}")
-        graphs.append(Graph(graph, optimize, known))
-        return graphs[-1]
+        number = len(graphs) + 1
+
+        def announced(called: Callable[..., Any], inputs: Example) -> Optimized:
+            progress(f"part {number} of {len(graphs)}")
+            return optimize(called, inputs, graphs[number - 1].budget)
+
+        made = Graph(graph, announced, known)
+        if call_seconds is None:
+            made.is_timed = True
+        elif sum(item.fast is not None for item in graphs[weighed:]) < MOST:
+            made.late = call_seconds
+        else:
+            made.leave(f"turned up after {MOST} others for other sizes")
+        graphs.append(made)
+        return made
 
     state = [tensor for module in modules_of(model) for tensor in module._buffers.values() if tensor is not None]
     with protected(model), silent("torch._dynamo", "torch._dynamo.convert_frame"):
         title, run = _compiled(model if script is None else script, backend)
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
-        inputs = [expected.call() for expected in oracle.expected[:3]]
+        inputs = Judge(oracle).inputs
+        wait = device_wait(example_input)
         try:
             with torch.no_grad(), protected(model):
-                cold = ColdStart.of(first_calls(run, inputs, device_wait(example_input)))
+                (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
+                call_seconds = weigh(graphs, lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0], wait)
+                weighed = len(graphs)
+                cold = ColdStart.of([traced, *first_calls(run, inputs, wait)])
             verdict = oracle.judge(run)
         except Exception as error:  # from TorchDynamo, or from the model under it
             said = (str(error).splitlines() or [""])[0][:200]
@@ -211,13 +227,8 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
     gain, title = rows[1].speedup, rows[1].name
     wins = rows[1].status == "ok" and gain is not None and gain.verdict == "faster"
     distinct = list({id(item.fast or item): item for item in graphs}.values())
-    parts = tuple(
-        f"part {number}: "
-        + (f"{item.fast.report.nodes[1]} op nodes, {item.fast.report.winner} wins" if item.fast else item.refused)
-        for number, item in enumerate(distinct, 1)
-    )
     count = sum(item.fast is not None for item in distinct)
-    rows[1] = replace(rows[1], notes=parts)
+    rows[1] = replace(rows[1], notes=tuple(as_lines(distinct)))
     nodes = [item.fast.report.nodes for item in distinct if item.fast]
     why = (
         "capture as one graph was not tried"
@@ -238,103 +249,3 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
             else f"partitioned, {count} of {len(distinct)} parts optimized, the Python code between them is kept: {why}"
         ),
     )
-
-
-class Graph:
-    """One graph of TorchDynamo: optimized at its first call without gradients, otherwise run unchanged.
-
-    Parameters and buffers, which TorchDynamo passes in each call, are treated as constants for as long as they are the
-    same tensors and have not been written to.
-
-    Attributes:
-        fast: the optimized graph; None before the first call, or if it could not be optimized.
-        refused: why it could not be optimized.
-    """
-
-    def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
-        self.graph, self.optimize = graph, optimize
-        self._as_it_is = graph.forward  # not the module, which prints what it raises
-        self.known = {} if known is None else known  # by what decides about them
-        self.fast: Optimized | None = None
-        self.refused = ""
-        self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
-        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
-        self._tried = False
-        self._lock = threading.Lock()
-
-    def __call__(self, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return self._as_it_is(*args)
-        if not self._tried:
-            with self._lock:
-                if not self._tried:
-                    self._optimize(args)
-                    self._tried = True
-        if self.fast is None or not self._same_weights(args):
-            return self._as_it_is(*args)
-        return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
-
-    def _optimize(self, args: Sequence[Any]) -> None:
-        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
-        values = [value for i, value in enumerate(args) if i not in weights]
-        training = any(module.training for module in self.graph.modules() if module is not self.graph)
-        if training or not any(isinstance(value, torch.Tensor) for value in values):
-            self.refused = "it is in training mode" if training else "nothing to compute"
-            return
-        key = self._key(values, weights)
-        twin = self.known.get(key)
-        if twin is not None and twin._same_weights(args):
-            self.fast, self._places, self._weights = twin.fast, twin._places, twin._weights
-            return
-        try:
-            found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                self.fast = fast = found(_Bound(self.graph, weights), example(*values))
-            fast.unwatched()  # changed weights are detected here, and the graph is run unchanged
-        except TsoptError as error:
-            log.info("a graph of torch.compile is not optimized: %s", error)
-            self.refused = error.what
-            return
-        written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
-        self._places = frozenset(weights)
-        self._weights = {i: (value, value._version) for i, value in weights.items() if id(value) not in written}
-        self.known[key] = self
-
-    def _key(self, values: Sequence[Any], weights: Mapping[int, torch.Tensor]) -> Any:
-        """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
-        types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
-        own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
-        return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
-
-    def _same_weights(self, args: Sequence[Any]) -> bool:
-        return all(args[i] is value and value._version == version for i, (value, version) in self._weights.items())
-
-
-class _Bound(nn.Module):
-    """The graph with its weights, called with the rest."""
-
-    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor]) -> None:
-        super().__init__()
-        graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
-        self.graph = graph
-        self.places = tuple(weights)
-        for i, value in weights.items():
-            if isinstance(value, nn.Parameter):
-                self.register_parameter(f"weight_{i}", value)
-            else:
-                self.register_buffer(f"weight_{i}", value)
-        self.training = False
-
-    def forward(self, *values: Any) -> Any:
-        rest = iter(values)
-        count = len(self.places) + len(values)
-        return self.graph.forward(
-            *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
-        )
-
-
-def _is_static(value: Any) -> bool:
-    """Whether dynamo passes this tensor because a module owns it."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return False
-    return isinstance(value, nn.Parameter) or hasattr(value, "_dynamo_static_input_type")

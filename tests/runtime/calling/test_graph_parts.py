@@ -1,0 +1,95 @@
+"""Which graphs between graph breaks are optimized: those that take a share of the time of a call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from tsopt.errors import CaptureError
+from tsopt.runtime.calling import graph_parts
+from tsopt.runtime.calling.graph_parts import Graph, as_lines, weigh
+
+X = torch.ones(4)
+
+
+class Clock:
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls):
+        return cls.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(graph_parts, "time", Clock)
+    monkeypatch.setattr(graph_parts, "WORTH", 0.02)
+    Clock.now = 0.0
+
+
+def taking(seconds, optimized):
+    """A graph that takes so many seconds, and notes when it is optimized."""
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    made = Graph(fx.symbolic_trace(Slow()), lambda *_: optimized.append(seconds) or refuse())
+    as_it_is = made._as_it_is
+
+    def run(*args):
+        Clock.now += seconds
+        return as_it_is(*args)
+
+    made._as_it_is = run
+    return made
+
+
+def refuse():
+    raise CaptureError("not here")
+
+
+def call(graphs, seconds=0.0):
+    start = Clock.now
+    for graph in graphs:
+        assert torch.equal(graph(X), 2 * X)
+    Clock.now += seconds
+    return Clock.now - start
+
+
+def test_graphs_that_take_next_to_none_of_the_time_are_left_as_they_are():
+    optimized = []
+    graphs = [taking(seconds, optimized) for seconds in (0.5, 0.001, 0.2, 0.002)]
+    never = taking(0.0, optimized)
+    assert weigh([*graphs, never], lambda: call(graphs, 0.297), lambda: None) == pytest.approx(1.0)
+    assert optimized == [], "calls that weigh run the graphs as they are"
+    call([*graphs, never])
+    assert optimized == [0.5, 0.2, 0.0]
+    assert as_lines(graphs) == ["parts 1, 3: not here", "parts 2, 4: less than 2% of the time"]
+    assert graphs[0].budget == graph_parts.FOR_ALL * 0.5
+    assert graphs[2].budget == pytest.approx(graph_parts.FOR_ALL * 0.2)
+    assert never.budget is None
+
+
+@pytest.mark.parametrize(("seconds", "tried"), [(0.2, [0.2]), (0.05, [])])
+def test_one_that_turns_up_later_is_weighed_by_its_first_call(seconds, tried):
+    optimized = []
+    late = taking(seconds, optimized)
+    late.late = 1.0
+    call([late])
+    assert optimized == []
+    assert "turned up later" in late.refused
+    call([late])
+    call([late])
+    assert optimized == tried
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((1,), "part 1: not tried"), ((1, 2), "parts 1, 2: not tried"), ((1, 2, 3), "parts 1 to 3: ")]
+)
+def test_numbers_in_a_row_are_said_as_a_range(numbers, text):
+    graphs = [taking(1.0, []) for _ in numbers]
+    for graph in graphs:
+        graph.leave("not tried")
+    assert as_lines(graphs)[0].startswith(text)

@@ -1,0 +1,211 @@
+"""The graphs between graph breaks: which of them are worth optimizing, and how they are called."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tsopt.compiler.calls.example import Example, example
+from tsopt.compiler.calls.types import TensorType
+from tsopt.errors import TsoptError
+from tsopt.runtime.calling.optimized import Optimized
+
+log = logging.getLogger("tsopt")
+# Of the time of a call: a part that takes less is left as it is. Optimizing one takes seconds, whatever it computes.
+WORTH = 0.02
+# Times as much for graphs that turn up later, for other sizes perhaps: there may be many. And how many are optimized.
+LATE, MOST = 5, 4
+CALLS, ENOUGH = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
+# Seconds for optimizing all parts, about, but this many for each at least.
+FOR_ALL, FOR_EACH = 120.0, 15.0
+Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
+
+
+def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float], wait: Callable[[], None]) -> float:
+    """Finds which share of the time of a call each graph takes; those that take next to none are left as they are.
+
+    Returns the seconds of a call.
+
+    Args:
+        graphs: a call may add some: these, and those that it does not reach, are not weighed.
+        timed_call: calls the model and returns the seconds.
+        wait: until the device is done.
+    """
+    weighed = list(graphs)
+    spent: list[float] = []
+    while len(spent) < CALLS and sum(spent) <= ENOUGH:
+        for graph in weighed:
+            graph.is_timed, graph.seconds, graph.wait = True, 0.0, wait
+        seconds = timed_call()
+        for graph in graphs:
+            graph.is_timed = False
+        for graph in weighed:
+            if graph.seconds:
+                graph.share = max(graph.share or 0.0, graph.seconds / seconds)
+        spent.append(seconds)
+    for graph in weighed:
+        if graph.share is not None and graph.share < WORTH:
+            graph.leave(f"less than {WORTH:.0%} of the time")
+    return min(spent)
+
+
+def as_lines(graphs: Sequence[Graph]) -> list[str]:
+    """What became of each graph; those with the same outcome in one line."""
+    found: dict[str, list[int]] = {}
+    for number, item in enumerate(graphs, 1):
+        wins = item.fast and f"{item.fast.report.nodes[1]} op nodes, {item.fast.report.winner} wins"
+        found.setdefault(wins or item.refused, []).append(number)
+    return [f"part{'s' if len(numbers) > 1 else ''} {_said(numbers)}: {what}" for what, numbers in found.items()]
+
+
+def _said(numbers: Sequence[int]) -> str:
+    """`1, 3 to 5, 8`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+class Graph:
+    """One graph of TorchDynamo: optimized at its first call without gradients, otherwise run unchanged.
+
+    Parameters and buffers, which TorchDynamo passes in each call, are treated as constants for as long as they are the
+    same tensors and have not been written to.
+
+    Attributes:
+        fast: the optimized graph; None before the first call, or if it was not optimized.
+        refused: why it was not optimized.
+        seconds: that it has run for, unchanged, while `is_timed`.
+        share: of the time of a call; None if that is not known.
+        late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
+            call weighs it.
+    """
+
+    def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
+        self.graph, self.optimize = graph, optimize
+        self.is_timed, self.seconds, self.wait = False, 0.0, lambda: None
+        self.share: float | None = None
+        self.late: float | None = None
+        self._as_it_is = graph.forward  # not the module, which prints what it raises
+        self.known = {} if known is None else known  # by what decides about them
+        self.fast: Optimized | None = None
+        self.refused = ""
+        self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
+        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
+        self._tried = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._as_it_is(*args)
+        if self.is_timed or (self.late is not None and not self._shares(args)):
+            start = time.perf_counter()
+            found = self._as_it_is(*args)
+            self.wait()
+            self.seconds += time.perf_counter() - start
+            if self.late is not None:
+                self.share, self.late = self.seconds / self.late, None
+                self.refused = "turned up later, and is optimized when it is called again"
+                if self.share < LATE * WORTH:
+                    self.leave(f"turned up later, and takes less than {LATE * WORTH:.0%} of the time")
+            return found
+        if not self._tried:
+            with self._lock:
+                if not self._tried:
+                    self._optimize(args)
+                    self._tried = True
+        if self.fast is None or not self._same_weights(args):
+            return self._as_it_is(*args)
+        return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
+
+    @property
+    def budget(self) -> float | None:
+        """The seconds that may be spent on it; None if it is not known how much it matters."""
+        return None if self.share is None else max(FOR_EACH, FOR_ALL * self.share)
+
+    def leave(self, reason: str) -> None:
+        """It is run unchanged from now on."""
+        self.refused, self._tried = reason, True
+
+    def _optimize(self, args: Sequence[Any]) -> None:
+        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
+        values = [value for i, value in enumerate(args) if i not in weights]
+        training = any(module.training for module in self.graph.modules() if module is not self.graph)
+        if training or not any(isinstance(value, torch.Tensor) for value in values):
+            self.refused = "it is in training mode" if training else "nothing to compute"
+            return
+        if self._shares(args):
+            return
+        try:
+            found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                self.fast, self.refused = found(_Bound(self.graph, weights), example(*values)), ""
+            fast = self.fast
+            fast.unwatched()  # changed weights are detected here, and the graph is run unchanged
+        except TsoptError as error:
+            log.info("a graph of torch.compile is not optimized: %s", error)
+            self.refused = error.what
+            return
+        written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
+        self._places = frozenset(weights)
+        self._weights = {i: (value, value._version) for i, value in weights.items() if id(value) not in written}
+        self.known[self._key(args)] = self
+
+    def _shares(self, args: Sequence[Any]) -> bool:
+        """Whether the same graph has been optimized, which serves for this one then."""
+        twin = self.known.get(self._key(args))
+        if twin is None or not twin._same_weights(args):
+            return False
+        self.fast, self._places, self._weights = twin.fast, twin._places, twin._weights
+        self.late, self._tried = None, True
+        return True
+
+    def _key(self, args: Sequence[Any]) -> Any:
+        """What decides about a graph: dynamo traces the same one again, for a counter in Python, say."""
+        weights = {i: value for i, value in enumerate(args) if _is_static(value)}
+        values = [value for i, value in enumerate(args) if i not in weights]
+        types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
+        own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
+        return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
+
+    def _same_weights(self, args: Sequence[Any]) -> bool:
+        return all(args[i] is value and value._version == version for i, (value, version) in self._weights.items())
+
+
+class _Bound(nn.Module):
+    """The graph with its weights, called with the rest."""
+
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
+        self.graph = graph
+        self.places = tuple(weights)
+        for i, value in weights.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(f"weight_{i}", value)
+            else:
+                self.register_buffer(f"weight_{i}", value)
+        self.training = False
+
+    def forward(self, *values: Any) -> Any:
+        rest = iter(values)
+        count = len(self.places) + len(values)
+        return self.graph.forward(
+            *[getattr(self, f"weight_{i}") if i in self.places else next(rest) for i in range(count)]
+        )
+
+
+def _is_static(value: Any) -> bool:
+    """Whether dynamo passes this tensor because a module owns it."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return False
+    return isinstance(value, nn.Parameter) or hasattr(value, "_dynamo_static_input_type")
