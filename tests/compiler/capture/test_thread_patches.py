@@ -22,12 +22,20 @@ def elsewhere(function):
     return found[0]
 
 
+def fx_traces():
+    """Whether torch.fx says that it traces: by a flag of the process, from torch 2.14 on by one of the thread."""
+    found = getattr(
+        _symbolic_trace, "_get_is_fx_tracing", lambda: getattr(_symbolic_trace, "_is_fx_tracing_flag", None)
+    )
+    return bool(found())
+
+
 def seen():
     return (
         *(getattr(nn.Module, name).__code__.co_filename.rpartition("/")[2] for name in ("__call__", "__getattr__")),
         bool(torch.compiler.is_compiling()),
         bool(torch.compiler.is_exporting()),
-        bool(_symbolic_trace._is_fx_tracing_flag),
+        fx_traces(),
         type(math.pow(2, 3)),
         max(1, 2),
     )
@@ -44,7 +52,7 @@ class Looks(nn.Module):
 
     def forward(self, x):
         def call():
-            flags = (torch.compiler.is_compiling(), torch.compiler.is_exporting(), _symbolic_trace._is_fx_tracing_flag)
+            flags = (torch.compiler.is_compiling(), torch.compiler.is_exporting(), fx_traces())
             held = Looks.held
             return type(held.first), type(held[1](torch.ones(1, 4))), *map(bool, flags), type(math.pow(2, 3))
 
