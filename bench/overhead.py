@@ -114,7 +114,7 @@ def main() -> None:
 def kind(model_of: Callable[[], nn.Module], example_of: Callable[[], Example], any_batch: bool) -> dict[str, float]:
     """Microseconds of one kind of call: the walk, the compiled check, and a whole call but for the engine."""
     model, example = model_of().eval(), example_of()
-    dynamic = {0: {0: "batch[1..32]"}} if any_batch else None
+    dynamic = {"input": {0: "batch[1..32]"}} if any_batch else None  # of ReLU
     signature = tsopt.capture(model, copy.deepcopy(example), dynamic=dynamic).signature
     answers = tuple(torch.empty(o.type.shape, dtype=getattr(torch, o.type.dtype)) for o in signature.outputs)
     stub = tsopt.Executable("stub", signature, lambda inputs: answers)
