@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.racing.helpers import STEADY, UNCLEAR, Behaviour, assert_goes_on, fast_timings, raising, row, timings
+from tsopt.runtime.racing import preparation
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import MODEL
@@ -56,12 +57,18 @@ def test_data_comes_before_code_where_noise_cannot_tell_them_apart(
     ("one_thread", "winner"),
     [(1.02, "ONNX Runtime, 1 thread"), (0.9, "ONNX Runtime, 1 thread"), (1.05, "ONNX Runtime")],
 )
-def test_one_thread_comes_before_several_that_gain_next_to_nothing(run_race, monkeypatch, one_thread, winner):
+def test_one_thread_comes_before_several_that_gain_next_to_nothing(
+    run_race, monkeypatch, torch_threads, one_thread, winner
+):
+    torch_threads(2)
+    monkeypatch.setattr(preparation, "SINGLE_THREAD_SECONDS", float("inf"))
     paces(monkeypatch, {"eager": 2.0, "ONNX Runtime": 1.0, "ONNX Runtime, 1 thread": one_thread}, jitter=0.0)
     assert run_race(("onnxruntime", "onnxruntime?threads=1")).row.name == winner
 
 
-def test_one_thread_of_another_engine_does_not_come_first(run_race, monkeypatch):
+def test_one_thread_of_another_engine_does_not_come_first(run_race, monkeypatch, torch_threads):
+    torch_threads(2)
+    monkeypatch.setattr(preparation, "SINGLE_THREAD_SECONDS", float("inf"))
     paces(monkeypatch, {"eager": 2.0, "TorchScript": 1.0, "ONNX Runtime, 1 thread": 1.02}, jitter=0.0)
     assert run_race(("torchscript", "onnxruntime?threads=1")).row.name == "TorchScript"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.runtime.racing.helpers import Behaviour, row
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
@@ -105,14 +104,6 @@ def test_one_that_runs_kernels_while_it_compiles_does_so_when_the_exports_are_do
     told.clear()
     run_race(("eager", "faulty"), progress=told.append)
     assert [text.split()[1] for text in told if text.startswith("compile")] == ["faulty", "eager"]
-
-
-@pytest.fixture
-def torch_threads():
-    """Sets torch's number of threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def test_one_thread_is_tried_where_a_call_is_short_and_there_are_several(run_race, monkeypatch, torch_threads):

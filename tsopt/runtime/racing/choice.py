@@ -151,17 +151,19 @@ def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -
     """
     found = list(ranked)
     if found and candidates[found[0].key].info.code:
-        found = _with_first(found, lambda row: not candidates[row.key].info.code and not _is_slower(row, found[0]))
+        found = _with_first(
+            found, found[0], lambda row: not candidates[row.key].info.code and not _is_slower(row, found[0])
+        )
     if found:
         one_thread = replace(candidates[found[0].key], options=ONE_THREAD)
-        found = _with_first(found, lambda row: candidates[row.key] == one_thread)
+        found = _with_first(found, ranked[0], lambda row: candidates[row.key] == one_thread)
     return found
 
 
-def _with_first(ranked: list[Row], is_preferred: Callable[[Row], bool]) -> list[Row]:
-    """The rows, with the best of the preferred ones first if the best one is hardly faster."""
+def _with_first(ranked: list[Row], fastest: Row, is_preferred: Callable[[Row], bool]) -> list[Row]:
+    """The rows, with the best of the preferred ones first if the fastest of all is hardly faster."""
     for row in ranked[1:]:
-        if is_preferred(row) and ranked[0].gain <= EQUAL * row.gain:
+        if is_preferred(row) and fastest.gain <= EQUAL * row.gain:
             return [row, *(other for other in ranked if other is not row)]
     return ranked
 
