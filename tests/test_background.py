@@ -60,6 +60,7 @@ from tsopt.runtime.racing import preparation, race, tournament
 from tsopt.runtime.racing.speedup import Speedup
 
 race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)
+race.ratio_of_single_calls = lambda *_: 2.0
 preparation.HOPELESS = preparation.HOPELESS_IF_LONG = float("inf")
 tournament.SETTLE = 0.0
 """
@@ -309,6 +310,18 @@ def test_calls_that_differ_in_their_sizes_get_one_program_for_all(monkeypatch):
     monkeypatch.setattr(nn.functional, "gelu", None)
     for rows, found in wanted.items():
         torch.testing.assert_close(net(rows_of(rows)), found)
+
+
+def test_a_call_that_the_program_for_its_sizes_refuses_is_left_to_the_model():
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    for rows in (4, 9):
+        net(rows_of(rows))
+        tsopt.wait(net)
+    twice = rows_of(9).repeat(1, 2)[:, ::2]  # of other strides
+    for _ in range(3):
+        torch.testing.assert_close(net(twice), Net().eval().layers(twice))
+        assert tsopt.wait(net)
+    assert len(reports(net)) <= 3, "no job is begun again and again"
 
 
 class Cache:

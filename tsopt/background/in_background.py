@@ -18,7 +18,7 @@ from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.model_reads import reads_of
-from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_FAILURES
+from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_FAILURES
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of
 from tsopt.runtime.checking.accuracy import Oracle
@@ -53,6 +53,7 @@ class InBackground:
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
         self._job: _Running | None = None
         self._started, self._begun = 0, 0.0
+        self._counts: Counter[CallKey] = Counter()  # of calls that nothing serves yet
         self.seconds, self.in_eager = 0.0, Counter[str]()
         self._refused: UsageError | None = None
         self._lock = threading.Lock()
@@ -145,21 +146,25 @@ class InBackground:
         """Begins a job for a call that nothing serves, unless one is running or such a call may not come again.
 
         Calls that differ in their sizes come again with others: the job is for two of them, and for the sizes between
-        and around. The calls that are seen while another job is running count.
+        and around. Calls made while a job runs are counted too.
         """
         seen = self._specializations.seen(key)
-        if seen.several:
-            partner: CallKey | None = seen.several[-1].partner_for(key)
-        else:
-            partner = seen.partner
-        if partner is not None and (seen.failures >= MAX_FAILURES or sizes_of(partner) == sizes_of(key)):
-            partner = None
-        again, seen.key, seen.calls = seen.key == key and seen.calls > 0, key, seen.calls + 1
+        if any(key in item.keys for item in seen.several):  # refused for something that is no size: strides, sharing
+            self._specializations.keep(key, self.model)
+            return
+        if len(self._counts) >= MAX_COUNTED:
+            self._counts.clear()
+        self._counts[key] += 1
+        seen.calls += 1
+        partner = seen.several[-1].partner_for(key) if seen.several and not seen.failures else seen.partner
         seen.partner = seen.partner or key
         if self._job is not None:
             return
+        alone = partner is None or sizes_of(partner) == sizes_of(key) or self.options.get("dynamic") is not None
+        if alone or seen.failures >= MAX_FAILURES:
+            partner = None
         warm = not self._started or seen.calls > self.options.get("warmup", 0)
-        if partner is not None or (warm and (again or not seen.failures)):
+        if warm and (partner is not None or not seen.failures or self._counts[key] > 1):
             self._start(key, partner, example)
 
     def _start(self, key: CallKey, partner: CallKey | None, example: Example) -> None:
@@ -172,11 +177,11 @@ class InBackground:
                 job = Job(self.model, [example], self.options)
             else:
                 other = resized(example, sizes_of(partner), partner[0])
-                job = Job(self.model, [example, other], self.options | {"dynamic": None})
+                job = Job(self.model, [example, other], self.options)
             self._job = _Running(job, key, partner)
             self._learning = self._job.job.watch
         except (TsoptError, OSError) as error:
-            self._fail(key, error)
+            self._failed(key, partner, error)
 
     def _take_over(self) -> None:
         """Takes over the result of the process once it has ended."""
@@ -199,7 +204,7 @@ class InBackground:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            self._failed(running, error)
+            self._failed(running.key, running.partner, error)
             return
         if job.watch.changed():
             return  # it was made of other weights: the next call of this key begins again
@@ -217,18 +222,19 @@ class InBackground:
             keys = (key,) if partner is None else (key, partner)  # one, where the user has said what is dynamic
             seen.several = [item for item in seen.several if partner not in item.keys]
             seen.several.append(ForSizes(executable, keys))
+            seen.failures, seen.calls = 0, 0
             return
         if partner is not None:  # not for many sizes, for whatever reason
             seen.failures, seen.partner = seen.failures + 1, key
         self._specializations.keep(key, executable or self.model)
 
-    def _failed(self, running: _Running, error: Exception) -> None:
-        """After a job without a result: for one size it may have one."""
-        if running.partner is None:
-            self._fail(running.key, error)
+    def _failed(self, key: CallKey, partner: CallKey | None, error: Exception) -> None:
+        """After a job without a result: if it was for many sizes, one for a single size may have one."""
+        if partner is None:
+            self._fail(key, error)
             return
-        seen = self._specializations.seen(running.key)
-        seen.failures, seen.partner = seen.failures + 1, running.key
+        seen = self._specializations.seen(key)
+        seen.failures, seen.partner = seen.failures + 1, key
         log.info("calls are not compiled for several sizes in the background: %s", error)
 
     def _checked(self, job: Job, answer: Answer, executable: Executable) -> Executable:
