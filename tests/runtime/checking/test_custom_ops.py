@@ -37,6 +37,12 @@ class Pooled(nn.Module):
         return torch.ops.tsopt_tests.pooled(x)[index]
 
 
+class Branch(nn.Module):
+    def forward(self, x):
+        pooled = torch.ops.tsopt_tests.pooled
+        return torch.cond(x.sum() > 0, lambda x: pooled(x) + 1, lambda x: pooled(x) - 1, (x,))
+
+
 def assert_near(seen):
     assert len(seen) > 1
     for x in filter(torch.Tensor.any, seen):  # tracers of torch run a program on zeros
@@ -48,6 +54,7 @@ def test_the_custom_ops_of_programs_and_of_calls_are_known(pooled):
     assert custom_ops.of_program(program) == ("tsopt_tests::pooled",)
     assert custom_ops.of_call(Pooled().eval(), Example((ROW, INDEX))) == ("tsopt_tests::pooled",)
     assert custom_ops.of_program(tsopt.capture(nn.ReLU(), ROW)) == ()
+    assert custom_ops.of_program(tsopt.capture(Branch().eval(), ROW)) == ("tsopt_tests::pooled",)
     assert custom_ops.of_call(nn.ReLU(), Example((ROW,))) == ()
     assert custom_ops.of_call(nn.Linear(3, 3), Example((ROW,))) == (), "what the model refuses has no ops"
 

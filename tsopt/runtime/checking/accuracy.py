@@ -68,7 +68,7 @@ class Oracle:
 
     @property
     def skipped(self) -> list[str]:
-        """Input sets that eager itself has no answers on, and why."""
+        """Input sets that candidates are not compared on, and why."""
         return self.eager.skipped
 
     def judge(

@@ -6,6 +6,7 @@ are custom ops, candidates are compared on the example and on values near it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.checking.inputs import InputSet, input_sets, sets_near
 
@@ -42,17 +44,14 @@ def made_up(program: Program, example: Example, seed: int) -> list[InputSet]:
 
 def of_program(program: Program) -> tuple[str, ...]:
     """The custom ops that a program calls."""
-    return _custom(node.target.name() for node in program.calls() if isinstance(node.target, torch._ops.OpOverload))
+    return _custom(node.target.name() for node in all_calls(program) if isinstance(node.target, torch._ops.OpOverload))
 
 
 def of_call(model: Callable[..., Any], example: Example) -> tuple[str, ...]:
-    """The custom ops that a call of a model goes through; none if the model refuses the call. Takes one call."""
+    """The custom ops that a call of a model goes through, up to where it fails. Takes one call."""
     seen = _Seen()
-    try:
-        with seen:
-            model(*example.args, **example.kwargs)
-    except Exception:  # what is wrong with the call is said where it counts
-        return ()
+    with contextlib.suppress(Exception), seen:  # what is wrong with the call is said where it counts
+        model(*example.args, **example.kwargs)
     return _custom(seen.names)
 
 
@@ -63,10 +62,12 @@ def _custom(names: Iterable[str]) -> tuple[str, ...]:
 class _Seen(TorchDispatchMode):
     """Notes the ops that are called."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func.name()] = None
+        self.names[func.name() if isinstance(func, torch._ops.OpOverload) else f"higher_order::{func}"] = None
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ class Verdict:
 
     max_difference: the largest |candidate - eager| over finite values, on inputs of ordinary size.
     test: the weakest test that was needed: bits < element < float64 < decision < limit.
-    inputs: the input sets compared; `skipped`: those on which eager raises or returns no finite value.
+    inputs: the input sets compared; `skipped`: those that were not, and why.
     notes: differences on NaN and infinities that do not decide.
     """
 
