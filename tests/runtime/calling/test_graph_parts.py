@@ -62,7 +62,7 @@ def test_graphs_that_take_next_to_none_of_the_time_are_left_as_they_are():
     optimized = []
     graphs = [taking(seconds, optimized) for seconds in (0.5, 0.001, 0.2, 0.002)]
     never = taking(0.0, optimized)
-    assert weigh([*graphs, never], lambda: call(graphs, 0.297), lambda: None) == pytest.approx(1.0)
+    assert weigh([*graphs, never], lambda: call(graphs, 0.297)) == pytest.approx(1.0)
     assert optimized == [], "calls that weigh run the graphs as they are"
     call([*graphs, never])
     assert optimized == [0.5, 0.2, 0.0]
@@ -79,10 +79,20 @@ def test_one_that_turns_up_later_is_weighed_by_its_first_call(seconds, tried):
     late.late = 1.0
     call([late])
     assert optimized == []
-    assert "turned up later" in late.refused
+    assert "traced later" in late.refused
     call([late])
     call([late])
     assert optimized == tried
+
+
+def test_of_those_that_turn_up_later_only_some_are_optimized():
+    optimized = []
+    late = taking(0.5, optimized)
+    late.late, late.has_room = 1.0, lambda: False
+    call([late])
+    call([late])
+    assert optimized == []
+    assert late.refused == f"traced after {graph_parts.MOST} others for other sizes"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ FOR_ALL, FOR_EACH = 120.0, 15.0
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
-def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float], wait: Callable[[], None]) -> float:
+def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
     """Finds which share of the time of a call each graph takes; those that take next to none are left as they are.
 
     Returns the seconds of a call.
@@ -35,13 +35,12 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float], wait: Callab
     Args:
         graphs: a call may add some: these, and those that it does not reach, are not weighed.
         timed_call: calls the model and returns the seconds.
-        wait: until the device is done.
     """
     weighed = list(graphs)
     spent: list[float] = []
     while len(spent) < CALLS and sum(spent) <= ENOUGH:
         for graph in weighed:
-            graph.is_timed, graph.seconds, graph.wait = True, 0.0, wait
+            graph.is_timed, graph.seconds = True, 0.0
         seconds = timed_call()
         for graph in graphs:
             graph.is_timed = False
@@ -88,6 +87,8 @@ class Graph:
         share: of the time of a call; None if that is not known.
         late: seconds of a call of the model, for a graph that turned up when the others had been weighed: its first
             call weighs it.
+        has_room: whether one more of these is optimized.
+        wait: until the device is done.
     """
 
     def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
@@ -95,6 +96,8 @@ class Graph:
         self.is_timed, self.seconds, self.wait = False, 0.0, lambda: None
         self.share: float | None = None
         self.late: float | None = None
+        self.has_room: Callable[[], bool] = lambda: True
+        self._is_left = False
         self._as_it_is = graph.forward  # not the module, which prints what it raises
         self.known = {} if known is None else known  # by what decides about them
         self.fast: Optimized | None = None
@@ -108,16 +111,7 @@ class Graph:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._as_it_is(*args)
         if self.is_timed or (self.late is not None and not self._shares(args)):
-            start = time.perf_counter()
-            found = self._as_it_is(*args)
-            self.wait()
-            self.seconds += time.perf_counter() - start
-            if self.late is not None:
-                self.share, self.late = self.seconds / self.late, None
-                self.refused = "turned up later, and is optimized when it is called again"
-                if self.share < LATE * WORTH:
-                    self.leave(f"turned up later, and takes less than {LATE * WORTH:.0%} of the time")
-            return found
+            return self._timed(args)
         if not self._tried:
             with self._lock:
                 if not self._tried:
@@ -127,6 +121,28 @@ class Graph:
             return self._as_it_is(*args)
         return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
 
+    def _timed(self, args: Sequence[Any]) -> Any:
+        """A call of the graph as it is; the first one decides about a graph that turned up late."""
+        start = time.perf_counter()
+        found = self._as_it_is(*args)
+        self.wait()
+        spent = time.perf_counter() - start
+        self.seconds += spent
+        with self._lock:
+            if self.late is not None:
+                self.share, self.late = spent / self.late, None
+                self.refused = "traced later, and optimized when it is called again"
+                if self.share < LATE * WORTH:
+                    self.leave(f"traced later, and takes less than {LATE * WORTH:.0%} of the time")
+                elif not self.has_room():
+                    self.leave(f"traced after {MOST} others for other sizes")
+        return found
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it was found to be worth optimizing."""
+        return self.share is not None and not self._is_left
+
     @property
     def budget(self) -> float | None:
         """The seconds that may be spent on it; None if it is not known how much it matters."""
@@ -134,14 +150,14 @@ class Graph:
 
     def leave(self, reason: str) -> None:
         """It is run unchanged from now on."""
-        self.refused, self._tried = reason, True
+        self.refused, self._tried, self._is_left = reason, True, True
 
     def _optimize(self, args: Sequence[Any]) -> None:
         weights = {i: value for i, value in enumerate(args) if _is_static(value)}
         values = [value for i, value in enumerate(args) if i not in weights]
         training = any(module.training for module in self.graph.modules() if module is not self.graph)
         if training or not any(isinstance(value, torch.Tensor) for value in values):
-            self.refused = "it is in training mode" if training else "nothing to compute"
+            self.refused = "a module is in training mode" if training else "nothing to compute"
             return
         if self._shares(args):
             return

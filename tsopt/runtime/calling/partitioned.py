@@ -158,6 +158,7 @@ def optimize_partitioned(
     known: dict[Any, Graph] = {}
     call_seconds: float | None = None  # of the model, with its graphs as they are, once these have been weighed
     weighed = 0
+    wait = device_wait(example_input)
 
     def backend(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         number = len(graphs) + 1
@@ -167,12 +168,8 @@ def optimize_partitioned(
             return optimize(called, inputs, graphs[number - 1].budget)
 
         made = Graph(graph, announced, known)
-        if call_seconds is None:
-            made.is_timed = True
-        elif sum(item.fast is not None for item in graphs[weighed:]) < MOST:
-            made.late = call_seconds
-        else:
-            made.leave(f"turned up after {MOST} others for other sizes")
+        made.is_timed, made.late, made.wait = call_seconds is None, call_seconds, wait
+        made.has_room = lambda: sum(item.is_wanted for item in graphs[weighed:]) <= MOST  # itself among them
         graphs.append(made)
         return made
 
@@ -182,11 +179,10 @@ def optimize_partitioned(
         progress(EAGER)
         oracle = Oracle(model, example_input, None, seed=seed, state=state)
         inputs = Judge(oracle).inputs
-        wait = device_wait(example_input)
         try:
             with torch.no_grad(), protected(model):
                 (traced,) = seconds_of_calls(run, inputs[:1], 1, wait=wait)
-                call_seconds = weigh(graphs, lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0], wait)
+                call_seconds = weigh(graphs, lambda: seconds_of_calls(run, inputs[:1], 1, wait=wait)[0])
                 weighed = len(graphs)
                 cold = ColdStart.of([traced, *first_calls(run, inputs, wait)])
             verdict = oracle.judge(run)
