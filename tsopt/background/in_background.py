@@ -149,7 +149,7 @@ class InBackground:
         and around. Calls made while a job runs are counted too.
         """
         seen = self._specializations.seen(key)
-        if any(key in item.keys for item in seen.several):  # refused for something that is no size: strides, sharing
+        if any(key in item.keys for item in seen.several):  # refused because of strides or shared memory
             self._specializations.keep(key, self.model)
             return
         if len(self._counts) >= MAX_COUNTED:
@@ -160,8 +160,8 @@ class InBackground:
         seen.partner = seen.partner or key
         if self._job is not None:
             return
-        alone = partner is None or sizes_of(partner) == sizes_of(key) or self.options.get("dynamic") is not None
-        if alone or seen.failures >= MAX_FAILURES:
+        differs = partner is not None and sizes_of(partner) != sizes_of(key)
+        if not differs or seen.failures >= MAX_FAILURES or self.options.get("dynamic") is not None:
             partner = None
         warm = not self._started or seen.calls > self.options.get("warmup", 0)
         if warm and (partner is not None or not seen.failures or self._counts[key] > 1):

@@ -180,7 +180,7 @@ class EagerAnswers:
         return [] if program is None else program.outputs[len(program.signature.writes) :]
 
     def wide_output(self, expected: Expected, position: int) -> torch.Tensor | None:
-        """An output in float64; None where there is no program that gives the model's answers."""
+        """An output in float64; None without a program that computes what the model does."""
         wide = self._wide_values(expected)
         return None if wide is None else wide[self._outputs()[position]]
 
