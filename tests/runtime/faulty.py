@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -173,6 +174,7 @@ class Remembers(Right):
 
 
 Raises = _faulty(_raise)
+Collects = _faulty(lambda: None if gc.isenabled() else _raise())
 Segfaults = _faulty(lambda: ctypes.string_at(0))
 Divides = _faulty(lambda: os.kill(os.getpid(), signal.SIGFPE))
 Aborts = _faulty(os.abort)

@@ -51,6 +51,12 @@ def test_a_faulty_candidate_is_named_with_its_kind_and_the_rest_goes_on(name, tr
     assert found.winner in (MODEL, "eager")
 
 
+def test_garbage_is_collected_in_the_process_of_a_candidate(try_all):
+    """Not in the helper that it is forked from, which imports large libraries."""
+    rows, _ = try_all(FAULTY + "Collects")
+    assert rows["Collects"].status == "ok", rows
+
+
 def test_a_candidate_that_remembers_its_last_input_gains_nothing(try_all):
     rows, _ = try_all(FAULTY + "Remembers")
     assert rows["Remembers"].timing.p50 >= 1e3 * SLOW

@@ -22,6 +22,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
+from tsopt.runtime.onnx import registry
 from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
 from tsopt.runtime.onnx.places import take_places, with_places
@@ -38,7 +39,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     """
     check_opset(opset)
     try:
-        with quiet(stdout=True), torch.no_grad():
+        with quiet(stdout=True), torch.no_grad(), registry.made_once():
             lowered = through(program, _as_exported)
             made = torch.onnx.export(
                 with_places(exported(lowered), lowered),

@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +56,13 @@ class Sandbox:
 
     The process starts when the block is entered, so that it imports its libraries while the caller does other things;
     `open` then gives it the program. `start` and `close` do the same without a block, as often as wanted.
+
+    Args:
+        at_once: False starts it only when it gets a program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = True) -> None:
+        self._at_once = at_once
         self._contenders: list[Isolated] = []
         self._examples: dict[int, tuple[Example, Message]] = {}
         self._directories: list[tuple[Path, int]] = []  # with the open files that lock them
@@ -68,7 +73,8 @@ class Sandbox:
         self._is_ready = False
 
     def __enter__(self) -> Sandbox:
-        self.start()
+        if self._at_once:
+            self.start()
         return self
 
     def start(self) -> None:
@@ -82,7 +88,7 @@ class Sandbox:
             self._refused = f"cannot start a process: {error}"
             return
         with theirs:
-            command = [sys.executable, "-m", "tsopt.runtime.sandbox.worker", str(theirs.fileno())]
+            command = [sys.executable, "-m", "tsopt.runtime.sandbox", str(theirs.fileno())]
             nothing = subprocess.DEVNULL
             try:
                 self._process = subprocess.Popen(
@@ -115,6 +121,7 @@ class Sandbox:
         Raises:
             BackendError: it cannot be stored, or the process does not answer.
         """
+        self.start()
         if self._refused:
             raise BackendError(self._refused)
         self.program, self.threads, self.seconds, self.memory = programs[FP32], threads, seconds, memory
@@ -123,8 +130,7 @@ class Sandbox:
         try:
             for place in (SHARED, _usual()):  # left by races that were killed together with their helpers
                 locked_directory.sweep(place, OURS, RACE)
-            place = _roomiest(programs.values(), memory)
-            self.directory, lock = locked_directory.create(place, f"{OURS}{os.getpid()}-", RACE)
+            self.directory, lock = _directory(programs.values(), memory)
             self._directories.append((self.directory, lock))
             for name, program in programs.items():
                 self._stored.append(self.directory / name)
@@ -228,9 +234,31 @@ class Sandbox:
             self._connection.close()
             self._connection = None
         while self._directories:
-            directory, lock = self._directories.pop()
-            shutil.rmtree(directory, ignore_errors=True)
-            os.close(lock)
+            _remove(*self._directories.pop())
+
+
+@contextmanager
+def directory_for(program: Program, memory: int | None = None) -> Iterator[Path]:
+    """A directory for the weights of a program, and other files for an engine to open.
+
+    Args:
+        memory: bytes that candidates may take; what the machine has to spare when it is None.
+    """
+    directory, lock = _directory([program], memory)
+    try:
+        yield directory
+    finally:
+        _remove(directory, lock)
+
+
+def _directory(programs: Iterable[Program], memory: int | None) -> tuple[Path, int]:
+    """A new directory, and the open file that locks it."""
+    return locked_directory.create(_roomiest(programs, memory), f"{OURS}{os.getpid()}-", RACE)
+
+
+def _remove(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
 
 
 def _roomiest(programs: Iterable[Program], memory: int | None) -> Path:

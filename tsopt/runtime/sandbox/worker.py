@@ -1,6 +1,6 @@
 """The helper process of a race: imports torch once and forks a child for each candidate.
 
-Started as `python -m tsopt.runtime.sandbox.worker FD`; knows neither the user's script nor the model's class, only the
+Started as `python -m tsopt.runtime.sandbox FD`; knows neither the user's script nor the model's class, only the
 stored program. A candidate that crashes, hangs or exits takes its own child along and nothing else.
 """
 
@@ -15,10 +15,10 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,9 +46,9 @@ from tsopt.runtime.sandbox.processes import (
 )
 from tsopt.runtime.sandbox.transfer import Gone, Message, read_tensors, receive, send, write_tensors
 
-# Imported while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
+# Done while nothing is asked, at the latest before the fork of a child that exports to ONNX: no child pays for it.
 # NOTE: not OpenVINO, whose threads do not survive a fork.
-PRELOADED = (
+TO_IMPORT = (
     *("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript"),
     *("onnxscript.function_libs.torch_lib.ops", "onnxscript.rewriter", "tsopt.runtime.onnx.export"),
 )
@@ -63,12 +63,12 @@ def main(connection: socket.socket) -> None:
     die_first(HELPER_DIES)
     prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
     send(connection, {"ready": True})
-    to_import = list(PRELOADED)
+    to_do: list[Callable[[], None]] = [*(partial(_import, name) for name in TO_IMPORT), _prepare_exports]
     programs: dict[str, Program] = {}
     directory: Path | None = None
     while True:
-        while to_import and not select.select([connection], [], [], 0)[0]:
-            _import(to_import.pop(0))
+        while to_do and not select.select([connection], [], [], 0)[0]:
+            to_do.pop(0)()
         try:
             message, files = receive(connection, files=2)
         except Gone:  # the caller has ended, maybe without a chance to clean up
@@ -79,6 +79,10 @@ def main(connection: socket.socket) -> None:
             return
         if message["do"] == "program":
             directory = Path(message["directory"])
+            if programs:
+                programs.clear()
+                gc.collect()
+            gc.freeze()  # what is here stays: no collector is to look through it again
             try:
                 state = read_tensors(directory / "state", message["state"])
                 programs = {name: read_program(directory / name, state, own=True) for name in message["variants"]}
@@ -87,10 +91,8 @@ def main(connection: socket.socket) -> None:
                 answer = {"error": str(error)[:300]}
             send(connection, answer)
         elif message["do"] == "fork":
-            while to_import and message["through_onnx"]:
-                _import(to_import.pop(0))
-            gc.collect()
-            gc.freeze()  # what is here is shared with the children: their collector must not touch it
+            while to_do and message["through_onnx"]:
+                to_do.pop(0)()
             child = os.fork()
             if not child:
                 connection.close()
@@ -106,6 +108,13 @@ def _import(name: str) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is not None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def _prepare_exports() -> None:
+    with contextlib.suppress(Exception):  # an export that fails for the same reason says so
+        from tsopt.runtime.onnx import registry
+
+        registry.prepare()
 
 
 def _reap(pid: int, seconds: float) -> int | None:
@@ -124,6 +133,8 @@ def _become_candidate(files: list[int], message: Message, programs: Mapping[str,
     """The rest of a child's life."""
     code = 1
     try:
+        gc.freeze()  # what is here is shared with the helper: a collector that touches it would copy it
+        gc.enable()
         os.setsid()
         prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -238,7 +249,3 @@ class _Candidate:
             seconds = MEASUREMENTS[message["how"]](self.executable, calls, **message["counts"])
         rest()
         return {"seconds": seconds}
-
-
-if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,55 @@
+"""The exporter's registry of translations, made once: for each export, torch parses the source of 500 functions."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+_KEPT: dict[Any, Any] = {}
+_CHANGING = threading.RLock()
+
+
+@contextmanager
+def made_once() -> Iterator[None]:
+    """A block in which an export gets a copy of the registry of an earlier one, to which it can add its own."""
+    registry = _class()
+    if registry is None:
+        yield
+        return
+    make = registry.from_torchlib
+
+    def kept(*args: Any, **options: Any) -> Any:
+        # What it has of another library depends on whether that is imported.
+        key = args, tuple(options.items()), "torchvision" in sys.modules
+        if key not in _KEPT:
+            _KEPT[key] = make(*args, **options)
+        made = copy.copy(_KEPT[key])
+        made.functions = {target: list(known) for target, known in made.functions.items()}
+        return made
+
+    with _CHANGING, patch.object(registry, "from_torchlib", staticmethod(kept)):
+        yield
+
+
+def prepare() -> None:
+    """Makes the registry of an export whose opset is not given."""
+    from torch.onnx import _constants
+
+    registry, opset = _class(), getattr(_constants, "ONNX_DEFAULT_OPSET", None)
+    if registry is not None and opset is not None:
+        with made_once():
+            registry.from_torchlib(opset_version=opset)
+
+
+def _class() -> Any:
+    """torch's class, or None where a version of torch makes its registry in another way."""
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+    except ImportError:
+        return None
+    return ONNXRegistry if hasattr(ONNXRegistry, "from_torchlib") else None
