@@ -27,6 +27,7 @@ from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
+from tsopt.importing import without_collector
 from tsopt.passes.lower_precision import in_precision
 from tsopt.quantization import Int8Options, Quantization, quantize
 from tsopt.runtime.backends.candidate import Candidate
@@ -37,6 +38,7 @@ from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
+from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first
 from tsopt.runtime.racing.contenders import LEAST_SECONDS, RaceSettings
@@ -108,7 +110,10 @@ class Request:
     def as_one_graph(self, *examples: Example) -> Optimized:
         """The model as one program. Raises CaptureError if it cannot be captured as one."""
         example = examples[0]
-        with Sandbox() if self.isolate and is_on_cpu(example) else nullcontext() as sandbox:
+        kind = cache.kind_of(self.model, example) if self.cache else ""
+        # What a race needs is started early, unless this one is likely to be in the cache.
+        apart = Sandbox(at_once=not kind or not cache.may_know(kind)) if self.isolate and is_on_cpu(example) else None
+        with apart or nullcontext() as sandbox:
             self.progress("capture")
             start = time.perf_counter()
             given = list(examples) if len(examples) > 1 else example
@@ -121,7 +126,7 @@ class Request:
             start = time.perf_counter()
             quantized = self._quantized(rehearsal, made.optimized, example)
             left = self._budget_after(time.perf_counter() - start)
-            outcome = (cached_race if self.cache else race)(
+            outcome = (partial(cached_race, kind=kind) if self.cache else race)(
                 rehearsal.model,
                 made.captured,
                 variants(made.optimized, self.race.candidates, quantized),
@@ -285,8 +290,8 @@ class Request:
 
     def captured(self, given: Any, **options: Any) -> tuple[Program, Rehearsal]:
         """The program, and what to call instead of the model when a candidate is compared with it."""
-        # Imports most of torch, for which the sandbox need not wait.
-        from tsopt.compiler.capture.capture import capture_apart
+        with without_collector():  # imports most of torch, for which the sandbox need not wait
+            from tsopt.compiler.capture.capture import capture_apart
 
         frontend = "auto" if self.frontend == "one-graph" else self.frontend
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import tsopt
 from tests.runtime.helpers import ENTRY, KEY, candidates
+from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.racing import cache, cache_files
 
 RACING = candidates("eager", "onnxruntime")
@@ -337,11 +338,50 @@ def test_the_oldest_entries_go(monkeypatch):
     assert [path.stem for path in cache.entries()] == keys[1:]
 
 
+def test_the_files_of_winners_go_with_their_entries(monkeypatch):
+    monkeypatch.setattr(cache, "MOST", 1)
+    for age, letter in enumerate("ab"):
+        cache.keep(letter * 64, ENTRY, b"files")
+        os.utime(cache.directory() / f"{letter * 64}.json", (age, age))
+    assert [cache.files_of_winner(letter * 64) for letter in "ab"] == [None, b"files"]
+    cache.forget("b" * 64)
+    assert cache.files_of_winner("b" * 64) is None
+
+
+def test_the_files_of_winners_take_only_so_much(monkeypatch):
+    monkeypatch.setattr(cache_files, "MOST_BYTES", 25)
+    for age, letter in enumerate("abc"):
+        cache.keep(letter * 64, ENTRY, bytes(10))
+        os.utime(cache.directory() / f"{letter * 64}.files", (age, age))
+    assert [cache.files_of_winner(letter * 64) is None for letter in "abc"] == [True, False, False]
+    assert len(cache.entries()) == 3
+    assert cache_files.size() > 20
+
+
+def test_what_is_in_place_of_files_is_not_read():
+    cache.keep(KEY, ENTRY)
+    (cache.directory() / f"{KEY}.files").symlink_to(cache.directory() / f"{KEY}.json")
+    assert cache.files_of_winner(KEY) is None
+
+
+def test_a_race_is_likely_to_be_known_by_sizes_and_types():
+    model, x = torch.nn.Linear(2, 2), as_example(torch.ones(1, 2))
+    kind = cache.kind_of(model, x)
+    assert not cache.may_know(kind)
+    cache.keep(f"{kind}-{KEY}", ENTRY)
+    assert cache.may_know(kind)
+    assert cache.may_know(cache.kind_of(torch.nn.Linear(2, 2), as_example(torch.zeros(1, 2))))
+    others = [(model.double(), x), (torch.nn.Linear(2, 3), x), (torch.nn.LazyLinear(2), x)]
+    others += [(torch.nn.Linear(2, 2), as_example(torch.ones(2, 2))), (torch.relu, x)]
+    assert not any(cache.may_know(cache.kind_of(*other)) for other in others)
+
+
 def test_clear_removes_all_entries_and_nothing_else():
     other = kept().parent / "notes.txt"
     other.write_text("mine")
     cache.keep("cd" * 32, ENTRY)
     (cache.directory() / "left.new").write_text("by somebody who was killed")
+    (cache.directory() / "left.files").write_text("of an entry that has gone")
     assert cache.clear() == 2
     assert cache.clear() == 0
     assert [path.name for path in cache.directory().iterdir()] == ["notes.txt"]

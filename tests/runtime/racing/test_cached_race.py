@@ -13,8 +13,10 @@ from torch import nn
 
 import tsopt
 from tests.runtime.helpers import ENTRY, candidates
+from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.eager import EagerBackend
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.onnx import ort
 from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
@@ -22,6 +24,7 @@ from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.report import EAGER, MODEL, Row
 from tsopt.runtime.sandbox.processes import descendants
+from tsopt.runtime.sandbox.sandbox import Sandbox
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 TITLE = "eager + passes"
@@ -91,7 +94,7 @@ def test_nothing_is_imported_by_another_process_while_the_winner_is_timed_again(
     running, real = [], race_module.measure
 
     def measured(calls, *args, **options):
-        here = [item for item in descendants(os.getpid()) if "sandbox.worker" in command_of(item)]
+        here = [item for item in descendants(os.getpid()) if "runtime.sandbox" in command_of(item)]
         running.append(len(here))
         return real(calls, *args, **options)
 
@@ -118,6 +121,63 @@ def test_other_weights_take_the_winner_over_and_compute_their_own(races):
     other = optimize(make(seed=1))
     assert [len(backends) for backends in races] == [2, 1]
     torch.testing.assert_close(other(X), make(seed=1)(X).detach())
+
+
+@pytest.fixture
+def exports(monkeypatch):
+    """The models that this process exports for ONNX Runtime, which is the fastest."""
+    seen, real = [], ort.OnnxRuntimeBackend._exported
+
+    def counted(self, program):
+        seen.append(program.name)
+        return real(self, program)
+
+    monkeypatch.setattr(ort.OnnxRuntimeBackend, "_exported", counted)
+    monkeypatch.setitem(PACES, "ONNX Runtime", 0.5)
+    return seen
+
+
+def test_what_the_winner_was_compiled_to_is_opened(once_as_shipped, exports):
+    optimize(backends=("onnxruntime",))
+    again = optimize(backends=("onnxruntime",))
+    assert (again.report.winner, exports) == ("ONNX Runtime", [])
+    assert again.report.cached
+    torch.testing.assert_close(again(X), make()(X).detach())
+
+
+def test_what_was_compiled_for_other_weights_is_not_opened(once_as_shipped, exports):
+    optimize(backends=("onnxruntime",))
+    other = optimize(make(seed=1), backends=("onnxruntime",))
+    assert (len(exports), other.report.winner) == (1, "ONNX Runtime")
+    assert other.report.cached
+    torch.testing.assert_close(other(X), make(seed=1)(X).detach())
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-200], lambda raw: raw.replace(b"Gemm", b"Mmeg"), lambda raw: b""])
+def test_damaged_files_of_a_winner_are_not_opened(once_as_shipped, exports, damage):
+    optimize(backends=("onnxruntime",))
+    (path,) = cache.directory().glob("*.files")
+    path.write_bytes(damage(path.read_bytes()))
+    again = optimize(backends=("onnxruntime",))
+    assert (len(exports), again.report.winner) == (1, "ONNX Runtime")
+    torch.testing.assert_close(again(X), make()(X).detach())
+
+
+def test_no_process_is_started_for_a_race_that_is_likely_to_be_known(once_as_shipped, monkeypatch):
+    started, real = [], Sandbox.start
+
+    def counted(self):
+        started.append(self)
+        real(self)
+
+    monkeypatch.setattr(Sandbox, "start", counted)
+    optimize()
+    assert started
+    started.clear()
+    assert optimize().report.cached
+    assert started == []
+    optimize(backends=("torchscript",))  # the same sizes, another race
+    assert started
 
 
 def test_without_the_cache_nothing_is_taken_over_and_nothing_kept(races):
@@ -274,7 +334,8 @@ def test_a_winner_that_is_not_faster_any_more_is_raced_anew(races, monkeypatch):
     (path,) = cache.entries()
     plain = make()
     program = tsopt.capture(plain, X)
-    key = cache.key_of(program, tsopt.transform(program), candidates("null"), None)
+    raced = cache.key_of(program, tsopt.transform(program), candidates("null"), None)
+    key = f"{cache.kind_of(plain, as_example(X))}-{raced}"
     first = entry().rows[0]
     null = Row("null", key="null", timing=Timing((1.0,) * 7), speedup=Speedup(2.0, 1.9, 2.1))
     cache.keep(key, replace(entry(), rows=(first, null), winner="null"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from tsopt.errors import BundleError
 from tsopt.runtime.onnx.onnx_model import FILE
 
+DATA = f"{FILE}.data"
 LARGEST = (1 << 31) - 1  # bytes: protobuf's own limit
 MOST_NODES = 200_000  # with every call of a function in its place
 DEEPEST = 32  # graphs within graphs, functions within functions
@@ -123,11 +124,12 @@ Span = tuple[int, int]
 Name = tuple[str, str, str]  # of a function: domain, name, overload
 
 
-def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
+def check_onnx(directory: Path, sizes: Mapping[str, int], data: Collection[str] = (DATA,)) -> None:
     """Looks through the ONNX model of a bundle.
 
     Args:
         sizes: bytes of each file of the bundle: there is nothing else that the model may refer to.
+        data: those that may contain weights.
 
     Raises:
         BundleError: it refers to something outside, holds less than it says, calls what is not known, or is too
@@ -139,9 +141,9 @@ def check_onnx(directory: Path, sizes: Mapping[str, int]) -> None:
         raise BundleError("the bundle is damaged", where=str(directory), why=f"it does not contain {FILE}")
     if not 0 < size <= LARGEST:
         raise _refused(path, f"its size is {size} bytes")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         try:
-            _Scan(data, path, sizes).model()
+            _Scan(mapped, path, sizes, data).model()
         except (IndexError, UnicodeDecodeError) as error:  # it ends in the middle of something
             raise _refused(path, f"it is truncated or not an ONNX file: {error}") from error
 
@@ -160,8 +162,8 @@ class _Body:
 
 
 class _Scan:
-    def __init__(self, data: mmap.mmap, path: Path, sizes: Mapping[str, int]) -> None:
-        self.data, self.path, self.sizes = data, path, sizes
+    def __init__(self, data: mmap.mmap, path: Path, sizes: Mapping[str, int], beside: Collection[str]) -> None:
+        self.data, self.path, self.sizes, self.beside = data, path, sizes, beside
         self.main = _Body()
         self.functions: dict[Name, _Body] = {}
 
@@ -308,7 +310,7 @@ class _Scan:
 
     def external(self, where: Mapping[str, str], needed: int, held: bool, kind: int) -> None:
         location = where.get("location", "")
-        if location != f"{FILE}.data" or location not in self.sizes:
+        if location not in self.beside or location not in self.sizes:
             raise self.refuse(f"a tensor is stored in {location[:80]!r}, which is not a file of the bundle")
         numbers = [where.get("offset", "0"), where.get("length", str(needed))]
         if not all(text.isascii() and text.isdigit() and len(text) < 16 for text in numbers):

@@ -11,24 +11,42 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from torch import nn
+from torch.nn.parameter import is_lazy
+
 from tsopt._version import __version__
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.verdict import INACCURATE, ORDER, Verdict
 from tsopt.runtime.racing import cache_files
 from tsopt.runtime.racing.cache_directory import directory, objection
-from tsopt.runtime.racing.cache_files import LARGEST, clear, entries, forget
+from tsopt.runtime.racing.cache_files import FILES, LARGEST, clear, entries, forget
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.racing.outcomes import MISSING, NOT_CHECKED, NOT_TIMED, REFUSED, SLOWER
 from tsopt.runtime.racing.speedup import Speedup, Timing
 from tsopt.runtime.racing.timing import ColdStart
 from tsopt.runtime.report import MODEL, Row
 
-__all__ = ["Entry", "clear", "directory", "entries", "find", "forget", "keep", "key_of", "objection"]
+__all__ = [
+    "Entry",
+    "clear",
+    "directory",
+    "entries",
+    "files_of_winner",
+    "find",
+    "forget",
+    "keep",
+    "key_of",
+    "kind_of",
+    "may_know",
+    "objection",
+]
 
 log = logging.getLogger("tsopt")
 FORMAT = 2
@@ -89,6 +107,21 @@ def key_of(
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
+def kind_of(model: Callable[..., Any], example: Example) -> str:
+    """What the key of a race begins with, which can be told before the model is captured: sizes and types."""
+    held = [*model.named_parameters(), *model.named_buffers()] if isinstance(model, nn.Module) else []
+    leaves, _ = flatten((example.args, example.kwargs))
+    tensors = [*held, *((str(number), leaf) for number, leaf in enumerate(leaves))]
+    sized = [(name, value) for name, value in tensors if not is_lazy(value)]
+    what = [type(model).__qualname__, *(f"{name} {list(value.shape)} {value.dtype}" for name, value in sized)]
+    return hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
+
+
+def may_know(kind: str) -> bool:
+    """Whether there is an entry for a model and an example of this kind."""
+    return cache_files.is_any(f"{kind}-")
+
+
 def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float | None = None) -> Entry | None:
     """The entry of a race that timed for as long, or None. One that is damaged is removed.
 
@@ -110,16 +143,31 @@ def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float |
     return entry
 
 
-def keep(key: str, entry: Entry) -> None:
-    """Writes an entry, whole or not at all; a cache that cannot be written is no error."""
+def keep(key: str, entry: Entry, files: bytes | None = None) -> None:
+    """Writes an entry, whole or not at all; a cache that cannot be written is no error.
+
+    Args:
+        files: those of the winner (`kept_files.packed`).
+    """
     raw = json.dumps(_json(entry, key)).encode()
     if len(raw) > LARGEST:
         return
     try:
+        if files is not None:
+            cache_files.write(key, files, FILES)
         cache_files.write(key, raw)
         cache_files.drop_oldest(MOST)
     except (OSError, ValueError) as error:
         log.info("cannot write the cache entry: %s", error)
+
+
+def files_of_winner(key: str) -> bytes | None:
+    """What was kept with an entry; None if there is nothing that can be read."""
+    try:
+        return cache_files.read(key, FILES)
+    except (OSError, ValueError) as error:
+        log.info("cannot read what a winner was compiled to: %s", error)
+        return None
 
 
 def _json(entry: Entry, key: str) -> dict[str, Any]:

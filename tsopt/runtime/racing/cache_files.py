@@ -11,20 +11,22 @@ from pathlib import Path
 from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.racing.cache_directory import directory, objection
 
-LARGEST = 1 << 20  # bytes of an entry
-SUFFIX, UNFINISHED = ".json", ".new"  # end the names of an entry, and of one that is being written
+LARGEST = 5 << 18  # bytes of a file
+MOST_BYTES = 256 << 20  # of all files
+# End the names of an entry, of the files of its winner, and of what is being written.
+SUFFIX, FILES, UNFINISHED = ".json", ".files", ".new"
 
 
-def read(key: str) -> bytes | None:
-    """An entry; None where there is none.
+def read(key: str, suffix: str = SUFFIX) -> bytes | None:
+    """An entry, or the files of its winner; None where there is none.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: what is there is not a file of an entry's size.
+        ValueError: what is there is not a file of that size.
     """
     if objection():
         return None
-    place = _file(key)
+    place = _file(key, suffix)
     try:
         _check(place.lstat())  # before it is opened: to open a device may do something
         # NOTE: never through a link, which could lead to anybody's file, and without waiting for the other end of a
@@ -44,8 +46,8 @@ def _check(found: os.stat_result) -> None:
         raise ValueError(f"it is too large: {found.st_size} bytes")
 
 
-def write(key: str, raw: bytes) -> None:
-    """Puts an entry in its place, whole or not at all.
+def write(key: str, raw: bytes, suffix: str = SUFFIX) -> None:
+    """Puts an entry, or the files of its winner, in its place, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -59,7 +61,7 @@ def write(key: str, raw: bytes) -> None:
     try:
         with os.fdopen(file, "wb") as out:
             out.write(raw)
-        os.replace(name, _file(key))
+        os.replace(name, _file(key, suffix))
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -67,14 +69,24 @@ def write(key: str, raw: bytes) -> None:
 
 def forget(key: str) -> None:
     """Removes an entry, or what is in its place, if that can be removed."""
-    with contextlib.suppress(OSError):
-        _file(key).unlink()
+    for suffix in (SUFFIX, FILES):
+        with contextlib.suppress(OSError):
+            _file(key, suffix).unlink()
+
+
+def is_any(beginning: str) -> bool:
+    """Whether there is an entry whose key begins like this."""
+    return any(path.name.startswith(beginning) for path in _named(SUFFIX))
 
 
 def entries() -> list[Path]:
     """The files of the entries, the oldest first."""
+    return _regular(SUFFIX)
+
+
+def _regular(suffix: str) -> list[Path]:
     found = []
-    for path in _named(SUFFIX):
+    for path in _named(suffix):
         with contextlib.suppress(OSError):  # another process may just have removed it
             facts = path.lstat()
             if stat.S_ISREG(facts.st_mode):
@@ -83,18 +95,27 @@ def entries() -> list[Path]:
 
 
 def size() -> int:
-    """Bytes of all entries."""
-    total = 0
-    for path in entries():
-        with contextlib.suppress(OSError):
-            total += path.lstat().st_size
-    return total
+    """Bytes of all entries, and of the files of their winners."""
+    return sum(map(_size, (*_regular(SUFFIX), *_regular(FILES))))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:  # another process has just removed it
+        return 0
 
 
 def drop_oldest(most: int) -> None:
-    """Removes entries until so many are left."""
+    """Removes entries until so many are left, and files of winners until they take MOST_BYTES at most."""
     for path in entries()[:-most]:
         path.unlink(missing_ok=True)
+        path.with_suffix(FILES).unlink(missing_ok=True)
+    total = 0
+    for path in reversed(_regular(FILES)):
+        total += _size(path)
+        if total > MOST_BYTES:
+            path.unlink(missing_ok=True)
 
 
 def clear() -> int:
@@ -104,7 +125,7 @@ def clear() -> int:
         OSError: for one that cannot be removed.
     """
     count = len(entries())
-    for path in (*_named(SUFFIX), *_named(UNFINISHED)):
+    for path in (*_named(SUFFIX), *_named(FILES), *_named(UNFINISHED)):
         if path.is_dir() and not path.is_symlink():
             continue  # not ours: nothing here makes one
         path.unlink(missing_ok=True)
@@ -123,5 +144,5 @@ def _named(suffix: str) -> list[Path]:
         return []
 
 
-def _file(key: str) -> Path:
-    return directory() / f"{key}{SUFFIX}"
+def _file(key: str, suffix: str) -> Path:
+    return directory() / f"{key}{suffix}"

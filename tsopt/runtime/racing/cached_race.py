@@ -36,10 +36,15 @@ def cached_race(
     example: Example,
     settings: RaceSettings,
     *,
+    kind: str = "",
     sandbox: Sandbox | None = None,
     progress: Progress | None = None,
 ) -> Race:
-    """`race`, or a cached one of the same program on this machine, where its winner is still right and faster."""
+    """`race`, or a cached one of the same program on this machine, where its winner is still right and faster.
+
+    Args:
+        kind: see `cache.kind_of`.
+    """
     switches = ("check_indices", "strict_specials", "time_all")
     key = cache.key_of(
         *(captured, cast(Program, programs[FP32]), settings.candidates, settings.threads),
@@ -48,12 +53,15 @@ def cached_race(
     )
     if settings.criterion is not None and not settings.criterion.key:
         key = None  # the user's metric may change between runs
+    key = key and f"{kind}-{key}"
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:
         short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
 
         def again(candidate: Candidate, sandbox: Sandbox | None = None) -> Race:
             only = replace(short, candidates=(candidate,))
+            if candidate.key == entry.winner:
+                only = replace(only, again=True, files=cache.files_of_winner(key))
             return race(model, captured, programs, example, only, sandbox=sandbox, progress=progress)
 
         if sandbox is not None and entry.winner != MODEL:
@@ -64,9 +72,10 @@ def cached_race(
         if sandbox is not None:
             sandbox.start()
         cache.forget(key)
+    settings = replace(settings, keep_files=key is not None)
     found = race(model, captured, programs, example, settings, sandbox=sandbox, progress=progress)
     if key is not None and _is_repeatable(found):
-        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time()))
+        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time()), found.files)
     return found
 
 

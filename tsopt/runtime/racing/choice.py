@@ -29,6 +29,7 @@ class Race:
     not_isolated_because: why candidates ran in the caller's process, where each was meant to have one of its own.
     interrupted: whether the timing ended early, because the caller wanted the best candidate until then.
     cached: when the rows were measured, where that was not now, and what was checked since.
+    files: what the winner was compiled to, where that is to be kept.
     """
 
     rows: tuple[Row, ...]
@@ -39,6 +40,7 @@ class Race:
     not_isolated_because: str = ""
     interrupted: bool = False
     cached: str = ""
+    files: bytes | None = None
 
     @property
     def row(self) -> Row:
@@ -89,8 +91,9 @@ def choose(
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
             why = f"{row.speedup} as fast as eager{_level_with(row, faster, candidates)}"
-            rows = [replace(r, notes=executable.notes) if r is row else r for r in rows]
-            return Race(tuple(rows), row.key, why, executable, candidate)
+            chosen = replace(row, notes=executable.notes, accuracy=row.accuracy or verdict)
+            rows = [chosen if r is row else r for r in rows]
+            return Race(tuple(rows), row.key, why, executable, candidate, files=maker.files.get(row.key))
         rows = [replace(r, status=status, reason=f"after timing: {failure}") if r is row else r for r in rows]
     return Race(tuple(rows), MODEL, _why_eager(rows), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import time
@@ -24,10 +25,12 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion
 from tsopt.runtime.checking.judge import HeldOut
+from tsopt.runtime.racing.kept_files import packed, unpack
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, Isolated
 from tsopt.runtime.sandbox.processes import available_memory
-from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate
+from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate, directory_for
 
+log = logging.getLogger("tsopt")
 SHARE_OF_FREE = 0.8  # of the memory that is free: what the candidates of a race may take together
 COPIES = 2.0  # times the bytes of the weights: what a compiled candidate takes, engines that pack them included
 MANY = 256 << 20  # bytes of weights: copies of them in processes that are unlikely to be needed are too many
@@ -55,6 +58,9 @@ class RaceSettings:
         best_so_far: Ctrl-C ends the timing, and the best candidate until then is verified and returned.
         share_weights: let the winner read the model's weights where they are.
         warn: when no candidate could be tried.
+        again: the only candidate has won before, and is verified once, after the rounds.
+        files: those that it was compiled to then, if they were kept.
+        keep_files: those of the winner are to be kept.
     """
 
     candidates: Sequence[Candidate]
@@ -71,6 +77,9 @@ class RaceSettings:
     best_so_far: bool = False
     share_weights: bool = False
     warn: bool = True
+    again: bool = False
+    files: bytes | None = None
+    keep_files: bool = False
 
     def candidate(self, key: str) -> Candidate:
         """The candidate with a key. Raises StopIteration: there is none."""
@@ -110,10 +119,12 @@ class Maker:
     Attributes:
         memory: bytes that all candidates may take together; None if nobody knows how much is free.
         not_isolated_because: why candidates run in this process, where each was meant to have one of its own.
+        files: by the key of a candidate that was opened here, what it was compiled to.
     """
 
     def __init__(self, programs: Variants, settings: RaceSettings, sandbox: Sandbox | None) -> None:
         self.settings = settings
+        self.files: dict[str, bytes | None] = {}
         free = available_memory()
         self.memory = settings.memory or (None if free is None else int(SHARE_OF_FREE * free))
         self.not_isolated_because = _open(sandbox, programs, settings.memory)
@@ -176,8 +187,26 @@ class Maker:
         if begun is not None:
             return begun, begun.finish()
         start = time.perf_counter()
-        made = compile(self.program(candidate), candidate, share_weights=True, **self._options(candidate))
+        made = self._opened(candidate)
+        if made is None:
+            made = compile(self.program(candidate), candidate, share_weights=True, **self._options(candidate))
         return made, time.perf_counter() - start
+
+    def _opened(self, candidate: Candidate) -> Executable | None:
+        """A candidate from the files that were kept of it; None if there are none, or others than it would write."""
+        program, raw = self.program(candidate), self.settings.files
+        if raw is None:
+            return None
+        with directory_for(program, self.settings.memory) as place:
+            if not unpack(raw, program, place):
+                return None
+            try:
+                made = reopen(program, place, candidate, share_weights=True, **self._options(candidate))
+            except Exception as error:  # whatever an engine says of a file: without it, the candidate is compiled
+                log.info("the files of %s are not used: %s", candidate.title, error)
+                return None
+        self.files[candidate.key] = raw
+        return made
 
     def limit(self, clock: Clock, still_to_come: int = 1) -> None:
         """Lets a candidate with a process of its own take its share of the time that is left for each answer."""
@@ -192,6 +221,8 @@ class Maker:
         isolated = cast(Isolated, contender)
         if self.reopens(contender, candidate):
             place = isolated.saved()
+            if self.settings.keep_files:
+                self.files[candidate.key] = packed(place)
             isolated.retire()  # its weights and those of the executable are not held at the same time
             try:
                 return reopen(program, place, candidate, share_weights=self.settings.share_weights, **options)

@@ -166,9 +166,10 @@ class _Preparation:
             if self._is_hopeless(entry) and not all_of_them:
                 entry.leave(NOT_CHECKED, _behind(entry, self.best))
                 continue
-            self.progress(f"check {entry.row.name}")
-            self._check(entry)
-            give_back_memory()  # of answers that were compared
+            if not self.maker.settings.again:
+                self.progress(f"check {entry.row.name}")
+                self._check(entry)
+                give_back_memory()  # of answers that were compared
             if entry.contender is not None:
                 self.best = min(self.best, entry.call_seconds)
 

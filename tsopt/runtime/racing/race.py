@@ -76,6 +76,14 @@ def race(
     progress("eager")
     ask = partial(Oracle, model, example, captured, strict_specials=settings.strict_specials)
     judge = Judge(ask(seed=settings.seed), settings.held_out, settings.criterion)
+
+    def last_judge(few: bool) -> Judge:
+        if settings.again:
+            return replace(judge, is_last=True)
+        # Fresh inputs: what the race measured must not be all that is right.
+        oracle = ask(seed=settings.seed + 1, few=few)
+        return Judge(oracle, () if few else settings.held_out, settings.criterion, is_last=True)
+
     before = torch.get_num_threads()
     try:
         if settings.threads is not None:
@@ -100,12 +108,7 @@ def race(
             maker,
             rows,
             contenders,
-            # Fresh inputs: what the race measured must not be all that is right.
-            lambda few: Judge(
-                *(ask(seed=settings.seed + 1, few=few), () if few else settings.held_out),
-                criterion=settings.criterion,
-                is_last=True,
-            ),
+            last_judge,
             partial(
                 unsteady,
                 model=model,
