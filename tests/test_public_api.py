@@ -75,3 +75,11 @@ def test_the_version_is_one():
     from tsopt._version import __version__
 
     assert tsopt.__version__ == __version__
+
+
+@pytest.mark.parametrize("function", [tsopt.optimize, tsopt.transform])
+def test_the_default_passes_can_be_read_in_a_signature(function):
+    said = str(inspect.signature(function).parameters["passes"].default)
+    assert "RulePass(name='algebra')" in said
+    assert "lambda" not in said
+    assert len(said) < 1500

@@ -20,67 +20,15 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.background.helpers import QUICK, Net, X, reports
 from tsopt.background import in_background
 from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling.model_changes import Watch
-
-QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",), "background": True}
-X = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + 0.1 * nn.functional.gelu(self.linear(self.norm(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(Small() for _ in range(4)))
-        self.register_buffer("x", torch.zeros(()))  # called as the input is
-
-    def forward(self, x):
-        self.x += 1
-        return self.layers(x)
 
 
 class Decides(Net):
     def forward(self, x):
         return self.layers(x) if float(x.sum()) > 0 else x
-
-
-# Python imports this at startup, in the background process too: every candidate that is verified beats eager there.
-FASTER = """
-from tsopt.runtime.racing import preparation, race, tournament
-from tsopt.runtime.racing.speedup import Speedup
-
-race.speedup = lambda *_: Speedup(2.0, 1.9, 2.1)
-race.ratio_of_single_calls = lambda *_: 2.0
-preparation.HOPELESS = preparation.HOPELESS_IF_LONG = float("inf")
-tournament.SETTLE = 0.0
-"""
-
-
-@pytest.fixture(autouse=True)
-def faster(tmp_path_factory, monkeypatch):
-    place = tmp_path_factory.mktemp("site")
-    (place / "sitecustomize.py").write_text(FASTER)
-    monkeypatch.syspath_prepend(place)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
-def reports(net):
-    return compiled_of(net).fast.reports
 
 
 def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
@@ -293,85 +241,6 @@ def test_weights_that_are_put_in_the_place_of_others_are_used(monkeypatch):
         change()
         assert watch.changed()
     torch.testing.assert_close(net(X), net.layers(X))
-
-
-def rows_of(rows):
-    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows))
-
-
-def test_calls_that_differ_in_their_sizes_get_one_program_for_all(monkeypatch):
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    net(rows_of(4))  # a job for this size
-    tsopt.wait(net)
-    net(rows_of(9))  # and one for both, and those between
-    tsopt.wait(net)
-    assert [report.sizes for report in reports(net)] == ["", "batch: 1..18, checked at 1, 2, 7, 18"]
-    wanted = {rows: Net().eval().layers(rows_of(rows)) for rows in (2, 6, 9, 18)}
-    monkeypatch.setattr(nn.functional, "gelu", None)
-    for rows, found in wanted.items():
-        torch.testing.assert_close(net(rows_of(rows)), found)
-
-
-def test_a_call_that_the_program_for_its_sizes_refuses_is_left_to_the_model():
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    for rows in (4, 9):
-        net(rows_of(rows))
-        tsopt.wait(net)
-    twice = rows_of(9).repeat(1, 2)[:, ::2]  # of other strides
-    for _ in range(3):
-        torch.testing.assert_close(net(twice), Net().eval().layers(twice))
-        assert tsopt.wait(net)
-    assert len(reports(net)) <= 3, "no job is begun again and again"
-
-
-class Cache:
-    def __init__(self):
-        self.rows, self.seen = torch.zeros(2, 16), 2
-
-
-class Step(Net):
-    """Its cache grows by a row with each call, and counts the rows."""
-
-    def forward(self, x, cache):
-        cache.rows, cache.seen = torch.cat([cache.rows, self.layers(x)]), cache.seen + 1
-        return x + cache.rows.mean(0), cache.seen
-
-
-@pytest.mark.slow
-def test_a_cache_that_grows_while_a_job_is_running_is_compiled_for_many_sizes(monkeypatch):
-    net, eager = tsopt.hybridize(Step().eval(), **QUICK), Step().eval()
-    x, mine = rows_of(1), Cache()
-    for _ in range(5):  # a job for the first size, which never comes again; the others are seen meanwhile
-        net(x, mine)
-    tsopt.wait(net)
-    net(x, mine)
-    tsopt.wait(net)
-    assert len(reports(net)) == 2
-    theirs = Cache()
-    for _ in range(6):
-        eager(x, theirs)
-    wanted = [eager(x, theirs) for _ in range(3)]
-    monkeypatch.setattr(nn.functional, "gelu", None)
-    for value, count in wanted:
-        found = net(x, mine)
-        torch.testing.assert_close(found[0], value)
-        assert found[1] == count == mine.seen
-    torch.testing.assert_close(mine.rows, theirs.rows)
-
-
-@pytest.mark.slow
-def test_where_no_program_serves_two_sizes_each_that_comes_again_gets_its_own():
-    class BySize(Net):
-        def forward(self, x):
-            return self.layers(x) * float(str(x.shape[0]))  # nothing that a program could follow
-
-    net = tsopt.hybridize(BySize().eval(), **QUICK)
-    for rows in (4, 9, 9, 9):
-        net(rows_of(rows))
-        tsopt.wait(net)
-    assert [report.winner for report in reports(net)][-1] == "TorchScript"
-    torch.testing.assert_close(net(rows_of(9)), BySize().eval()(rows_of(9)))
-    assert net(rows_of(5)).shape == (5, 16)
 
 
 def test_autocast_is_eager():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,8 +54,8 @@ class Rule:
     """A rewrite rule: patterns, the function that replaces a match, and its numerics class. `doc` is the equation."""
 
     name: str
-    functions: tuple[Callable[..., Any], ...]
-    body: Callable[..., fx.Node | Skip | None]
+    functions: tuple[Callable[..., Any], ...] = field(repr=False)
+    body: Callable[..., fx.Node | Skip | None] = field(repr=False)
     numerics: Numerics
     doc: str
 
@@ -133,7 +133,7 @@ class RulePass(Pass):
     """Applies rules to every value in graph order, and again to everything that changed, until none matches."""
 
     name: str
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = field(repr=False)  # a hundred, in the signature of `optimize`
 
     def run(self, program: Program, limits: Limits) -> Changes:
         return _Driver(self, program, limits).run()

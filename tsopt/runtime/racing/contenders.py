@@ -33,7 +33,7 @@ from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate, directory_for
 log = logging.getLogger("tsopt")
 SHARE_OF_FREE = 0.8  # of the memory that is free: what the candidates of a race may take together
 COPIES = 2.0  # times the bytes of the weights: what a compiled candidate takes, engines that pack them included
-MANY = 256 << 20  # bytes of weights: copies of them in processes that are unlikely to be needed are too many
+MANY = 32 << 20  # bytes of weights: copies of them in processes that are unlikely to be needed are too many
 LEAST_SECONDS = 0.05  # for an answer, however little of the budget is left
 
 Progress = Callable[[str], None]
