@@ -267,3 +267,20 @@ def test_a_layer_without_parameters_stays_in_float32():
     program = tsopt.capture(Net(lambda self, x: F.linear(x, torch.ones(2, 3))), torch.ones(1, 3))
     assert StaticInt8({}).qparams == {}
     assert with_integer_products(program).text == program.text
+
+
+@pytest.mark.slow
+def test_engines_in_processes_of_their_own_know_the_ops_of_int8():
+    """Their parent has prepared exports before it reads the program, which registers these ops."""
+    fast = tsopt.optimize(
+        Residual().eval(),
+        images(1)[0],
+        precision="int8",
+        calibration=images(8),
+        backends=("onnxruntime", "openvino"),
+        cache=False,
+        seconds=0.1,
+    )
+    rows = [row for row in fast.report.rows if "int8-static" in row.key]
+    assert len(rows) >= 2
+    assert not any(row.status in ("failed", "unsupported") for row in rows), rows

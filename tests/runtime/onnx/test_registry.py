@@ -44,6 +44,15 @@ def test_what_an_export_adds_is_its_own(made):
     assert len(made) == 1
 
 
+def test_ops_that_are_registered_later_are_translated(made, monkeypatch):
+    names = torch._C._dispatch_get_all_op_names()
+    with registry.made_once():
+        exporter.ONNXRegistry.from_torchlib(opset_version=18)
+        monkeypatch.setattr(torch._C, "_dispatch_get_all_op_names", lambda: [*names, "mine::op"])
+        exporter.ONNXRegistry.from_torchlib(opset_version=18)
+    assert len(made) == 2
+
+
 def test_torch_makes_its_own_outside(made):
     with registry.made_once():
         exporter.ONNXRegistry.from_torchlib(opset_version=18)

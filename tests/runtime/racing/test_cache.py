@@ -358,12 +358,19 @@ def test_the_files_of_winners_take_only_so_much(monkeypatch):
     assert cache_files.size() > 20
 
 
+def test_an_entry_without_files_removes_those_of_an_earlier_winner():
+    cache.keep(KEY, ENTRY, b"files")
+    cache.keep(KEY, ENTRY)
+    assert cache.files_of_winner(KEY) is None
+
+
 def test_what_is_in_place_of_files_is_not_read():
     cache.keep(KEY, ENTRY)
     (cache.directory() / f"{KEY}.files").symlink_to(cache.directory() / f"{KEY}.json")
     assert cache.files_of_winner(KEY) is None
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_race_is_likely_to_be_known_by_sizes_and_types():
     model, x = torch.nn.Linear(2, 2), as_example(torch.ones(1, 2))
     kind = cache.kind_of(model, x)
@@ -374,6 +381,8 @@ def test_a_race_is_likely_to_be_known_by_sizes_and_types():
     others = [(model.double(), x), (torch.nn.Linear(2, 3), x), (torch.nn.LazyLinear(2), x)]
     others += [(torch.nn.Linear(2, 2), as_example(torch.ones(2, 2))), (torch.relu, x)]
     assert not any(cache.may_know(cache.kind_of(*other)) for other in others)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert cache.kind_of(model, as_example(nested)) == ""
 
 
 def test_clear_removes_all_entries_and_nothing_else():

@@ -17,7 +17,7 @@ from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.eager import EagerBackend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.onnx import ort
-from tsopt.runtime.racing import cache, cached_race
+from tsopt.runtime.racing import cache, cached_race, kept_files
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.outcomes import LOST
@@ -161,6 +161,18 @@ def test_damaged_files_of_a_winner_are_not_opened(once_as_shipped, exports, dama
     again = optimize(backends=("onnxruntime",))
     assert (len(exports), again.report.winner) == (1, "ONNX Runtime")
     torch.testing.assert_close(again(X), make()(X).detach())
+
+
+def test_where_there_is_no_room_the_winner_is_compiled_again(once_as_shipped, exports, monkeypatch):
+    optimize(backends=("onnxruntime",))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_files, "write_weights", full)
+    again = optimize(backends=("onnxruntime",))
+    assert (len(exports), again.report.winner) == (1, "ONNX Runtime")
+    assert again.report.cached
 
 
 def test_no_process_is_started_for_a_race_that_is_likely_to_be_known(once_as_shipped, monkeypatch):

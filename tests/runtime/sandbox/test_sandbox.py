@@ -89,25 +89,6 @@ def test_of_a_large_model_only_the_fastest_are_kept(try_all, no_winner, monkeypa
     assert {row.status for row in rows.values()} == {"ok"}
 
 
-def test_of_a_large_model_one_is_left_when_another_is_compiled(sandbox, try_all, no_winner, monkeypatch):
-    took = {"eager": 1.0, FAULTY + "Noisy": 1.2, FAULTY + "Right": 1.3}
-    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
-    monkeypatch.setattr(preparation, "seconds_of", lambda *_: 9.0)
-    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
-    monkeypatch.setattr(contenders, "MANY", 0)
-    alive, before, real = [], len(sandbox._contenders), Maker.begin
-
-    def counted(self, *args):
-        alive.append(sum(not item.retired for item in sandbox._contenders[before:]))
-        return real(self, *args)
-
-    monkeypatch.setattr(Maker, "begin", counted)
-    rows, _ = try_all(*took)
-    assert alive == [0, 1, 1]
-    assert [row.status for row in rows.values()] == ["ok", "ok", "not timed", "ok"]
-
-
 @pytest.mark.parametrize(("memory", "kept"), [(499, 3), (399, 2), (1, 2)])
 def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_winner, monkeypatch, memory, kept):
     took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Noisy": 2.0, "onnxruntime": 2.5, FAULTY + "Right": 3.0}

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.errors import BundleError
-from tsopt.runtime.onnx.onnx_model import FILE
+from tsopt.runtime.onnx.onnx_model import DATA, FILE
 
-DATA = f"{FILE}.data"
 LARGEST = (1 << 31) - 1  # bytes: protobuf's own limit
 MOST_NODES = 200_000  # with every call of a function in its place
 DEEPEST = 32  # graphs within graphs, functions within functions

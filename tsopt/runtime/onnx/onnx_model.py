@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.graph.program import Program
 
 FILE = "model.onnx"  # in the directory of a bundle or of a candidate
+DATA = f"{FILE}.data"  # beside it: weights that are not in the program's file
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
 STORED = ".stored"  # suffix of the name of a weight that is stored in its memory order
@@ -93,7 +94,7 @@ class OnnxModel:
             else:
                 value.const_value = _external(value.const_value, offset)
         if written:
-            tensors = convert_tensors_to_external([value.const_value for value in written], directory, f"{FILE}.data")
+            tensors = convert_tensors_to_external([value.const_value for value in written], directory, DATA)
             for value, tensor in zip(written, tensors, strict=True):
                 value.const_value = tensor
         onnx_ir.save(model, directory / FILE)

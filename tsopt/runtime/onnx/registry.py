@@ -1,14 +1,18 @@
-"""The exporter's registry of translations, made once: for each export, torch parses the source of 500 functions."""
+"""The exporter's registry of translations, made once: for each export, torch parses the source of 500 functions.
+
+It contains only translations of ops that are registered, so it is made again when there are more of these.
+"""
 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 _KEPT: dict[Any, Any] = {}
 _CHANGING = threading.RLock()
@@ -21,19 +25,19 @@ def made_once() -> Iterator[None]:
     if registry is None:
         yield
         return
-    make = registry.from_torchlib
+    with _CHANGING:
+        make = registry.from_torchlib
 
-    def kept(*args: Any, **options: Any) -> Any:
-        # What it has of another library depends on whether that is imported.
-        key = args, tuple(options.items()), "torchvision" in sys.modules
-        if key not in _KEPT:
-            _KEPT[key] = make(*args, **options)
-        made = copy.copy(_KEPT[key])
-        made.functions = {target: list(known) for target, known in made.functions.items()}
-        return made
+        def kept(*args: Any, **options: Any) -> Any:
+            key = args, tuple(options.items()), len(torch._C._dispatch_get_all_op_names())
+            if key not in _KEPT:
+                _KEPT[key] = make(*args, **options)
+            made = copy.copy(_KEPT[key])
+            made.functions = {target: list(known) for target, known in made.functions.items()}
+            return made
 
-    with _CHANGING, patch.object(registry, "from_torchlib", staticmethod(kept)):
-        yield
+        with patch.object(registry, "from_torchlib", staticmethod(kept)):
+            yield
 
 
 def prepare() -> None:
@@ -52,4 +56,5 @@ def _class() -> Any:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
     except ImportError:
         return None
-    return ONNXRegistry if hasattr(ONNXRegistry, "from_torchlib") else None
+    known = hasattr(ONNXRegistry, "from_torchlib") and hasattr(torch._C, "_dispatch_get_all_op_names")
+    return ONNXRegistry if known else None

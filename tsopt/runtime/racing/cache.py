@@ -1,8 +1,8 @@
 """The cache of race results: which candidate won for a program on a machine, and how the others did.
 
 An entry is JSON and contains no code. Nothing in it is trusted: its winner must be one of the caller's candidates, and
-is compiled, verified and timed against eager again before it is returned. A win of eager is reused only a few times
-before the best of the others is timed again.
+is compiled, or opened from its files, verified and timed against eager again before it is returned. A win of eager is
+reused only a few times before the best of the others is timed again.
 """
 
 from __future__ import annotations
@@ -108,12 +108,18 @@ def key_of(
 
 
 def kind_of(model: Callable[..., Any], example: Example) -> str:
-    """What the key of a race begins with, which can be told before the model is captured: sizes and types."""
+    """What the key of a race begins with, which can be told before the model is captured: sizes and types.
+
+    Empty for tensors without a size, such as nested ones.
+    """
     held = [*model.named_parameters(), *model.named_buffers()] if isinstance(model, nn.Module) else []
     leaves, _ = flatten((example.args, example.kwargs))
     tensors = [*held, *((str(number), leaf) for number, leaf in enumerate(leaves))]
     sized = [(name, value) for name, value in tensors if not is_lazy(value)]
-    what = [type(model).__qualname__, *(f"{name} {list(value.shape)} {value.dtype}" for name, value in sized)]
+    try:
+        what = [type(model).__qualname__, *(f"{name} {list(value.shape)} {value.dtype}" for name, value in sized)]
+    except RuntimeError:
+        return ""
     return hashlib.sha256("\n".join(what).encode()).hexdigest()[:16]
 
 
@@ -147,15 +153,16 @@ def keep(key: str, entry: Entry, files: bytes | None = None) -> None:
     """Writes an entry, whole or not at all; a cache that cannot be written is no error.
 
     Args:
-        files: those of the winner (`kept_files.packed`).
+        files: those of the winner (`kept_files.packed`); None removes those of an earlier one.
     """
     raw = json.dumps(_json(entry, key)).encode()
     if len(raw) > LARGEST:
         return
     try:
+        cache_files.write(key, raw)
+        cache_files.forget_files(key)
         if files is not None:
             cache_files.write(key, files, FILES)
-        cache_files.write(key, raw)
         cache_files.drop_oldest(MOST)
     except (OSError, ValueError) as error:
         log.info("cannot write the cache entry: %s", error)

@@ -11,8 +11,8 @@ from pathlib import Path
 from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.racing.cache_directory import directory, objection
 
-LARGEST = 5 << 18  # bytes of a file
-MOST_BYTES = 256 << 20  # of all files
+LARGEST = 5 << 18  # bytes of a file: what is kept of a winner is at most 1 MB and the names of its files
+MOST_BYTES = 256 << 20  # of the files of all winners
 # End the names of an entry, of the files of its winner, and of what is being written.
 SUFFIX, FILES, UNFINISHED = ".json", ".files", ".new"
 
@@ -69,9 +69,15 @@ def write(key: str, raw: bytes, suffix: str = SUFFIX) -> None:
 
 def forget(key: str) -> None:
     """Removes an entry, or what is in its place, if that can be removed."""
-    for suffix in (SUFFIX, FILES):
-        with contextlib.suppress(OSError):
-            _file(key, suffix).unlink()
+    with contextlib.suppress(OSError):
+        _file(key, SUFFIX).unlink()
+    forget_files(key)
+
+
+def forget_files(key: str) -> None:
+    """Removes the files of a winner, if there are any that can be removed."""
+    with contextlib.suppress(OSError):
+        _file(key, FILES).unlink()
 
 
 def is_any(beginning: str) -> bool:

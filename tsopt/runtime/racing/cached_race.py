@@ -53,7 +53,8 @@ def cached_race(
     )
     if settings.criterion is not None and not settings.criterion.key:
         key = None  # the user's metric may change between runs
-    key = key and f"{kind}-{key}"
+    if key is not None and kind:
+        key = f"{kind}-{key}"
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
     if key is not None and entry is not None:
         short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
@@ -69,9 +70,9 @@ def cached_race(
         found = _reused(key, entry, settings, again, sandbox)
         if found is not None:
             return found
-        if sandbox is not None:
-            sandbox.start()
         cache.forget(key)
+    if sandbox is not None:
+        sandbox.start()
     settings = replace(settings, keep_files=key is not None)
     found = race(model, captured, programs, example, settings, sandbox=sandbox, progress=progress)
     if key is not None and _is_repeatable(found):

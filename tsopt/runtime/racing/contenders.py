@@ -197,16 +197,13 @@ class Maker:
         program, raw = self.program(candidate), self.settings.files
         if raw is None:
             return None
-        with directory_for(program, self.settings.memory) as place:
-            if not unpack(raw, program, place):
-                return None
-            try:
-                made = reopen(program, place, candidate, share_weights=True, **self._options(candidate))
-            except Exception as error:  # whatever an engine says of a file: without it, the candidate is compiled
-                log.info("the files of %s are not used: %s", candidate.title, error)
-                return None
-        self.files[candidate.key] = raw
-        return made
+        try:
+            with directory_for(program, self.settings.memory) as place:
+                unpack(raw, candidate, program, place)
+                return reopen(program, place, candidate, share_weights=True, **self._options(candidate))
+        except Exception as error:  # whatever is wrong with a file: without it, the candidate is compiled
+            log.info("the files of %s are not used: %s", candidate.title, " ".join(str(error).split()))
+            return None
 
     def limit(self, clock: Clock, still_to_come: int = 1) -> None:
         """Lets a candidate with a process of its own take its share of the time that is left for each answer."""
@@ -222,7 +219,7 @@ class Maker:
         if self.reopens(contender, candidate):
             place = isolated.saved()
             if self.settings.keep_files:
-                self.files[candidate.key] = packed(place)
+                self.files[candidate.key] = packed(place, candidate, program)
             isolated.retire()  # its weights and those of the executable are not held at the same time
             try:
                 return reopen(program, place, candidate, share_weights=self.settings.share_weights, **options)

@@ -83,15 +83,12 @@ def prepare(
     first = [entry for entry in entries if not _is_second(entry.candidate, settings)]
     under_way = _Preparation(maker, judge, clock, progress, len(entries), eager_seconds)
     is_tight = maker.fit([entry.candidate for entry in first]) < len(first)
-    few = maker.is_heavy and not settings.time_all
     for group in _groups(first, by_themselves=is_tight):
-        if few and not is_tight:
-            under_way.let_go_of_the_slower(first, AT_ONCE - len(group))  # before there is one more
         under_way.admit(group)
         if is_tight:
             _keep_the_fastest(first, maker)
-        elif few:
-            under_way.let_go_of_the_slower(first, AT_ONCE)
+        elif maker.is_heavy and not settings.time_all:
+            under_way.let_go_of_the_slower(first)
     by_key = {entry.candidate.key: entry for entry in first}
     for entry in [entry for entry in entries if entry not in first]:
         plain = by_key[Candidate(entry.candidate.backend).key]
@@ -188,14 +185,13 @@ class _Preparation:
                 if self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
                     self._estimate_again(entry)
 
-    def let_go_of_the_slower(self, entries: Sequence[_Entry], kept: int) -> None:
+    def let_go_of_the_slower(self, entries: Sequence[_Entry]) -> None:
         """All but the fastest ones leave that are clearly behind, in other moments as well."""
-        kept = max(kept, 1)
         for _ in range(LOOKS):
-            for entry in _fastest_first(entries)[kept:]:
+            for entry in _fastest_first(entries)[AT_ONCE:]:
                 if entry.call_seconds > BEHIND * self.best:
                     self._estimate_again(entry)
-        for entry in _fastest_first(entries)[kept:]:
+        for entry in _fastest_first(entries)[AT_ONCE:]:
             if entry.call_seconds > BEHIND * self.best:
                 why = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
                 entry.leave(NOT_TIMED, f"{_behind(entry, self.best)}; {why}")

@@ -78,7 +78,7 @@ def race(
     judge = Judge(ask(seed=settings.seed), settings.held_out, settings.criterion)
 
     def last_judge(few: bool) -> Judge:
-        if settings.again:
+        if settings.again:  # a race with other inputs has been before this one
             return replace(judge, is_last=True)
         # Fresh inputs: what the race measured must not be all that is right.
         oracle = ask(seed=settings.seed + 1, few=few)

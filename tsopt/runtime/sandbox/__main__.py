@@ -13,4 +13,5 @@ def run() -> None:
     main(socket.socket(fileno=int(sys.argv[1])))
 
 
-run()
+if __name__ == "__main__":
+    run()

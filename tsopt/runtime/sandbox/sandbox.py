@@ -102,6 +102,8 @@ class Sandbox:
                 )
             except OSError as error:
                 self._refused = f"cannot start a process: {error}"
+                self._connection.close()
+                self._connection = None
 
     def open(
         self,

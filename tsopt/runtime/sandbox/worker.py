@@ -51,6 +51,7 @@ from tsopt.runtime.sandbox.transfer import Gone, Message, read_tensors, receive,
 TO_IMPORT = (
     *("tsopt.compiler.capture.thread_patches", "onnxruntime", "onnx", "torch.onnx", "onnxscript"),
     *("onnxscript.function_libs.torch_lib.ops", "onnxscript.rewriter", "tsopt.runtime.onnx.export"),
+    "tsopt.compiler.graph.quantized",  # registers ops, of which the registry is to have translations
 )
 
 # Where memory runs out, a candidate is to go, which costs a row, then the helper; never the process of the user.
