@@ -83,7 +83,7 @@ def test_an_engine_that_has_copied_weights_is_not_kept(saved):
 
 
 def test_a_model_that_contains_its_weights_is_not_kept(saved):
-    """Where there are no hard links: nothing would say which weights they are."""
+    """As on a file system without hard links: nothing records which weights it contains."""
     (saved / LINK).unlink()
     assert packed(saved, ORT, program_of()) is None
 

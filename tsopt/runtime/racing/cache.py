@@ -150,7 +150,7 @@ def find(key: str, candidates: Sequence[Candidate], seconds: float, now: float |
 
 
 def keep(key: str, entry: Entry, files: bytes | None = None) -> None:
-    """Writes an entry, whole or not at all; a cache that cannot be written is no error.
+    """Writes an entry atomically. A cache that cannot be written to is not an error.
 
     Args:
         files: those of the winner (`kept_files.packed`); None removes those of an earlier one.

@@ -193,7 +193,7 @@ class Maker:
         return made, time.perf_counter() - start
 
     def _opened(self, candidate: Candidate) -> Executable | None:
-        """A candidate from the files that were kept of it; None if there are none, or others than it would write."""
+        """A candidate, opened from the files kept in the cache. None if there are none, or if they cannot be used."""
         program, raw = self.program(candidate), self.settings.files
         if raw is None:
             return None

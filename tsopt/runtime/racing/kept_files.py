@@ -36,7 +36,7 @@ def packed(place: Path, candidate: Candidate, program: Program) -> bytes | None:
         contents = {OWNER: candidate.key.encode(), **{name: path.read_bytes() for name, path in files.items()}}
         if (place / LINK).exists():
             contents[DIGEST] = _digest(place / LINK)
-        elif FILE in files and program.used_weights():  # weights are inside the model, and nothing says which
+        elif FILE in files and program.used_weights():  # the model contains its weights, and nothing records which
             return None
     except OSError as error:
         log.info("the files of %s are not kept: %s", candidate.title, error)
@@ -53,7 +53,7 @@ def unpack(raw: bytes, candidate: Candidate, program: Program, place: Path) -> N
 
     Raises:
         BundleError: they are those of another candidate or of other weights, or are not what `packed` makes.
-        Exception: they are damaged, or there is no room.
+        Exception: the files are damaged, or the disk is full.
     """
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         members = archive.infolist()

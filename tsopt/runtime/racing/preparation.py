@@ -193,8 +193,8 @@ class _Preparation:
                     self._estimate_again(entry)
         for entry in _fastest_first(entries)[AT_ONCE:]:
             if entry.call_seconds > BEHIND * self.best:
-                why = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
-                entry.leave(NOT_TIMED, f"{_behind(entry, self.best)}; {why}")
+                kept = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
+                entry.leave(NOT_TIMED, f"{_behind(entry, self.best)}; {kept}")
 
     def _estimate_again(self, entry: _Entry) -> None:
         made, inputs = entry.contender, self.judge.inputs
