@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import tsopt
 from tests.runtime.helpers import ENTRY, candidates
+from tests.runtime.racing.cached import PACES, TITLE, X, make, optimize, set_paces
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.eager import EagerBackend
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.onnx import ort
-from tsopt.runtime.racing import cache, cached_race, kept_files
+from tsopt.runtime.racing import cache, cached_race
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.outcomes import LOST
@@ -26,28 +25,10 @@ from tsopt.runtime.report import EAGER, MODEL, Row
 from tsopt.runtime.sandbox.processes import descendants
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
-X = torch.linspace(-1, 1, 8).reshape(2, 4)
-TITLE = "eager + passes"
-
-
-def make(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
-
-
-PACES = {EAGER: 4.0, TITLE: 1.0, "TorchScript": 2.0}  # milliseconds; who is not here is as slow as eager
-
 
 @pytest.fixture(autouse=True)
 def _paced(monkeypatch):
-    """Who is how fast is what the test says."""
-
-    def measured(calls, inputs, **_):
-        for call in calls.values():
-            call(*inputs[0].args, **inputs[0].kwargs)
-        return {name: Timing((PACES.get(name, 4.0),) * 7) for name in calls}
-
-    monkeypatch.setattr(race_module, "measure", measured)
+    set_paces(monkeypatch)
 
 
 @pytest.fixture
@@ -62,11 +43,6 @@ def races(monkeypatch):
     real = cached_race.race
     monkeypatch.setattr(cached_race, "race", counted)
     return seen
-
-
-def optimize(model=None, **options):
-    given = {"backends": ("eager", "torchscript"), "seconds": 0.02} | options
-    return tsopt.optimize(make() if model is None else model, X, **given)
 
 
 def entry() -> cache.Entry:
@@ -121,58 +97,6 @@ def test_other_weights_take_the_winner_over_and_compute_their_own(races):
     other = optimize(make(seed=1))
     assert [len(backends) for backends in races] == [2, 1]
     torch.testing.assert_close(other(X), make(seed=1)(X).detach())
-
-
-@pytest.fixture
-def exports(monkeypatch):
-    """The models that this process exports for ONNX Runtime, which is the fastest."""
-    seen, real = [], ort.OnnxRuntimeBackend._exported
-
-    def counted(self, program):
-        seen.append(program.name)
-        return real(self, program)
-
-    monkeypatch.setattr(ort.OnnxRuntimeBackend, "_exported", counted)
-    monkeypatch.setitem(PACES, "ONNX Runtime", 0.5)
-    return seen
-
-
-def test_what_the_winner_was_compiled_to_is_opened(once_as_shipped, exports):
-    optimize(backends=("onnxruntime",))
-    again = optimize(backends=("onnxruntime",))
-    assert (again.report.winner, exports) == ("ONNX Runtime", [])
-    assert again.report.cached
-    torch.testing.assert_close(again(X), make()(X).detach())
-
-
-def test_what_was_compiled_for_other_weights_is_not_opened(once_as_shipped, exports):
-    optimize(backends=("onnxruntime",))
-    other = optimize(make(seed=1), backends=("onnxruntime",))
-    assert (len(exports), other.report.winner) == (1, "ONNX Runtime")
-    assert other.report.cached
-    torch.testing.assert_close(other(X), make(seed=1)(X).detach())
-
-
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-200], lambda raw: raw.replace(b"Gemm", b"Mmeg"), lambda raw: b""])
-def test_damaged_files_of_a_winner_are_not_opened(once_as_shipped, exports, damage):
-    optimize(backends=("onnxruntime",))
-    (path,) = cache.directory().glob("*.files")
-    path.write_bytes(damage(path.read_bytes()))
-    again = optimize(backends=("onnxruntime",))
-    assert (len(exports), again.report.winner) == (1, "ONNX Runtime")
-    torch.testing.assert_close(again(X), make()(X).detach())
-
-
-def test_where_there_is_no_room_the_winner_is_compiled_again(once_as_shipped, exports, monkeypatch):
-    optimize(backends=("onnxruntime",))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(kept_files, "write_weights", full)
-    again = optimize(backends=("onnxruntime",))
-    assert (len(exports), again.report.winner) == (1, "ONNX Runtime")
-    assert again.report.cached
 
 
 def test_no_process_is_started_for_a_race_that_is_likely_to_be_known(once_as_shipped, monkeypatch):
