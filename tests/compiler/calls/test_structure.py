@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -172,3 +174,17 @@ def test_each_place_can_have_a_leaf_of_its_own():
     assert same_but_for_sharing(shared, apart)
     assert not same_but_for_sharing(shared, flatten((A, [A], {"other": A}))[1])
     assert not same_but_for_sharing(flatten((A, 1))[1], flatten((A, 2))[1])
+
+
+def test_leaves_are_not_held_until_garbage_is_collected():
+    """Outputs of a call in a loop would pile up: they are large, and a collector counts objects, not bytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        tensor = torch.zeros(3)
+        flatten({"a": [tensor, (tensor, {"b": tensor})]})
+        gone = weakref.ref(tensor)
+        del tensor
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -179,50 +179,60 @@ def flatten(
     Raises:
         CaptureError: the value contains itself.
     """
-    leaves: list[Any] = []
-    seen: dict[int, int] = {}
-    open_ids: set[int] = set()
-    objects: dict[int, int] = {}
+    walk = _Flattening(share, given or {}, held)
+    structure = walk.node(value)
+    return walk.leaves, structure
 
-    def leaf(item: Any) -> Structure:
-        if share and id(item) in seen:
-            return Structure("leaf", index=seen[id(item)])
-        seen[id(item)] = len(leaves)
-        leaves.append(item)
-        return Structure("leaf", index=len(leaves) - 1)
 
-    known = given or {}
+class _Flattening:
+    """One walk through a nesting.
 
-    def walk(item: Any) -> Structure:
+    NOTE: not a function in a function: one that calls itself is a cycle, which holds all leaves until it is collected.
+    """
+
+    def __init__(self, share: bool, given: Mapping[int, Path], held: Container[int]) -> None:
+        self.share, self.given, self.held = share, given, held
+        self.leaves: list[Any] = []
+        self.seen: dict[int, int] = {}
+        self.open_ids: set[int] = set()
+        self.objects: dict[int, int] = {}
+
+    def leaf(self, item: Any) -> Structure:
+        if self.share and id(item) in self.seen:
+            return Structure("leaf", index=self.seen[id(item)])
+        self.seen[id(item)] = len(self.leaves)
+        self.leaves.append(item)
+        return Structure("leaf", index=len(self.leaves) - 1)
+
+    def node(self, item: Any) -> Structure:
         if is_leaf(item):
-            return leaf(item)
-        if isinstance(item, Given) or id(item) in known:
-            return Structure("given", keys=item.path if isinstance(item, Given) else known[id(item)])
+            return self.leaf(item)
+        if isinstance(item, Given) or id(item) in self.given:
+            return Structure("given", keys=item.path if isinstance(item, Given) else self.given[id(item)])
         parts = parts_of(item)
         if parts is None:
             return _const(item)
-        if id(item) in open_ids:
+        if id(item) in self.open_ids:
             raise CaptureError(
                 f"a {type(item).__name__} contains itself",
                 why="inputs and outputs must be trees of tensors",
                 fix="pass the tensors it contains instead",
             )
+        objects = self.objects
         if id(item) in objects:
             return Structure("shared", index=objects[id(item)])
-        open_ids.add(id(item))
+        self.open_ids.add(id(item))
         kind, keys, children = parts
         count = len(objects)
-        nodes = tuple(walk(child) for child in children)
-        open_ids.discard(id(item))
-        if kind == "object" and not _holds_leaf(nodes) and (id(item) in held or not _is_its_attributes(item)):
+        nodes = tuple(map(self.node, children))
+        self.open_ids.discard(id(item))
+        if kind == "object" and not _holds_leaf(nodes) and (id(item) in self.held or not _is_its_attributes(item)):
             for inner in [key for key, number in objects.items() if number >= count]:
                 del objects[inner]
             return _const(item)
         if kind in CHANGEABLE:
             objects[id(item)] = len(objects)
         return Structure(kind, type(item), keys, nodes)
-
-    return leaves, walk(value)
 
 
 def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
