@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.compare import PART, compare
 
 NAN, INF = float("nan"), float("inf")
 
@@ -109,6 +109,27 @@ def test_one_bad_element_in_a_million_fails_both_tests():
     found = compare(bad, reference, reference64=lambda: reference.double())
     assert not found.ok
     assert found.test == "float64"
+
+
+@pytest.mark.parametrize("size", [PART - 1, PART, PART + 1, 2 * PART + 7])
+@pytest.mark.parametrize("change", [0.1, float("nan"), float("inf")])
+def test_what_is_compared_part_by_part_is_compared_to_the_last_element(size, change):
+    reference = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    assert compare(reference * (1 + 1e-6), reference).ok
+    for place in (0, size - 1, min(PART, size - 1)):
+        bad = reference.clone()
+        bad[place] += change
+        found = compare(bad, reference)
+        assert not found.ok
+        if change == 0.1:
+            assert found.max_difference == pytest.approx(0.1, rel=1e-3)
+            assert found.reason.startswith(f"1 of {size} values")
+
+
+def test_the_tolerance_is_of_the_whole_output_and_not_of_a_part():
+    reference = torch.cat([torch.full((PART,), 1e3), torch.full((PART,), 1e-3)])
+    assert compare(reference + 5e-3, reference).ok
+    assert not compare(reference + 5e-2, reference).ok
 
 
 def test_layout_does_not_count():

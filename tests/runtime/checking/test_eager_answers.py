@@ -118,3 +118,21 @@ def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds
     oracle = Oracle(model, Example((ROW,)), None)
     assert {expected.inputs.kind for expected in oracle.expected} == kinds
     assert any(f"a call takes {seconds:.1f} s" in text for text in oracle.skipped) == (len(kinds) < 8)
+
+
+def test_the_same_answer_is_held_once():
+    """Those of a language model are large."""
+    (expected, *_) = Oracle(lambda x: x * 2, Example((ROW,)), None).expected
+    assert {leaf.data_ptr() for answer in expected.again for leaf in answer} == {expected.leaves[0].data_ptr()}
+
+
+def test_another_answer_in_a_repeated_call_is_held_beside_the_first():
+    calls = []
+
+    def model(x):
+        calls.append(1)
+        return x * 2 + len(calls)
+
+    (expected, *_) = Oracle(model, Example((ROW,)), None).expected
+    values = [expected.leaves[0], *(answer[0] for answer in expected.again)]
+    assert [float((value - values[0]).mean()) for value in values] == pytest.approx([0, 1, 2], abs=1e-5)

@@ -160,8 +160,9 @@ class Oracle:
             leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
             spoilt = self._spoilt(expected, [*given, *self.eager.state], exact, limit)
             kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            again = [answers(candidate, expected.inputs) for _ in expected.again]
-        first += [(leaf, leaf.clone()) for leaf in leaves if isinstance(leaf, torch.Tensor)] if not first else []
+            again = [answers(candidate, expected.inputs, kept) for _ in expected.again]
+        if not first:
+            first += zip([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], kept, strict=True)
         failure = difference_in_structure(expected, structure, effects, leaves) or spoilt
         if failure:
             return Comparison(False, "type", 0.0, f"{failure} ({kind} input)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ FLIPPED = 0.01  # of values that are not floating-point numbers, such as classes
 TRUSTED = 0.05  # of the size of the output: how far eager may be from float64 for float64 to decide anything
 AMPLIFIED = 8  # times its error: how far eager may be from float64 where inputs are off by one rounding
 NOISE = 2  # neighbours: each is a call of the model, and where it is noise, one will do
+PART = 1 << 18  # elements that are compared at once
 FEW = 1000  # elements: below, an RMSE says little and gets the wider factor
 
 
@@ -82,21 +83,19 @@ def compare(
             False, "element", difference, f"{count} of {reference.numel()} {reference.dtype} values differ"
         )
     result, reference = _real(result), _real(reference)
-    places = _special_places(result, reference)
+    places = next((text for parts in _parts(result, reference) if (text := _special_places(*parts))), "")
     if places:
         return Comparison(False, "places", difference, places)
     if limit is not None:
         return _limit_test(_finite(result), _finite(reference), limit, size, difference)
     rtol, atol, tol = TOLERANCES[reference.dtype]
-    # A copy in float64: differences of float16 values and squares of large float32 values overflow.
-    res, ref = _finite(result), _finite(reference)
     # The size of the output sets the absolute tolerance: 1e-5 would hide all of an output around 1e-8.
-    scale = float(ref.square().mean().sqrt()) or 1.0
-    # In place: the logits of a language model are large, and candidates are alive beside this process.
-    excess = (res - ref).abs_().sub_(ref.abs().mul_(rtol).add_(atol * scale))
-    if float(excess.max()) <= 0:
+    squares = sum(float(_finite(part).square_().sum()) for (part,) in _parts(reference))
+    scale = math.sqrt(squares / reference.numel()) or 1.0
+    bad = sum(_beyond(one, other, rtol, atol * scale) for one, other in _parts(result, reference))
+    if not bad:
         return Comparison(True, "element", difference)
-    bad = int((excess > 0).sum())
+    res, ref = _finite(result), _finite(reference)
     failed = (
         f"{bad} of {ref.numel()} values exceed rtol {rtol:g}, atol {atol * scale:.3g}; max difference {difference:.3g}"
     )
@@ -210,10 +209,30 @@ def bit_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(same.all()) or bool((same | (a.isnan() & b.isnan())).all())
 
 
+def _parts(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same stretch of elements of each tensor, one after another; all have the same shape.
+
+    A copy in float64 of the logits of a language model is large, and candidates are alive beside this process.
+    """
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), PART):
+        yield tuple(tensor[start : start + PART] for tensor in flat)
+
+
+def _beyond(result: torch.Tensor, reference: torch.Tensor, rtol: float, atol: float) -> int:
+    """How many values are further from the reference than the tolerances allow."""
+    ref = _finite(reference)
+    away = _finite(result).sub_(ref).abs_()
+    return int((away > ref.abs_().mul_(rtol).add_(atol)).sum())
+
+
 def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
-    difference = a.to(wide).sub(b.to(wide)).abs()
-    return float(difference.masked_fill_(~difference.isfinite(), 0.0).max()) if difference.numel() else 0.0
+    found = 0.0
+    for one, other in _parts(a, b):
+        difference = one.to(wide).sub(other.to(wide)).abs()
+        found = max(found, float(difference.masked_fill_(~difference.isfinite(), 0.0).max()))
+    return found
 
 
 def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
@@ -226,5 +245,6 @@ def _special_places(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def _finite(value: torch.Tensor) -> torch.Tensor:
+    """A copy in float64: differences of float16 values and squares of large float32 values overflow."""
     wide = value.to(torch.float64, copy=True)
     return wide.masked_fill_(~wide.isfinite(), 0.0)

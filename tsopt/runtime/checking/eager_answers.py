@@ -121,7 +121,7 @@ class EagerAnswers:
                 again = []
                 for _ in range(REPEATED_CALLS if is_example and not self.only else 0):
                     begun = time.perf_counter()
-                    again.append(answers(model, inputs))
+                    again.append(answers(model, inputs, leaves))
                     seconds.append(time.perf_counter() - begun)
         except Exception as error:  # the model's own refusal of an input that we made up
             if is_example:

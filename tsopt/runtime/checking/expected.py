@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,11 +51,21 @@ class Expected:
         return (labels | dict(self.structure.paths())).get(position) or "output"
 
 
-def answers(called: Callable[..., Any], inputs: InputSet) -> tuple[torch.Tensor, ...]:
-    """Copies of what a call returns."""
+def answers(
+    called: Callable[..., Any], inputs: InputSet, before: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, ...]:
+    """What a call returns, in memory of its own: copies, or the answers `before` where it returns the same again."""
     call = inputs.clone()
     leaves, *_ = outcome_of(called, call.args, call.kwargs)
-    return tuple(leaf.detach().clone() for leaf in leaves)
+    return tuple(
+        _held_once(leaf.detach(), first) for leaf, first in itertools.zip_longest(leaves, before[: len(leaves)])
+    )
+
+
+def _held_once(answer: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    if before is not None and (answer.dtype, answer.shape) == (before.dtype, before.shape):
+        return before if bit_equal(answer, before) else answer.clone()
+    return answer.clone()
 
 
 def difference_when_repeated(

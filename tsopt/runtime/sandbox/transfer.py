@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -103,18 +105,23 @@ def read_tensors(path: Path, described: Described) -> list[torch.Tensor]:
     Raises:
         Gone: the file is not what the message says.
     """
-    data = path.read_bytes()
-    try:
-        return [_read(data, item) for item in described]
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise Gone(f"invalid tensors: {error}") from error
+    with path.open("rb", buffering=0) as file:
+        try:
+            return [_read(file, item) for item in described]
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise Gone(f"invalid tensors: {error}") from error
 
 
-def _read(data: bytes, item: dict[str, Any]) -> torch.Tensor:
+def _read(file: FileIO, item: dict[str, Any]) -> torch.Tensor:
     dtype, shape, stride = getattr(torch, item["dtype"]), list(item["shape"]), list(item["stride"])
     count = torch.Size(shape).numel()
-    out = torch.empty_strided(shape, stride, dtype=dtype)
+    if item["offset"] < 0 or item["offset"] + count * dtype.itemsize > os.fstat(file.fileno()).st_size:
+        raise ValueError("a tensor beyond the end of the file")
+    # Read to where it stays: the logits of a language model are large.
+    flat = torch.empty(count, dtype=dtype)
     if count:
-        flat = torch.frombuffer(bytearray(data[item["offset"] : item["offset"] + count * dtype.itemsize]), dtype=dtype)
-        out.copy_(flat.reshape(shape))
-    return out
+        file.seek(item["offset"])
+        if file.readinto(flat.view(torch.uint8).numpy().data) != flat.nbytes:
+            raise ValueError("the file was cut while it was read")
+    value = flat.reshape(shape)
+    return value if list(value.stride()) == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
