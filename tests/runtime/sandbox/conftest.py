@@ -30,7 +30,7 @@ def sandbox(mlp_program):
 
 @pytest.fixture
 def try_all(sandbox, mlp, mlp_input, mlp_program):
-    def run(*backends: str, seconds: float = 60.0, **options):
+    def run(*backends: str, seconds: float = 60.0, progress=None, **options):
         sandbox.seconds = seconds
         sandbox.open = lambda *_, **__: None  # it is open
         found = race(
@@ -40,6 +40,7 @@ def try_all(sandbox, mlp, mlp_input, mlp_program):
             Example((mlp_input,)),
             RaceSettings(candidates=candidates(*backends), seconds=0.2, **options),
             sandbox=sandbox,
+            progress=progress,
         )
         return {row.name.removeprefix(FAULTY): row for row in found.rows}, found
 

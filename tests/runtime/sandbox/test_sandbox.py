@@ -38,21 +38,6 @@ def test_candidates_are_compiled_side_by_side(try_all, no_winner, monkeypatch):
     assert [row.status for row in rows.values()] == ["ok"] * 3, rows
 
 
-def test_where_memory_is_short_only_the_fastest_are_kept(try_all, no_winner, monkeypatch):
-    took = {"eager": 1.0, FAULTY + "Right": 3.0, FAULTY + "Noisy": 2.0}
-    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
-    rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1)
-    assert {name: row.status for name, row in rows.items() if name != "eager"} == {
-        "Right": "not timed",
-        "Noisy": "ok",
-        "eager + passes": "ok",
-    }
-    assert rows["Right"].reason == "about 3.0 times slower than the best, and memory is short"
-    rows, _ = try_all(FAULTY + "Right", FAULTY + "Noisy", "eager", memory=1 << 40)
-    assert {row.status for row in rows.values()} == {"ok"}
-
-
 def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_program):
     size = sum(weight.nbytes for weight in mlp_program.weights.values())
     half = Net(lambda self, x: x * self.y, y=torch.ones(size // 8))
@@ -66,38 +51,6 @@ def test_a_candidate_takes_as_much_memory_as_the_weights_of_its_variant(mlp_prog
         assert maker.fit([full, full]) == 1
         assert maker.fit([full, low, low]) == 2
     assert Maker(programs, settings, None).fit([full] * 9) == 9, "they share what this process holds"
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "status"),
-    [(1.04, 9.0, "ok"), (1.2, 1.2, "not timed"), (1.2, 1.04, "ok")],
-    ids=["near", "behind", "slow in a moment only"],
-)
-def test_of_a_large_model_only_the_fastest_are_kept(try_all, no_winner, monkeypatch, first, later, status):
-    took = {"eager": 1.0, FAULTY + "Noisy": 1.01, FAULTY + "Right": first}
-    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
-    monkeypatch.setattr(preparation, "seconds_of", lambda *_: later)
-    monkeypatch.setattr(race_module, "seconds_of", lambda *_: 1.0)
-    monkeypatch.setattr(contenders, "MANY", 0)
-    rows, _ = try_all(*took)
-    assert [row.status for row in list(rows.values())[1:]] == ["ok", "ok", status]
-    if status != "ok":
-        said = "about 1.2 times slower than the best; of a model of this size, only the 2 fastest candidates are kept"
-        assert rows["Right"].reason == said
-    rows, _ = try_all(*took, time_all=True)
-    assert {row.status for row in rows.values()} == {"ok"}
-
-
-@pytest.mark.parametrize(("memory", "kept"), [(499, 3), (399, 2), (1, 2)])
-def test_as_many_are_kept_as_there_is_room_for_beside_another_one(try_all, no_winner, monkeypatch, memory, kept):
-    took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Noisy": 2.0, "onnxruntime": 2.5, FAULTY + "Right": 3.0}
-    monkeypatch.setattr(preparation, "first_calls", lambda made, *_: [took[made.candidate.backend]])
-    monkeypatch.setattr(preparation, "once_warm", lambda spent, *_: min(spent))
-    monkeypatch.setattr(contenders, "COPIES", 1.0)
-    monkeypatch.setattr(Maker, "_weight_bytes", lambda self, variant: 100)
-    rows, _ = try_all(*took, memory=memory)
-    assert [row.status for row in list(rows.values())[1:]] == ["ok"] * kept + ["not timed"] * (len(took) - kept)
 
 
 def test_the_weights_stay_in_their_file_until_another_program_comes(mlp_program):

@@ -179,8 +179,21 @@ class Maker:
         if self.sandbox is None:
             return None
         made = self.sandbox.contender(candidate, **self._options(candidate))
-        made.begin(files_of if isinstance(files_of, Isolated) else None)
+        files = None
+        if isinstance(files_of, Isolated):
+            files = files_of.files if files_of.retired else files_of.saved()
+        made.begin(files)
         return made
+
+    def suspend(self, contender: Contender, candidate: Candidate) -> None:
+        """Ends the process of a contender for the time being: `begin` opens its files again, where it has any."""
+        if isinstance(contender, Isolated) and not contender.retired:
+            if self.reopens(contender, candidate):
+                contender.saved()
+            contender.retire()
+
+    def is_suspended(self, contender: Contender) -> bool:
+        return isinstance(contender, Isolated) and contender.retired
 
     def finish(self, candidate: Candidate, begun: Isolated | None) -> tuple[Contender, float]:
         """The compiled candidate, and the seconds that compiling took."""

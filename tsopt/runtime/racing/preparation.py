@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,8 +33,6 @@ USED_UP = "the budget was used up"
 # holds for a large model.
 HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
 LOOKS = 2
-# Times slower than the best: one of a large model that is not among the AT_ONCE fastest gives up its memory.
-BEHIND = 1.05
 
 
 @dataclass(eq=False)
@@ -45,6 +43,7 @@ class _Entry:
         begun: the process that compiles it.
         contender: compiled, and not known to be wrong.
         call_seconds: about how long a call takes, once its first calls are over.
+        is_checked: it has been compared with eager, or need not be.
     """
 
     candidate: Candidate
@@ -52,6 +51,7 @@ class _Entry:
     begun: Isolated | None = None
     contender: Contender | None = None
     call_seconds: float = math.inf
+    is_checked: bool = False
 
     def leave(self, status: str, reason: str) -> None:
         """It is out of the race, and its process ends."""
@@ -69,8 +69,9 @@ def prepare(
     Those that export to ONNX are compiled first, one for each core, then the others by themselves: these run kernels
     while they compile. oneDNN's are timed, and the threads of TorchScript wait for each other, for six times as long
     where an export takes one of two cores. What is compiled is called, when nothing else computes, and what can still
-    win is checked. Where memory is tight, all are compiled by themselves, and only the fastest ones are kept. Of a
-    large model, none is kept beside the fastest ones that is clearly slower: each has packed the weights once more.
+    win is checked. Each candidate of a large model has packed the weights once more, so AT_ONCE of them are alive at
+    most: only the fastest is while another is compiled or checked, and of all that are right, so many get to the
+    rounds. Where memory is tight it is the same, and none is compiled beside another.
 
     Args:
         eager_seconds: about how long a call of the model takes.
@@ -81,14 +82,16 @@ def prepare(
     settings = maker.settings
     entries = [_Entry(item, Row(item.title, key=item.key)) for item in settings.candidates]
     first = [entry for entry in entries if not _is_second(entry.candidate, settings)]
-    under_way = _Preparation(maker, judge, clock, progress, len(entries), eager_seconds)
-    is_tight = maker.fit([entry.candidate for entry in first]) < len(first)
+    fit = maker.fit(sorted((entry.candidate for entry in first), key=maker.bytes_of, reverse=True))
+    is_tight = fit < len(first)
+    places, reason = len(entries), ""
+    if is_tight:
+        places, reason = max(fit, AT_ONCE), "memory is short"
+    elif maker.is_heavy and not settings.time_all:
+        places, reason = AT_ONCE, f"of a model of this size, only {AT_ONCE} candidates are timed"
+    under_way = _Preparation(maker, judge, clock, progress, len(entries), eager_seconds, places, reason)
     for group in _groups(first, by_themselves=is_tight):
         under_way.admit(group)
-        if is_tight:
-            _keep_the_fastest(first, maker)
-        elif maker.is_heavy and not settings.time_all:
-            under_way.let_go_of_the_slower(first)
     by_key = {entry.candidate.key: entry for entry in first}
     for entry in [entry for entry in entries if entry not in first]:
         plain = by_key[Candidate(entry.candidate.backend).key]
@@ -96,6 +99,7 @@ def prepare(
             entries.remove(entry)
         else:
             under_way.admit([entry], plain.contender)
+    under_way.keep_the_fastest()
     found = {entry.row.key: entry.contender for entry in entries if entry.contender is not None}
     seconds = {entry.row.key: entry.call_seconds for entry in entries}
     return [Row(EAGER), *(entry.row for entry in entries)], found, seconds
@@ -110,15 +114,6 @@ def _groups(entries: Sequence[_Entry], *, by_themselves: bool) -> list[list[_Ent
 def _keeps_to_one_core(candidate: Candidate) -> bool:
     """Whether a candidate is compiled by one thread, for the most part."""
     return candidate.info.through_onnx
-
-
-def _keep_the_fastest(entries: Sequence[_Entry], maker: Maker) -> None:
-    """Lets go of all compiled candidates but for the fastest ones, so that there is room to compile any other."""
-    alive = _fastest_first(entries)
-    largest = max((entry.candidate for entry in entries), key=maker.bytes_of)
-    fit = maker.fit([largest, *(entry.candidate for entry in alive)]) - 1
-    for entry in alive[max(fit, AT_ONCE) :]:
-        entry.leave(NOT_TIMED, f"{_behind(entry, alive[0].call_seconds)}, and memory is short")
 
 
 def _fastest_first(entries: Iterable[_Entry]) -> list[_Entry]:
@@ -137,6 +132,9 @@ class _Preparation:
     Attributes:
         total: how many candidates there are; `begun` of them have had their turn.
         best: about how long a call of the fastest one takes that is known to be right; at first, of the model.
+        places: how many get to the rounds. Where that is not all, only the fastest is alive while others are compiled.
+        because: why it is not all.
+        admitted: all that have had their turn.
     """
 
     maker: Maker
@@ -145,7 +143,10 @@ class _Preparation:
     progress: Progress
     total: int
     best: float
+    places: int
+    because: str
     begun: int = 0
+    admitted: list[_Entry] = field(default_factory=list)
 
     def admit(self, group: Sequence[_Entry], files_of: Contender | None = None) -> None:
         """Compiles candidates side by side, calls them, and checks them, the fastest first, while they can win.
@@ -153,19 +154,44 @@ class _Preparation:
         Args:
             files_of: opens the files of this contender instead of compiling; it differs in options only.
         """
+        if self._is_crowded and self.admitted:
+            self._leave_alive(1)
         self._compile(group, files_of)
         self.progress("first calls")
         for entry in group:
             self._start(entry)
-        all_of_them = self.maker.settings.time_all
-        if not all_of_them:
+        if not self.maker.settings.time_all:
             self._look_again(group)
-        for entry in sorted(group, key=lambda entry: entry.call_seconds):
-            if entry.contender is None:
-                continue
-            if self._is_hopeless(entry) and not all_of_them:
+        if self._is_crowded:
+            self._compare(group)
+        self.admitted += group
+        self._check_the_fastest(1 if self._is_crowded else self.total)
+        for entry in self.admitted:
+            if entry.contender is not None and not entry.is_checked and self._is_hopeless(entry):
+                entry.leave(NOT_CHECKED, _behind(entry, self.best))
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self.places < self.total
+
+    def keep_the_fastest(self) -> None:
+        """All leave that get no place in the rounds."""
+        self._check_the_fastest(self.places)
+        ranked = _fastest_first(self.admitted)
+        for entry in ranked[self.places :]:
+            entry.leave(NOT_TIMED, f"{_behind(entry, ranked[0].call_seconds)}; {self.because}")
+
+    def _check_the_fastest(self, count: int) -> None:
+        """Until so many are known to be right, or there are no more."""
+        while True:
+            self._leave_alive(count)
+            entry = next((one for one in _fastest_first(self.admitted)[:count] if not one.is_checked), None)
+            if entry is None:
+                return
+            if self._is_hopeless(entry) and not self.maker.settings.time_all:
                 entry.leave(NOT_CHECKED, _behind(entry, self.best))
                 continue
+            entry.is_checked = True
             if not self.maker.settings.again:
                 self.progress(f"check {entry.row.name}")
                 self._check(entry)
@@ -183,24 +209,54 @@ class _Preparation:
         for _ in range(LOOKS):
             for entry in group:
                 if self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
-                    self._estimate_again(entry)
+                    entry.call_seconds = min(entry.call_seconds, self._estimate(entry))
 
-    def let_go_of_the_slower(self, entries: Sequence[_Entry]) -> None:
-        """All but the fastest ones leave that are clearly behind, in other moments as well."""
+    def _compare(self, group: Sequence[_Entry]) -> None:
+        """How long the calls of a group take, as a multiple of the best one's in the same moments.
+
+        It is compared with others that will not be alive then, and the machine does not keep its speed.
+        """
+        best = next(iter(_fastest_first(self.admitted) or _fastest_first(group)), None)
+        near = [entry for entry in group if entry.contender is not None and not self._is_hopeless(entry)]
+        if best is None or not near:
+            return
+        known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
         for _ in range(LOOKS):
-            for entry in _fastest_first(entries)[AT_ONCE:]:
-                if entry.call_seconds > BEHIND * self.best:
-                    self._estimate_again(entry)
-        for entry in _fastest_first(entries)[AT_ONCE:]:
-            if entry.call_seconds > BEHIND * self.best:
-                kept = f"of a model of this size, only the {AT_ONCE} fastest candidates are kept"
-                entry.leave(NOT_TIMED, f"{_behind(entry, self.best)}; {kept}")
+            seconds = {entry: min(found, self._estimate(entry)) for entry, found in seconds.items()}
+        if best.contender is not None:
+            for entry, found in seconds.items():
+                entry.call_seconds = known * found / seconds[best]
 
-    def _estimate_again(self, entry: _Entry) -> None:
+    def _leave_alive(self, few: int) -> None:
+        """Of those that are in the race, the fastest have processes; those of the others end for the time being."""
+        for entry in _fastest_first(self.admitted)[few:]:
+            if entry.contender is not None:
+                with _failing_only_the_candidate(entry):
+                    self.maker.suspend(entry.contender, entry.candidate)
+        while missing := next(filter(self._is_suspended, _fastest_first(self.admitted)[:few]), None):
+            self._resume(missing)
+
+    def _is_suspended(self, entry: _Entry) -> bool:
+        return entry.contender is not None and self.maker.is_suspended(entry.contender)
+
+    def _resume(self, entry: _Entry) -> None:
+        made = entry.contender
+        if made is None or not self._in_time(entry):
+            return
+        self.progress(f"compile {entry.row.name} once more")
+        with _failing_only_the_candidate(entry):
+            entry.begun = self.maker.begin(entry.candidate, made)
+            entry.contender, _ = self.maker.finish(entry.candidate, entry.begun)
+            with _called_to_be_timed(entry, self.maker):
+                first_calls(entry.contender, self.judge.inputs, device_wait(self.judge.inputs[0]))
+
+    def _estimate(self, entry: _Entry) -> float:
+        """About how long a call takes now, in seconds; infinite if it fails."""
         made, inputs = entry.contender, self.judge.inputs
         if made is not None:
             with _called_to_be_timed(entry, self.maker):
-                entry.call_seconds = min(entry.call_seconds, seconds_of(made, inputs, device_wait(inputs[0])))
+                return seconds_of(made, inputs, device_wait(inputs[0]))
+        return math.inf
 
     def _compile(self, group: Sequence[_Entry], files_of: Contender | None) -> None:
         under_way: list[_Entry] = []

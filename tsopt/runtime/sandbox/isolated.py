@@ -69,7 +69,7 @@ class Isolated:
         self._deadline = math.inf
         self.lost: CandidateDied | None = None
         self.retired = False
-        self._saved: Path | None = None
+        self.files: Path | None = None  # once they have been saved
 
     def _drain(self, out: int) -> None:
         """Keeps the end of what the candidate prints; without a reader it would wait for one."""
@@ -82,15 +82,15 @@ class Isolated:
         """The end of what the candidate wrote to stdout and stderr, without control characters."""
         return printable(b"".join(self._printed)[-TAIL:].decode(errors="replace")).strip()
 
-    def begin(self, files_of: Isolated | None = None) -> None:
+    def begin(self, files: Path | None = None) -> None:
         """Has the candidate compiled, while the caller does other things; `finish` waits for it.
 
         Args:
-            files_of: opens the files of this one instead, which differs in options that the files do not hold.
+            files: opens these instead, which were saved by one that differs at most in options that they do not hold.
         """
         message: Message = {"do": "compile", "candidate": self.candidate.key, "options": self.options}
-        if files_of is not None:
-            message["saved"] = files_of.saved().name
+        if files is not None:
+            message["saved"] = files.name
         self._deadline = time.monotonic() + self.sandbox.seconds
         self._send(message)
 
@@ -121,11 +121,11 @@ class Isolated:
 
     def saved(self) -> Path:
         """A directory with the files that the candidate can be made from again; it goes with the sandbox."""
-        if self._saved is None:
+        if self.files is None:
             name = f"saved-{self._pid}"
             self._ask({"do": "save", "name": name})
-            self._saved = self.sandbox.directory / name
-        return self._saved
+            self.files = self.sandbox.directory / name
+        return self.files
 
     def timed(self, how: str, inputs: Sequence[Example], **counts: int) -> list[float]:
         """What one of MEASUREMENTS of `racing/timing.py` finds, in the candidate's own process.
