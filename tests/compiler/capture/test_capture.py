@@ -16,7 +16,7 @@ import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.helpers import assert_computes, call, ops_of
 from tsopt.compiler.calls.example import example
-from tsopt.compiler.capture.capture import capture
+from tsopt.compiler.capture.capture import LEAKED, capture
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.errors import CaptureError
 
@@ -292,3 +292,35 @@ def test_capture_is_deterministic():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)).eval()
     assert capture(model, X).text == capture(model, X).text
     assert capture(model, X).fingerprint(contents=True) == tsopt.capture(model, X).fingerprint(contents=True)
+
+
+@pytest.mark.parametrize(("failures", "is_captured"), [(2, True), (3, False)])
+def test_what_another_thread_has_spoilt_is_tried_again(monkeypatch, failures, is_captured):
+    """A sampling profiler keeps the tensors of a trace alive: torch.export then fails by chance."""
+    export, messages = torch.export.export, [f"We found a {LEAKED}. This typically means our tracing system"] * failures
+
+    def spoilt(*args, **kwargs):
+        if messages:
+            raise RuntimeError(messages.pop())
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", spoilt)
+    model = Net(lambda self, x: x * 2)
+    if is_captured:
+        assert_computes(capture(model, torch.ones(3)), model, [torch.ones(3)], exact=True)
+    else:
+        with pytest.raises(CaptureError, match="cannot be traced"):
+            capture(model, torch.ones(3))
+
+
+def test_what_fails_for_another_reason_is_not_tried_again(monkeypatch):
+    tried = []
+
+    def fails(*args, **kwargs):
+        tried.append(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(torch.export, "export", fails)
+    with pytest.raises(CaptureError):
+        capture(torch.sin, torch.ones(3), frontend="export")
+    assert len(tried) == 1

@@ -50,7 +50,8 @@ from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, Usag
 log = logging.getLogger("tsopt")
 # Front ends that read a model before torch.export does.
 BEFORE_EXPORT = {"strict": "torch.export in strict mode", "fx": "torch.fx", "torchscript": "TorchScript"}
-
+LEAKED = "fake tensor in the exported program constant's list"  # in torch.export's message
+ATTEMPTS = 3
 
 DynamicSizes = Mapping[Any, Any] | None  # as the user says which sizes differ from call to call
 
@@ -305,7 +306,7 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
-        exported = functional(torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False))
+        exported = functional(_exported(flat, inputs, shapes))
     except GraphBreakError as error:
         raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
@@ -314,6 +315,22 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     check_result(result, effects, held)
     program = lower(exported, names, outer, result, effects, name_of(model))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
+
+
+def _exported(flat: nn.Module, inputs: tuple[torch.Tensor, ...], shapes: Any) -> ExportedProgram:
+    """What torch.export makes of it, in a few attempts where another thread may be why it fails.
+
+    A thread that looks at the frames of this one, as sampling profilers and error trackers do, keeps their tensors
+    alive. torch.export then takes one for a constant now and then (BERT, every 5 ms: in half of the attempts).
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
+        except RuntimeError as error:
+            if LEAKED not in str(error):
+                raise
+            log.info("torch.export is asked again: %s", str(error)[:200])
+    return torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def name_of(model: object) -> str:
