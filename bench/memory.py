@@ -97,16 +97,26 @@ def one(name: str) -> dict[str, Any]:
         process.stdin.flush()
         peak = 0
         while process.poll() is None:
-            pids = [process.pid, *descendants(process.pid)]
+            pids = running([process.pid, *descendants(process.pid)])
             held = held_by(pids)
             # Where one has ended in between, its share of what is mapped may have been counted twice.
-            if pids == [process.pid, *descendants(process.pid)]:
+            if pids == running(pids):
                 peak = max(peak, held - before)
             time.sleep(SAMPLE)
         reader.join()
     found = json.loads(said[-1]) if said and process.returncode == 0 else {"winner": "", "rows": {}}
     row = {"weights": weights, "peak": peak, "limit": limited, "code": process.returncode}
     return row | found
+
+
+def running(pids: Iterable[int]) -> list[int]:
+    """Those that have not ended; a process that has holds no memory, but keeps its number until its parent asks."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/statm").read_text().split()[0] != "0":
+                found.append(pid)
+    return found
 
 
 def held_by(pids: Iterable[int]) -> int:
