@@ -30,9 +30,9 @@ AT_ONCE = 2  # candidates that are kept, however tight memory is, and however la
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
 # if they are made in several moments: a machine that is shared is almost twice as slow in some of them. The same limit
-# holds for a large model.
+# holds for a large model. One that is UNLIKELY times slower is not called again.
 HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
-LOOKS = 2
+LOOKS, UNLIKELY = 2, 2.5
 
 
 @dataclass(eq=False)
@@ -199,16 +199,19 @@ class _Preparation:
             if entry.contender is not None:
                 self.best = min(self.best, entry.call_seconds)
 
+    @property
+    def _is_costly(self) -> bool:
+        """Whether the first calls have to decide more: a check takes seconds, and of a large model few are kept."""
+        return self.best > LONG or self.maker.is_heavy
+
     def _is_hopeless(self, entry: _Entry) -> bool:
-        # Of a large model only the fastest are kept, and a check takes seconds.
-        is_near = self.best > LONG or self.maker.is_heavy
-        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if is_near else HOPELESS)
+        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if self._is_costly else HOPELESS)
 
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
         for _ in range(LOOKS):
             for entry in group:
-                if self._is_hopeless(entry) and entry.call_seconds <= self.best * HOPELESS:
+                if self._is_costly and self._is_hopeless(entry) and entry.call_seconds <= self.best * UNLIKELY:
                     entry.call_seconds = min(entry.call_seconds, self._estimate(entry))
 
     def _compare(self, group: Sequence[_Entry]) -> None:
