@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tsopt.runtime.sandbox.transfer import Gone, read_tensors, write_tensors
+from tsopt.runtime.sandbox.transfer import LARGE, Gone, read_tensors, write_tensors
 
 TENSORS = {
     "empty": torch.empty(0, 3),
@@ -16,6 +16,8 @@ TENSORS = {
     "transposed": torch.randn(4, 6).t(),
     "channels last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
     "expanded": torch.randn(3, 1).expand(3, 4),
+    "large": torch.arange(LARGE // 4 + 3, dtype=torch.float32),
+    "large and transposed": torch.arange(LARGE, dtype=torch.int16).reshape(2, -1).t(),
     "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
 }
 

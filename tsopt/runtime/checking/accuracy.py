@@ -159,7 +159,9 @@ class Oracle:
             given, _ = flatten((call.args, call.kwargs))
             leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
             spoilt = self._spoilt(expected, [*given, *self.eager.state], exact, limit)
-            kept = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            kept = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if not getattr(candidate, "returns_copies", False):
+                kept = [leaf.detach().clone() for leaf in kept]
             again = [answers(candidate, expected.inputs, kept) for _ in expected.again]
         if not first:
             first += zip([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], kept, strict=True)

@@ -45,10 +45,15 @@ class CandidateDied(BackendError):
 class Isolated:
     """One candidate in a process of its own; called as the model is.
 
+    Attributes:
+        returns_copies: no call writes to what an earlier one has returned.
+
     Raises:
         CandidateDied: the process has ended, or did not answer in time.
         NoGain, BackendError: what the backend says.
     """
+
+    returns_copies = True
 
     def __init__(
         self,

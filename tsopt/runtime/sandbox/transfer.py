@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import struct
@@ -16,6 +17,7 @@ import torch
 LENGTH = struct.Struct("!I")
 LONGEST = 1 << 26  # bytes of a message; tensors are not in messages
 ALIGN = 64
+LARGE = 1 << 20  # bytes of a tensor
 
 Message = dict[str, Any]
 Described = list[dict[str, Any]]
@@ -117,11 +119,19 @@ def _read(file: FileIO, item: dict[str, Any]) -> torch.Tensor:
     count = torch.Size(shape).numel()
     if item["offset"] < 0 or item["offset"] + count * dtype.itemsize > os.fstat(file.fileno()).st_size:
         raise ValueError("a tensor beyond the end of the file")
-    # Read to where it stays: the logits of a language model are large.
-    flat = torch.empty(count, dtype=dtype)
+    flat = _empty(count, dtype)
     if count:
         file.seek(item["offset"])
         if file.readinto(flat.view(torch.uint8).numpy().data) != flat.nbytes:
             raise ValueError("the file was cut while it was read")
     value = flat.reshape(shape)
     return value if list(value.stride()) == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
+
+
+def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for elements; where they are many, it goes back to the system with the tensor.
+
+    The logits of a language model come by the dozen. What they leave behind in the heap is not given back.
+    """
+    size = count * dtype.itemsize
+    return torch.empty(count, dtype=dtype) if size < LARGE else torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
