@@ -13,7 +13,7 @@ from tests.runtime.faulty import SLOW
 from tests.runtime.sandbox.helpers import FAULTY
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.report import MODEL
-from tsopt.runtime.sandbox.isolated import CandidateDied
+from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
 pytestmark = pytest.mark.usefixtures("as_shipped")
@@ -60,6 +60,23 @@ def test_garbage_is_collected_in_the_process_of_a_candidate(try_all):
 def test_a_candidate_that_remembers_its_last_input_gains_nothing(try_all):
     rows, _ = try_all(FAULTY + "Remembers")
     assert rows["Remembers"].timing.p50 >= 1e3 * SLOW
+
+
+@pytest.mark.parametrize("times", [[], [float("nan")], [-1.0, 1.0], ["1"]], ids=str)
+def test_times_that_cannot_be_are_refused(times, try_all, monkeypatch):
+    """They would decide about the others."""
+    ask = Isolated._ask
+
+    def lie(self, message):
+        answer = ask(self, message)
+        lies = message["do"] == "time" and self.candidate.backend == FAULTY + "Right"
+        return answer | {"seconds": times} if lies else answer
+
+    monkeypatch.setattr(Isolated, "_ask", lie)
+    rows, _ = try_all(FAULTY + "Right", "eager")
+    assert rows["Right"].status == "failed"
+    assert "sent an invalid answer; times: [" in rows["Right"].reason
+    assert rows["eager + passes"].status == "ok"
 
 
 @pytest.mark.parametrize("name", ["Sleeps", "Spins"])

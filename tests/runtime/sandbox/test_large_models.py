@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.sandbox.helpers import FAULTY, running
+from tests.runtime.sandbox.helpers import FAULTY
+from tsopt.errors import BackendError
 from tsopt.runtime.racing import contenders, preparation
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import Maker
@@ -85,8 +86,8 @@ def test_only_the_fastest_is_alive_while_another_is_compiled(try_all, sandbox, p
     begun, begin, of_other_tests = [], Isolated.begin, list(sandbox._contenders)
 
     def begin_and_count(self, files=None):
-        others = [item._pid for item in sandbox._contenders if item is not self and item not in of_other_tests]
-        begun.append((self.candidate.key, files is not None, len(running(others))))
+        others = [item for item in sandbox._contenders if item is not self and item not in of_other_tests]
+        begun.append((self.candidate.key, files is not None, sum(not item.retired for item in others)))
         begin(self, files)
 
     monkeypatch.setattr(Isolated, "begin", begin_and_count)
@@ -136,3 +137,62 @@ def test_one_that_cannot_be_opened_again_is_out(try_all, paces, monkeypatch):
     monkeypatch.setattr(Isolated, "begin", begin_once)
     rows, _ = try_all(*took)
     assert statuses(rows) == ["system error", "ok", "ok"]
+
+
+@pytest.mark.usefixtures("large")
+def test_the_fastest_that_is_right_stays_while_a_faster_one_is_checked(try_all, paces, monkeypatch):
+    """When the budget is used up meanwhile, it is there."""
+    took = {"eager": 1.0, FAULTY + "WrongValue": 0.5, "torchscript": 1.2}
+    paces(took)
+    times_up = iter([100.0] * 999)
+    check = preparation._Preparation._check
+
+    def check_until_the_end(self, entry):
+        check(self, entry)
+        if entry.candidate.backend == FAULTY + "WrongValue":
+            monkeypatch.setattr(contenders.Clock, "left", 0.0)
+
+    monkeypatch.setattr(contenders.Clock, "left", property(lambda self: next(times_up)))
+    monkeypatch.setattr(preparation._Preparation, "_check", check_until_the_end)
+    rows, _ = try_all(*took)
+    assert statuses(rows) == ["ok", "wrong", "timed out"]
+
+
+@pytest.mark.usefixtures("large")
+def test_where_its_files_cannot_be_saved_it_is_compiled_once_more(try_all, paces, monkeypatch):
+    took = {"onnxruntime": 1.1, "eager": 1.0, "torchscript": 1.2}
+    paces(took)
+    opened, begin = [], Isolated.begin
+
+    def no_room(self):
+        raise BackendError("no space left on device")
+
+    def begin_and_note(self, files=None):
+        opened.append((self.candidate.key, files))
+        begin(self, files)
+
+    monkeypatch.setattr(Isolated, "saved", no_room)
+    monkeypatch.setattr(Isolated, "begin", begin_and_note)
+    rows, _ = try_all(*took)
+    assert statuses(rows) == ["ok", "ok", "not timed"]
+    assert opened.count(("onnxruntime", None)) == 2
+
+
+@pytest.mark.usefixtures("large")
+def test_files_of_those_that_have_left_are_gone(try_all, sandbox, paces):
+    took = {"onnxruntime": 1.1, "eager": 1.0, "torchscript": 1.05, "onnxruntime?threads=1": 2.0}
+    paces(took)
+    rows, _ = try_all(*took)
+    assert rows["ONNX Runtime"].status == "not timed"
+    assert list(sandbox.directory.glob("saved-*")) == []
+
+
+@pytest.mark.parametrize("memory", [1, None])
+@pytest.mark.usefixtures("large")
+def test_to_time_all_is_to_check_all_that_there_is_room_for(try_all, paces, monkeypatch, memory):
+    took = {"eager": 1.0, "torchscript": 1.5, FAULTY + "Right": 2.0}
+    paces(took)
+    monkeypatch.setattr(preparation, "HOPELESS", 1.1)
+    monkeypatch.setattr(preparation, "HOPELESS_IF_LONG", 1.1)
+    rows, _ = try_all(*took, memory=memory, time_all=True)
+    assert statuses(rows) == ["ok", "ok", "ok" if memory is None else "not timed"]

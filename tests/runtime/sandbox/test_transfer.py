@@ -46,6 +46,10 @@ def test_what_is_read_is_not_the_file(tmp_path):
         {"offset": 8},
         {"offset": -8},
         {"offset": 1 << 62},
+        {"offset": 0.5},
+        {"offset": "0"},
+        {"offset": None},
+        {"shape": [1 << 32, 1 << 32]},
         {"shape": [1 << 40]},
         {"shape": [-1]},
         {"shape": ["2"]},
@@ -68,3 +72,9 @@ def test_a_description_without_a_dtype_is_refused(tmp_path):
     del described["dtype"]
     with pytest.raises(Gone, match="dtype"):
         read_tensors(tmp_path / "file", [described])
+
+
+def test_a_description_that_is_not_a_list_is_refused(tmp_path):
+    write_tensors(tmp_path / "file", [torch.ones(4)])
+    with pytest.raises(Gone):
+        read_tensors(tmp_path / "file", ["no"])

@@ -57,6 +57,24 @@ class Values:
                 self._known[last] = self._compute(last)
         return self._known[node]
 
+    def compute(self, wanted: Sequence[fx.Node]) -> list[Any]:
+        """The values of some nodes; all others that they need are given back after their last use."""
+        needed, todo = set[fx.Node](), list(wanted)
+        while todo:
+            if (node := todo.pop()) not in needed:
+                needed.add(node)
+                todo += node.all_input_nodes
+        uses = {node: len(needed.intersection(node.users)) for node in needed}
+        for node in self.program.graph.nodes:
+            if node not in needed:
+                continue
+            self[node]
+            for source in node.all_input_nodes:
+                uses[source] -= 1
+                if not uses[source] and source not in wanted:
+                    del self._known[source]
+        return [self[node] for node in wanted]
+
     def in_float64(self, frontier: Iterable[fx.Node]) -> Values:
         """The values in float64, computed from what the nodes of a frontier are here."""
         known = {node: self[node] for node in (*_placeholders(self.program), *frontier)}

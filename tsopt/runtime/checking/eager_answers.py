@@ -191,7 +191,7 @@ class EagerAnswers:
             return
         for near in neighbours(leaves, self.seed):
             with self.frozen(None, self.state, expected.inputs.kind):
-                value = Values.on(program, laid_out(program, near))[self._outputs()[position]]
+                (value,) = Values.on(program, laid_out(program, near)).compute([self._outputs()[position]])
             if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart
                 return
             yield value
@@ -213,8 +213,7 @@ class EagerAnswers:
         if program is None:
             return False
         with self.frozen(None, self.state, expected.inputs.kind):
-            values = Values.on(program, laid_out(program, [leaf.clone() for leaf in leaves]))
-            mine = [values[node] for node in self._outputs()]
+            mine = Values.on(program, laid_out(program, [leaf.clone() for leaf in leaves])).compute(self._outputs())
         return all(
             isinstance(value, torch.Tensor) and compare(value, reference).ok
             for value, reference in zip(mine, expected.leaves, strict=False)

@@ -63,8 +63,9 @@ def answers(
 
 
 def _held_once(answer: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    if before is not None and (answer.dtype, answer.shape) == (before.dtype, before.shape):
-        return before if bit_equal(answer, before) else answer.clone()
+    kinds = [(one.dtype, one.shape, one.device) for one in (answer, before) if one is not None]
+    if before is not None and kinds[0] == kinds[1] and bit_equal(answer, before):
+        return before
     return answer.clone()
 
 

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, cast
@@ -189,8 +189,9 @@ class Maker:
         """Ends the process of a contender for the time being: `begin` opens its files again, where it has any."""
         if isinstance(contender, Isolated) and not contender.retired:
             if self.reopens(contender, candidate):
-                contender.saved()
-            contender.retire()
+                with suppress(BackendError):  # no room for files, or it has died: it is compiled once more
+                    contender.saved()
+            contender.retire(keep_files=True)
 
     def is_suspended(self, contender: Contender) -> bool:
         return isinstance(contender, Isolated) and contender.retired
@@ -233,7 +234,7 @@ class Maker:
             place = isolated.saved()
             if self.settings.keep_files:
                 self.files[candidate.key] = packed(place, candidate, program)
-            isolated.retire()  # its weights and those of the executable are not held at the same time
+            isolated.retire(keep_files=True)  # its weights and those of the executable are not held at the same time
             try:
                 return reopen(program, place, candidate, share_weights=self.settings.share_weights, **options)
             finally:
@@ -263,7 +264,7 @@ def _open(sandbox: Sandbox | None, programs: Variants, memory: int | None) -> st
 
 
 def retire(contender: Callable[..., Any]) -> None:
-    """Gives back what a candidate holds that is not needed any more, where that is a process."""
+    """Gives back what a candidate holds that is not needed any more, where that is a process, and its files."""
     if isinstance(contender, Isolated):
         contender.retire()
 

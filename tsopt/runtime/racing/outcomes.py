@@ -16,7 +16,7 @@ OUT_OF_MEMORY, SYSTEM_ERROR = "out of memory", "system error"
 LOST = ("crashed", "exited", "timed out", OUT_OF_MEMORY, SYSTEM_ERROR)  # none of them for what the model computes
 REFUSED = ("unsupported", "no gain")  # for what the model computes, before anything ran
 NOT_CHECKED = "not checked"  # too far behind the best to be of interest
-NOT_TIMED = "not timed"  # correct, but behind the best, and its memory was wanted
+NOT_TIMED = "not timed"  # behind the best, and its memory was wanted
 SLOWER = "slower"  # than eager, in measurements after the race
 STATUSES = ("ok", "wrong", INACCURATE, "failed", SLOWER, NOT_CHECKED, NOT_TIMED, MISSING, *REFUSED, *LOST)
 

@@ -18,7 +18,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.accuracy import is_exact
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing import outcomes
-from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait
+from tsopt.runtime.racing.contenders import Clock, Contender, Maker, Progress, RaceSettings, device_wait, retire
 from tsopt.runtime.racing.outcomes import NOT_CHECKED, NOT_TIMED
 from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, seconds_of
 from tsopt.runtime.report import EAGER, Row
@@ -29,10 +29,10 @@ SINGLE_THREAD_SECONDS = 5e-3  # a call that takes longer gains nothing from fewe
 AT_ONCE = 2  # candidates that are kept, however tight memory is, and however large the model
 USED_UP = "the budget was used up"
 # Times slower than the best in the first calls: not worth a check. Those of a call of at least LONG seconds tell more,
-# if they are made in several moments: a machine that is shared is almost twice as slow in some of them. The same limit
-# holds for a large model. One that is UNLIKELY times slower is not called again.
-HOPELESS, HOPELESS_IF_LONG, LONG = 4.0, 1.3, 20e-3
-LOOKS, UNLIKELY = 2, 2.5
+# and of a large model few are kept. A machine that is shared is almost twice as slow in some moments, so that calls are
+# made in LOOKS more of them, unless one is more than ALMOST_TWICE too slow.
+HOPELESS, HOPELESS_IF_LONG, LONG = 2.5, 1.3, 20e-3
+LOOKS, ALMOST_TWICE = 2, 1.9
 
 
 @dataclass(eq=False)
@@ -69,9 +69,9 @@ def prepare(
     Those that export to ONNX are compiled first, one for each core, then the others by themselves: these run kernels
     while they compile. oneDNN's are timed, and the threads of TorchScript wait for each other, for six times as long
     where an export takes one of two cores. What is compiled is called, when nothing else computes, and what can still
-    win is checked. Each candidate of a large model has packed the weights once more, so AT_ONCE of them are alive at
-    most: only the fastest is while another is compiled or checked, and of all that are right, so many get to the
-    rounds. Where memory is tight it is the same, and none is compiled beside another.
+    win is checked. Each candidate of a large model has packed the weights once more: only the fastest one is alive
+    while others are compiled or checked, and AT_ONCE of them get to the rounds. Where memory is tight it is the same,
+    none is compiled beside another, and as many get to the rounds as fit.
 
     Args:
         eager_seconds: about how long a call of the model takes.
@@ -166,9 +166,6 @@ class _Preparation:
             self._compare(group)
         self.admitted += group
         self._check_the_fastest(1 if self._is_crowded else self.total)
-        for entry in self.admitted:
-            if entry.contender is not None and not entry.is_checked and self._is_hopeless(entry):
-                entry.leave(NOT_CHECKED, _behind(entry, self.best))
 
     @property
     def _is_crowded(self) -> bool:
@@ -184,13 +181,11 @@ class _Preparation:
     def _check_the_fastest(self, count: int) -> None:
         """Until so many are known to be right, or there are no more."""
         while True:
+            self._drop_the_hopeless()
             self._leave_alive(count)
             entry = next((one for one in _fastest_first(self.admitted)[:count] if not one.is_checked), None)
             if entry is None:
                 return
-            if self._is_hopeless(entry) and not self.maker.settings.time_all:
-                entry.leave(NOT_CHECKED, _behind(entry, self.best))
-                continue
             entry.is_checked = True
             if not self.maker.settings.again:
                 self.progress(f"check {entry.row.name}")
@@ -199,19 +194,21 @@ class _Preparation:
             if entry.contender is not None:
                 self.best = min(self.best, entry.call_seconds)
 
-    @property
-    def _is_costly(self) -> bool:
-        """Whether the first calls have to decide more: a check takes seconds, and of a large model few are kept."""
-        return self.best > LONG or self.maker.is_heavy
+    def _drop_the_hopeless(self) -> None:
+        for entry in self.admitted if not self.maker.settings.time_all else ():
+            if entry.contender is not None and not entry.is_checked and self._is_hopeless(entry):
+                entry.leave(NOT_CHECKED, _behind(entry, self.best))
 
-    def _is_hopeless(self, entry: _Entry) -> bool:
-        return entry.call_seconds > self.best * (HOPELESS_IF_LONG if self._is_costly else HOPELESS)
+    def _is_hopeless(self, entry: _Entry, times: float = 1.0) -> bool:
+        """Whether it is so many times slower than one that can win."""
+        decides = self.best > LONG or self.maker.is_heavy
+        return entry.call_seconds > times * self.best * (HOPELESS_IF_LONG if decides else HOPELESS)
 
     def _look_again(self, group: Sequence[_Entry]) -> None:
         """More calls of those that would not be checked, in other moments."""
         for _ in range(LOOKS):
             for entry in group:
-                if self._is_costly and self._is_hopeless(entry) and entry.call_seconds <= self.best * UNLIKELY:
+                if self._is_hopeless(entry) and not self._is_hopeless(entry, ALMOST_TWICE):
                     entry.call_seconds = min(entry.call_seconds, self._estimate(entry))
 
     def _compare(self, group: Sequence[_Entry]) -> None:
@@ -221,21 +218,25 @@ class _Preparation:
         """
         best = next(iter(_fastest_first(self.admitted) or _fastest_first(group)), None)
         near = [entry for entry in group if entry.contender is not None and not self._is_hopeless(entry)]
-        if best is None or not near:
+        if best is None or not near or not self._in_time(best):
             return
         known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
         for _ in range(LOOKS):
             seconds = {entry: min(found, self._estimate(entry)) for entry, found in seconds.items()}
-        if best.contender is not None:
+        if best.contender is not None and seconds[best] > 0:
             for entry, found in seconds.items():
                 entry.call_seconds = known * found / seconds[best]
 
     def _leave_alive(self, few: int) -> None:
-        """Of those that are in the race, the fastest have processes; those of the others end for the time being."""
-        for entry in _fastest_first(self.admitted)[few:]:
-            if entry.contender is not None:
-                with _failing_only_the_candidate(entry):
-                    self.maker.suspend(entry.contender, entry.candidate)
+        """Of those that are in the race, the fastest have processes; those of the others end for the time being.
+
+        The fastest one that is known to be right stays as well: it may be all that there is in the end.
+        """
+        ranked = _fastest_first(self.admitted)
+        kept = [*ranked[:few], *[entry for entry in ranked if entry.is_checked][:1]]
+        for entry in ranked:
+            if entry.contender is not None and entry not in kept:
+                self.maker.suspend(entry.contender, entry.candidate)
         while missing := next(filter(self._is_suspended, _fastest_first(self.admitted)[:few]), None):
             self._resume(missing)
 
@@ -250,6 +251,7 @@ class _Preparation:
         with _failing_only_the_candidate(entry):
             entry.begun = self.maker.begin(entry.candidate, made)
             entry.contender, _ = self.maker.finish(entry.candidate, entry.begun)
+            retire(made)  # its files, which have been opened
             with _called_to_be_timed(entry, self.maker):
                 first_calls(entry.contender, self.judge.inputs, device_wait(self.judge.inputs[0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -102,8 +103,9 @@ class Isolated:
     def finish(self) -> float:
         """Waits until it is compiled. Returns the seconds that this took."""
         answer = self._answer("compile", max(0.01, self._deadline - time.monotonic()))
-        self.notes = tuple(answer["notes"])
-        return float(answer["seconds"])
+        self.notes = tuple(map(str, answer["notes"]))
+        (seconds,) = self._times([answer["seconds"]])
+        return seconds
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         program = self.sandbox.program
@@ -148,7 +150,14 @@ class Isolated:
         places = [next(i for i, sent in enumerate(self._sent) if sent is item) for item in inputs]
         inference = torch.is_inference_mode_enabled()
         what = {"do": "time", "how": how, "examples": places, "counts": counts, "inference": inference}
-        return [float(value) for value in self._ask(what)["seconds"]]
+        return self._times(self._ask(what)["seconds"])
+
+    def _times(self, seconds: Any) -> list[float]:
+        """Times as a candidate tells them, which decide about others as well."""
+        numbers = seconds if isinstance(seconds, list) else []
+        if not numbers or not all(type(value) in (int, float) and 0 <= value < math.inf for value in numbers):
+            raise BackendError(f"{self.candidate.backend} sent an invalid answer", why=f"times: {str(seconds)[:100]}")
+        return [float(value) for value in numbers]
 
     def _read(self, file: str, tensors: Described) -> list[torch.Tensor]:
         try:
@@ -214,10 +223,13 @@ class Isolated:
         self.lost = CandidateDied(kind, f"{what}; last output: {said[-1][:200]}" if said else what)
         return self.lost
 
-    def retire(self) -> None:
-        """Ends the process of a candidate that is not needed any more, to give its memory back."""
+    def retire(self, *, keep_files: bool = False) -> None:
+        """Ends the process of a candidate that is not needed any more, to give its memory back, and its files'."""
         self.retired = True
         self.end()
+        if self.files is not None and not keep_files:
+            shutil.rmtree(self.files, ignore_errors=True)
+            self.files = None
 
     def end(self) -> None:
         """Ends the process, and all that it started in its group."""

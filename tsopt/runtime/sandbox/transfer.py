@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from io import FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,14 @@ def read_tensors(path: Path, described: Described) -> list[torch.Tensor]:
     Raises:
         Gone: the file is not what the message says.
     """
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         try:
             return [_read(file, item) for item in described]
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise Gone(f"invalid tensors: {error}") from error
 
 
-def _read(file: FileIO, item: dict[str, Any]) -> torch.Tensor:
+def _read(file: BufferedReader, item: dict[str, Any]) -> torch.Tensor:
     dtype, shape, stride = getattr(torch, item["dtype"]), list(item["shape"]), list(item["stride"])
     count = torch.Size(shape).numel()
     if item["offset"] < 0 or item["offset"] + count * dtype.itemsize > os.fstat(file.fileno()).st_size:
@@ -134,4 +134,10 @@ def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
     The logits of a language model come by the dozen. What they leave behind in the heap is not given back.
     """
     size = count * dtype.itemsize
-    return torch.empty(count, dtype=dtype) if size < LARGE else torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+    if size < LARGE:
+        return torch.empty(count, dtype=dtype)
+    try:  # NOTE: private: what the helper reads, its children are not to share
+        own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for a tensor of {size} bytes") from error
+    return torch.frombuffer(own, dtype=dtype)
