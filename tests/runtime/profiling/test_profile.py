@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.kernels import Kernel, Timed
+from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE, profile_of
+from tsopt.runtime.profiling.work import OpWork, Work
 
 ENGINES = ("eager", "onednn", "onnxruntime", "openvino")
 
@@ -100,6 +103,23 @@ def test_a_module_of_several_ops_is_told_by_its_product(cnn):
     assert (row.op, row.ms["engine"]) == ("linear", 3.0)
 
 
+def test_the_work_of_a_layer_is_told_beside_its_times(cnn):
+    program, inputs = cnn
+    found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, None)
+    layers, engine = {item.layer: item for item in found.layers}, found.engines[-1]
+    block = layers["block"]
+    assert block.work.macs == 2 * 32 * 32 * 32 * 32 * 9
+    assert block.work.weights == (32 * 32 * 9 + 32) * 4
+    assert block.at_best == pytest.approx(found.limits.seconds(block.work) * 1e3)
+    assert block.limit(engine) == pytest.approx(block.at_best / block.ms[engine])
+    assert block.limit("another engine") is None
+    cells = dict(zip(found.header, found.cells()[-1], strict=True))
+    assert float(cells["MMACs"]) == pytest.approx(found.work.macs / 1e6, rel=1e-2)
+    assert found.work.macs == sum(item.work.macs for item in found.layers)
+    record = next(item for item in found.to_json()["layers"] if item["layer"] == "block")
+    assert (record["macs"], record["weights"]) == (block.work.macs, block.work.weights)
+
+
 def test_layers_and_what_is_left_add_up_to_the_call(cnn):
     program, inputs = cnn
     found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, 1)
@@ -126,7 +146,7 @@ def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):
 @pytest.fixture
 def made(cnn):
     """Two engines, the second of which has fused the first two layers, and knows nothing of one of its kernels."""
-    program, _ = cnn
+    program, inputs = cnn
     convolutions = [node for node in program.calls() if "conv" in node.name]
     (head,) = (node for node in program.calls() if "linear" in node.name)
     torch_ = Timed(
@@ -135,7 +155,9 @@ def made(cnn):
     other = Timed(
         (Kernel("fused", 3.0, tuple(convolutions)), Kernel("gemm", 0.5, (head,)), Kernel("reorder", 0.25)), 4.0
     )
-    return profile_of("Cnn", {"torch": torch_, "engine": other})
+    # A layer takes as many milliseconds as it has million MACs.
+    limits = Limits(macs=1e9, moved=((1, 1e18),))
+    return profile_of("Cnn", {"torch": torch_, "engine": other}, OpWork(program, inputs), limits)
 
 
 def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):
@@ -146,17 +168,25 @@ def test_rows_are_sorted_by_what_they_take_in_the_engine_that_runs(made):
 
 
 def test_the_table_has_shares_and_ends_with_the_whole_call(made):
-    assert made.header == ("layer", "op", "torch ms", "engine ms", "share", "kernel")
+    assert made.header == ("layer", "op", "MMACs", "MB", "torch ms", "engine ms", "share", "of limit", "kernel")
     rows = made.cells()
-    assert rows[0] == ("block", "conv2d", "2.00", "3.00", "75.0%", "fused")
-    assert rows[2] == ("stem.0", "conv2d", "2.00", "-", "-", "")
-    assert rows[3:] == [(ELSEWHERE, "", "1.00", "0.500", "12.5%", ""), (WHOLE, "", "6.00", "4.00", "100.0%", "")]
+    assert rows[0] == ("block", "conv2d", "18.9", "0.561", "2.00", "3.00", "75.0%", "629.1%", "fused")
+    assert rows[2] == ("stem.0", "conv2d", "1.77", "0.29", "2.00", "-", "-", "-", "")
+    assert rows[3] == (ELSEWHERE, "", "-", "-", "1.00", "0.500", "12.5%", "-", "")
+    assert rows[4][:2] == (WHOLE, "")
+    assert rows[4][4:] == ("6.00", "4.00", "100.0%", "-", "")
+
+
+def test_large_numbers_are_written_out():
+    timed = Timed((), 1.0)
+    made = replace(profile_of("Cnn", {"engine": timed}), work=Work(macs=11_174_215_680, weights=1_234_000))
+    assert made.cells()[-1][2:4] == ("11,174", "1.23")
 
 
 def test_what_is_not_shown_is_one_row(made):
     rows = made.cells(top=1)
     assert [row[0] for row in rows] == ["block", "2 more layers", ELSEWHERE, WHOLE]
-    assert rows[1][2:5] == ("3.00", "0.500", "12.5%")
+    assert rows[1][2:7] == ("1.77", "-", "3.00", "0.500", "12.5%")
     assert all(item.layer in made.markdown for item in made.layers)
 
 

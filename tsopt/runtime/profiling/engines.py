@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import UsageError
 from tsopt.runtime.backends.backend import Profiles, get_backend, race_options
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
+from tsopt.runtime.profiling import limits
 from tsopt.runtime.profiling.kernels import Timed
 from tsopt.runtime.profiling.profile import Profile, profile_of
+from tsopt.runtime.profiling.work import OpWork
 
 
 def profile(
@@ -45,4 +48,5 @@ def profile(
         if candidate.variant in programs and isinstance(backend, Profiles):
             timed[candidate.title] = backend.profile(programs[candidate.variant], inputs)
     notes = [] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"]
-    return profile_of(model, timed, notes)
+    known = limits.measured(threads) if winner.variant == FP32 else None
+    return profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import fx
 
 from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
+from tsopt.runtime.profiling.limits import Limits
+from tsopt.runtime.profiling.work import OpWork, Work
 from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
 from tsopt.runtime.untrusted_text import printable
 
@@ -26,6 +30,8 @@ class LayerTime:
         where: module path and source line.
         ms: for a call, by engine; none where the engine has fused it into another layer.
         kernels: the engine's names of what it runs, by engine.
+        work: in a call.
+        at_best: milliseconds that this machine needs for it at least; None where that has not been measured.
     """
 
     layer: str
@@ -33,6 +39,13 @@ class LayerTime:
     where: str
     ms: Mapping[str, float]
     kernels: Mapping[str, tuple[str, ...]]
+    work: Work = field(default_factory=Work)
+    at_best: float | None = None
+
+    def limit(self, engine: str) -> float | None:
+        """The share of the machine's limit that an engine reaches; None where one of the two is not known."""
+        ms = self.ms.get(engine)
+        return self.at_best / ms if self.at_best and ms else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +56,8 @@ class Profile:
         engines: their titles; the last one is the one that runs.
         elsewhere: milliseconds between kernels, and in kernels that belong to no known layer, by engine.
         calls: milliseconds of the whole call while the engine's profiler is on, by engine.
+        work: of the whole call.
+        limits: of this machine, in float32; None where the engine that runs computes in another precision.
         notes: what is missing, and why.
     """
 
@@ -51,11 +66,14 @@ class Profile:
     layers: tuple[LayerTime, ...]
     elsewhere: Mapping[str, float]
     calls: Mapping[str, float]
+    work: Work = field(default_factory=Work)
+    limits: Limits | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def header(self) -> tuple[str, ...]:
-        return ("layer", "op", *(f"{engine} ms" for engine in self.engines), "share", "kernel")
+        times = (f"{engine} ms" for engine in self.engines)
+        return ("layer", "op", "MMACs", "MB", *times, "share", "of limit", "kernel")
 
     def cells(self, top: int | None = None) -> list[tuple[str, ...]]:
         """Rows under `header`: the layers, what is left, and the whole call.
@@ -65,21 +83,37 @@ class Profile:
         """
         last = self.engines[-1]
         shown, others = self.layers[:top], self.layers[len(self.layers[:top]) :]
-        rows = [(item.layer, item.op, item.ms, ", ".join(item.kernels.get(last, ()))) for item in shown]
+        rows = [
+            self._cells(item.layer, item.op, item.work, item.ms, _percent(item.limit(last)), item) for item in shown
+        ]
         if others:
             rest = {engine: sum(item.ms.get(engine, 0.0) for item in others) for engine in self.engines}
-            rows.append((f"{len(others)} more layers", "", rest, ""))
-        rows += [(ELSEWHERE, "", self.elsewhere, ""), (WHOLE, "", self.calls, "")]
-        return [
-            (
-                name,
-                op,
-                *(milliseconds(ms[engine]) if engine in ms else "-" for engine in self.engines),
-                f"{ms[last] / self.calls[last]:.1%}" if last in ms else "-",
-                kernels,
-            )
-            for name, op, ms, kernels in rows
-        ]
+            macs = Work(sum(item.work.macs for item in others))
+            rows.append(self._cells(f"{len(others)} more layers", "", macs, rest))
+        rows.append(self._cells(ELSEWHERE, "", None, self.elsewhere))
+        rows.append(self._cells(WHOLE, "", self.work, self.calls))
+        return rows
+
+    def _cells(
+        self,
+        name: str,
+        op: str,
+        work: Work | None,
+        ms: Mapping[str, float],
+        limit: str = "-",
+        layer: LayerTime | None = None,
+    ) -> tuple[str, ...]:
+        last = self.engines[-1]
+        return (
+            name,
+            op,
+            _millions(0 if work is None else work.macs),
+            _millions(0 if work is None else work.bytes),
+            *(milliseconds(ms[engine]) if engine in ms else "-" for engine in self.engines),
+            _percent(ms[last] / self.calls[last] if last in ms else None),
+            limit,
+            "" if layer is None else ", ".join(layer.kernels.get(last, ())),
+        )
 
     def by_place(self, engine: str) -> dict[str, float]:
         """Milliseconds in an engine, by where the layer is; of several ops on one line, of the most expensive one."""
@@ -102,11 +136,15 @@ class Profile:
                     "where": item.where,
                     "ms": dict(item.ms),
                     "kernels": {engine: list(names) for engine, names in item.kernels.items()},
+                    **asdict(item.work),
+                    "ms_at_best": item.at_best,
                 }
                 for item in self.layers
             ],
             "elsewhere_ms": dict(self.elsewhere),
             "call_ms": dict(self.calls),
+            "work": asdict(self.work),
+            "limits": None if self.limits is None else asdict(self.limits),
             "notes": list(self.notes),
         }
 
@@ -121,6 +159,7 @@ class _Row:
     where: str
     ms: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, dict[str, None]] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)
 
     def add(self, engine: str, kernel: Kernel) -> None:
         """Takes one more kernel. A layer is told by its most telling op."""
@@ -129,27 +168,64 @@ class _Row:
         self.ms[engine] = self.ms.get(engine, 0.0) + kernel.ms
         self.kernels.setdefault(engine, {})[kernel.name] = None
 
-    def made(self) -> LayerTime:
+    def made(self, work: OpWork | None, limits: Limits | None) -> LayerTime:
         kernels = {engine: tuple(names) for engine, names in self.kernels.items()}
-        return LayerTime(self.layer, self.op, self.where, self.ms, kernels)
+        done = Work() if work is None else work.of(self.nodes)
+        at_best = None if limits is None else limits.seconds(done) * 1e3
+        return LayerTime(self.layer, self.op, self.where, self.ms, kernels, done, at_best)
 
 
-def profile_of(model: str, timed: Mapping[str, Timed], notes: Sequence[str] = ()) -> Profile:
-    """The profile of a model whose kernels were timed in each of these engines, by title; the last one is what runs."""
-    rows: dict[tuple[str, str], _Row] = {}
+class _Rows:
+    """The rows of a table, by where a node comes from."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], _Row] = {}
+
+    def of(self, node: fx.Node) -> _Row:
+        where, op = origin_of(node) or node.name, op_of(node)
+        # What an engine or a pass has made of a layer keeps its module; without one, a line may have several ops.
+        key = (where, "" if node.meta.get("module") else op)
+        return self._found.setdefault(key, _Row(module_of(node), op, where))
+
+    def __iter__(self) -> Iterator[_Row]:
+        return iter(self._found.values())
+
+
+def profile_of(
+    model: str,
+    timed: Mapping[str, Timed],
+    work: OpWork | None = None,
+    limits: Limits | None = None,
+    notes: Sequence[str] = (),
+) -> Profile:
+    """The profile of a model.
+
+    Args:
+        timed: its kernels in each of these engines, by title; the last one is what runs.
+        work: of the ops of its program in float32.
+        limits: of this machine, if the last engine computes in float32 as well.
+    """
+    rows = _Rows()
     known = dict.fromkeys(timed, 0.0)
     for engine, found in timed.items():
         for kernel in found.kernels:
-            node = kernel.node
-            if node is None:
-                continue
-            where, op = origin_of(node) or node.name, op_of(node)
-            # What an engine or a pass has made of a layer keeps its module; without one, a line may have several ops.
-            row = rows.setdefault((where, "" if node.meta.get("module") else op), _Row(module_of(node), op, where))
-            row.add(engine, kernel)
-            known[engine] += kernel.ms
+            if kernel.node is not None:
+                rows.of(kernel.node).add(engine, kernel)
+                known[engine] += kernel.ms
+    for node in work or ():
+        rows.of(node).nodes.append(node)
     *_, last = timed
-    layers = sorted((row.made() for row in rows.values()), key=lambda item: -item.ms.get(last, 0.0))
+    layers = sorted((row.made(work, limits) for row in rows if row.ms), key=lambda item: -item.ms.get(last, 0.0))
     calls = {engine: found.ms for engine, found in timed.items()}
     elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
-    return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, tuple(notes))
+    whole = Work() if work is None else work.of(list(work))
+    return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, tuple(notes))
+
+
+def _millions(count: int) -> str:
+    millions = count / 1e6
+    return "-" if not count else f"{millions:,.0f}" if millions >= 1000 else f"{millions:.3g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
