@@ -39,7 +39,8 @@ def _hasty() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(partitioned.PART, "seconds", 0.05)
-        patch.setattr(graph_parts, "WORTH", 0.0)
+        patch.setattr(graph_parts, "LEAST_SHARE", 0.0)
+        patch.setattr(graph_parts, "COVERED", 2.0)
         patch.setattr(preparation, "HOPELESS", float("inf"))
         patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
         patch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on

@@ -24,7 +24,8 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     monkeypatch.setattr(graph_parts, "time", Clock)
-    monkeypatch.setattr(graph_parts, "WORTH", 0.02)
+    monkeypatch.setattr(graph_parts, "LEAST_SHARE", 0.02)
+    monkeypatch.setattr(graph_parts, "COVERED", 0.9)
     Clock.now = 0.0
 
 
@@ -72,6 +73,23 @@ def test_graphs_that_take_next_to_none_of_the_time_are_left_as_they_are():
     assert never.budget is None
 
 
+def test_when_the_largest_take_most_of_the_time_the_others_are_left_as_they_are():
+    optimized = []
+    graphs = [taking(seconds, optimized) for seconds in (0.03, 0.5, 0.03, 0.3, 0.04)]
+    weigh(graphs, lambda: call(graphs, 0.1))
+    call(graphs)
+    assert optimized == [0.5, 0.3, 0.04]
+    assert as_lines(graphs)[0] == "parts 1, 3: larger parts take 90% of the time of all parts"
+
+
+def test_of_many_parts_of_one_size_most_are_optimized():
+    optimized = []
+    graphs = [taking(0.1, optimized) for _ in range(20)]
+    weigh(graphs, lambda: call(graphs))
+    call(graphs)
+    assert len(optimized) == 18
+
+
 @pytest.mark.parametrize(("seconds", "tried"), [(0.2, [0.2]), (0.05, [])])
 def test_one_that_turns_up_later_is_weighed_by_its_first_call(seconds, tried):
     optimized = []
@@ -92,7 +110,7 @@ def test_of_those_that_turn_up_later_only_some_are_optimized():
     call([late])
     call([late])
     assert optimized == []
-    assert late.refused == f"traced after {graph_parts.MOST} others for other sizes"
+    assert late.refused == f"traced after {graph_parts.MOST_LATER} others for other sizes"
 
 
 @pytest.mark.parametrize(

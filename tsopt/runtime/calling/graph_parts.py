@@ -18,18 +18,20 @@ from tsopt.runtime.calling.optimized import Optimized
 
 log = logging.getLogger("tsopt")
 # Of the time of a call: a part that takes less is left as it is. Optimizing one takes seconds, whatever it computes.
-WORTH = 0.02
+LEAST_SHARE = 0.02
+COVERED = 0.9  # of the time of all parts: once the largest ones take as much, the others are left as they are
 # Times as much for graphs that turn up later, for other sizes perhaps: there may be many. And how many are optimized.
-LATE, MOST = 5, 4
-CALLS, ENOUGH = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
+LATER, MOST_LATER = 5, 4
+CALLS, CALL_SECONDS = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
 # Seconds for optimizing all parts, about, but this many for each at least.
-FOR_ALL, FOR_EACH = 120.0, 15.0
+FOR_ALL, FOR_EACH = 60.0, 10.0
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 
 def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
-    """Finds which share of the time of a call each graph takes; those that take next to none are left as they are.
+    """Finds which share of the time of a call each graph takes; those that matter little are left as they are.
 
+    These are all that take next to none, and the smallest ones where the others take most of the time of all graphs.
     Returns the seconds of a call.
 
     Args:
@@ -38,7 +40,7 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
     """
     weighed = list(graphs)
     spent: list[float] = []
-    while len(spent) < CALLS and sum(spent) <= ENOUGH:
+    while len(spent) < CALLS and sum(spent) <= CALL_SECONDS:
         for graph in weighed:
             graph.is_timed, graph.seconds = True, 0.0
         seconds = timed_call()
@@ -48,10 +50,19 @@ def weigh(graphs: Sequence[Graph], timed_call: Callable[[], float]) -> float:
             if graph.seconds:
                 graph.share = max(graph.share or 0.0, graph.seconds / seconds)
         spent.append(seconds)
-    for graph in weighed:
-        if graph.share is not None and graph.share < WORTH:
-            graph.leave(f"less than {WORTH:.0%} of the time")
+    _leave_the_small([graph for graph in weighed if graph.share is not None])
     return min(spent)
+
+
+def _leave_the_small(graphs: Sequence[Graph]) -> None:
+    """Leaves those as they are that take too little of the time, and what the others take most of."""
+    whole, covered = sum(graph.share or 0.0 for graph in graphs), 0.0
+    for graph in sorted(graphs, key=lambda graph: -(graph.share or 0.0)):
+        if (graph.share or 0.0) < LEAST_SHARE:
+            graph.leave(f"less than {LEAST_SHARE:.0%} of the time")
+        elif covered > COVERED * whole - 1e-9:
+            graph.leave(f"larger parts take {COVERED:.0%} of the time of all parts")
+        covered += graph.share or 0.0
 
 
 def as_lines(graphs: Sequence[Graph]) -> list[str]:
@@ -132,10 +143,10 @@ class Graph:
             if self.late is not None:
                 self.share, self.late = spent / self.late, None
                 self.refused = "traced later, and optimized when it is called again"
-                if self.share < LATE * WORTH:
-                    self.leave(f"traced later, and takes less than {LATE * WORTH:.0%} of the time")
+                if self.share < LATER * LEAST_SHARE:
+                    self.leave(f"traced later, and takes less than {LATER * LEAST_SHARE:.0%} of the time")
                 elif not self.has_room():
-                    self.leave(f"traced after {MOST} others for other sizes")
+                    self.leave(f"traced after {MOST_LATER} others for other sizes")
         return found
 
     @property
@@ -150,7 +161,7 @@ class Graph:
 
     def leave(self, reason: str) -> None:
         """It is run unchanged from now on."""
-        self.refused, self._tried, self._is_left = reason, True, True
+        self.refused, self._is_left = reason, True
 
     def _optimize(self, args: Sequence[Any]) -> None:
         weights = {i: value for i, value in enumerate(args) if _is_static(value)}
@@ -159,7 +170,7 @@ class Graph:
         if training or not any(isinstance(value, torch.Tensor) for value in values):
             self.refused = "a module is in training mode" if training else "nothing to compute"
             return
-        if self._shares(args):
+        if self._shares(args) or self._is_left:
             return
         try:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]

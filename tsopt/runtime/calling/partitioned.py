@@ -22,7 +22,7 @@ from tsopt.compiler.quiet import silent
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
-from tsopt.runtime.calling.graph_parts import MOST, Graph, as_lines, weigh
+from tsopt.runtime.calling.graph_parts import MOST_LATER, Graph, as_lines, weigh
 from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
 from tsopt.runtime.checking.accuracy import Oracle
@@ -169,7 +169,7 @@ def optimize_partitioned(
 
         made = Graph(graph, announced, known)
         made.is_timed, made.late, made.wait = call_seconds is None, call_seconds, wait
-        made.has_room = lambda: sum(item.is_wanted for item in graphs[weighed:]) <= MOST  # itself among them
+        made.has_room = lambda: sum(item.is_wanted for item in graphs[weighed:]) <= MOST_LATER  # itself among them
         graphs.append(made)
         return made
 
