@@ -12,6 +12,8 @@ import tsopt
 from tests.runtime.faulty import SLOW
 from tests.runtime.sandbox.helpers import FAULTY
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.racing import contenders
+from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.report import MODEL
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.sandbox import Sandbox
@@ -84,6 +86,26 @@ def test_a_candidate_that_hangs_is_ended_and_the_race_goes_on(name, try_all):
     rows, _ = try_all(FAULTY + name, "eager", budget=4.0)
     assert rows[name].status == "timed out"
     assert rows[name].reason.startswith("no answer to 'compile' within ")
+    assert rows["eager + passes"].status == "ok"
+
+
+def test_a_winner_is_verified_although_the_budget_is_used_up(try_all, sandbox, monkeypatch):
+    """Its call takes longer than what is left."""
+    given, choose = [], race_module.choose
+
+    def note(maker, *args, **options):
+        given.append(sandbox.seconds)
+        return choose(maker, *args, **options)
+
+    def use_up(*args, **options):
+        monkeypatch.setattr(contenders.Clock, "left", 0.0)
+        return timed(*args, **options)
+
+    timed = race_module._timed
+    monkeypatch.setattr(race_module, "_timed", use_up)
+    monkeypatch.setattr(race_module, "choose", note)
+    rows, _ = try_all("eager", budget=60.0)
+    assert given == [race_module.TO_VERIFY]
     assert rows["eager + passes"].status == "ok"
 
 

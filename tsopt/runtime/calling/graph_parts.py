@@ -24,7 +24,7 @@ COVERED = 0.9  # of the time of all parts: once the largest ones take as much, t
 LATER, MOST_LATER = 5, 4
 CALLS, CALL_SECONDS = 3, 0.3  # calls that shares are taken from, fewer if they take longer than this many seconds
 # Seconds for optimizing all parts, about, but this many for each at least.
-FOR_ALL, FOR_EACH = 60.0, 10.0
+FOR_ALL, FOR_EACH = 120.0, 20.0
 Optimize = Callable[[Callable[..., Any], Example], Optimized]  # a graph and an example of its inputs
 
 

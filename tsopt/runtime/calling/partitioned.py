@@ -194,7 +194,7 @@ def optimize_partitioned(
             rows[1] = replace(rows[1], status="wrong", reason=verdict.reason)
         else:
             with torch.no_grad():  # as it is called: in inference mode dynamo would trace again
-                timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=device_wait(example_input))
+                timings = measure({EAGER: model, title: run}, inputs, seconds=seconds, wait=wait, until_decided=True)
             rows = [with_timing(row, timings[row.name], timings[EAGER]) for row in rows]
             # Fresh inputs: what the race measured must not be all that is right.
             verdict = Oracle(model, example_input, None, seed=seed + 1, state=state).judge(run)

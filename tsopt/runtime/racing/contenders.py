@@ -219,10 +219,14 @@ class Maker:
             log.info("the files of %s are not used: %s", candidate.title, " ".join(str(error).split()))
             return None
 
-    def limit(self, clock: Clock, still_to_come: int = 1) -> None:
-        """Lets a candidate with a process of its own take its share of the time that is left for each answer."""
+    def limit(self, clock: Clock, still_to_come: int = 1, least: float = LEAST_SECONDS) -> None:
+        """Lets a candidate with a process of its own take its share of the time that is left for each answer.
+
+        Args:
+            least: seconds, however little is left.
+        """
         if self.sandbox is not None:
-            self.sandbox.seconds = min(CANDIDATE_SECONDS, max(LEAST_SECONDS, clock.left / still_to_come))
+            self.sandbox.seconds = min(CANDIDATE_SECONDS, max(least, clock.left / still_to_come))
 
     def here(self, contender: Contender, candidate: Candidate) -> Executable:
         """A contender in this process: itself, opened from the files that it has saved, or compiled once more."""

@@ -46,6 +46,7 @@ from tsopt.runtime.sandbox.sandbox import Sandbox
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls that a winner for many sizes is timed with, each of other sizes
 SHORT_CALL = 0.05  # seconds: next to longer calls, what an engine does for a new size is nothing
 FOR_THE_ROUNDS = 1 / 3  # of the budget: what is compiled and not timed is of no use
+TO_VERIFY = 10.0  # seconds for an answer of the winner, even if the budget is used up: it has cost all of that
 STREAK = 0.05  # of the time for timing, for calls of the winner in a row on fresh inputs
 
 
@@ -104,6 +105,7 @@ def race(
                 time_all=settings.time_all,
             )
             was_interrupted = interrupted()
+        maker.limit(clock, least=TO_VERIFY)
         found = choose(
             maker,
             rows,
