@@ -179,7 +179,7 @@ class _Preparation:
             entry.leave(NOT_TIMED, f"{_behind(entry, ranked[0].call_seconds)}; {self.because}")
 
     def _check_the_fastest(self, count: int) -> None:
-        """Until so many are known to be right, or there are no more."""
+        """Checks the fastest candidates until `count` of them are correct, or none are left."""
         while True:
             self._drop_the_hopeless()
             self._leave_alive(count)
