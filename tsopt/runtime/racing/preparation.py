@@ -218,8 +218,9 @@ class _Preparation:
         """
         best = next(iter(_fastest_first(self.admitted) or _fastest_first(group)), None)
         near = [entry for entry in group if entry.contender is not None and not self._is_hopeless(entry)]
-        if best is None or not near or not self._in_time(best):
+        if best is None or not near or not self.clock.left:
             return
+        self.maker.limit(self.clock)
         known, seconds = best.call_seconds, dict.fromkeys((best, *near), math.inf)
         for _ in range(LOOKS):
             seconds = {entry: min(found, self._estimate(entry)) for entry, found in seconds.items()}
