@@ -43,7 +43,7 @@ def _hasty() -> Iterator[None]:
         patch.setattr(graph_parts, "COVERED", 2.0)
         patch.setattr(preparation, "HOPELESS", float("inf"))
         patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
-        patch.setattr(preparation, "seconds_of", lambda call, inputs: 1e-3)  # so many calls as tests count on
+        patch.setattr(preparation, "seconds_of", lambda *_: 1e-3)  # so many calls as tests count on
         patch.setattr(tournament, "SETTLE", 0.0)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes

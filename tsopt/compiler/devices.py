@@ -9,10 +9,15 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.errors import UsageError
 
 
+def gpus_of(example: Example) -> tuple[torch.device, ...]:
+    """The GPUs that tensors of a call are on."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return tuple(dict.fromkeys(leaf.device for leaf in leaves if leaf.is_cuda))
+
+
 def is_on_gpu(example: Example) -> bool:
     """Whether any tensor of a call is on a GPU."""
-    leaves, _ = flatten((example.args, example.kwargs))
-    return any(leaf.is_cuda for leaf in leaves)
+    return bool(gpus_of(example))
 
 
 def put(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -216,7 +216,7 @@ def wide(at: Site, operand: object) -> torch.Tensor | None:
     if dtype not in INTEGERS and not dtype.is_floating_point:
         return None
     if isinstance(operand, (int, float)) and not isinstance(operand, bool):
-        return torch.tensor(operand, dtype=kind)
+        return torch.tensor(operand, dtype=kind, device="cpu")
     value = at.value(operand)
     if value is None or value.dtype != dtype or not 0 < value.numel() <= LARGEST:
         return None

@@ -98,7 +98,9 @@ def _store(program: Program, node: fx.Node, value: torch.Tensor, places: set[int
     """Makes a weight of a value. `places` are those of all weights, kept: to look at each again takes the square."""
     expected = type_of(node)
     if isinstance(expected, TensorType) and not TensorType.of(value).matches(expected):
-        value = torch.empty_strided(expected.shape, expected.stride, dtype=value.dtype).copy_(value)
+        value = torch.empty_strided(expected.shape, expected.stride, dtype=value.dtype, device=value.device).copy_(
+            value
+        )
     name = fresh_name(f"folded.{node.name}", program.weights)
     # NOTE: a view of a weight stays a view (no second copy); a view of a larger temporary would keep it alive.
     own = value.untyped_storage().nbytes() <= 2 * value.numel() * value.element_size()

@@ -156,7 +156,7 @@ def per_channel(at: Site, layer: fx.Node, factor: object) -> torch.Tensor | None
     if layer.target is not aten.linear.default and len(shape) == bind(layer)["weight"].meta["val"].dim() - 1:
         axis = 0  # a convolution without batch
     if isinstance(factor, (int, float)) and not isinstance(factor, bool):
-        return torch.full((shape[axis],), float(factor), dtype=torch.float64)
+        return torch.full((shape[axis],), float(factor), dtype=torch.float64, device=at.type(layer).device)
     value = at.value(factor)
     if value is None or value.is_complex():
         return None

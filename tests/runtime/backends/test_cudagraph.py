@@ -29,13 +29,22 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 class Stream:
-    """Counts who waits for whom."""
+    """Keeps what it waits for."""
 
     def __init__(self, *_) -> None:
-        self.waited = 0
+        self.waited = []
 
     def wait_stream(self, other) -> None:
-        self.waited += 1
+        self.waited.append(other)
+
+    wait_event = wait_stream
+
+
+class Event:
+    """Keeps where it was recorded last."""
+
+    def record(self, stream) -> None:
+        self.stream = stream
 
 
 class Graph(TorchDispatchMode):
@@ -57,18 +66,18 @@ class Graph(TorchDispatchMode):
 
 @pytest.fixture
 def imitation(monkeypatch):
-    caller = Stream()
     made = SimpleNamespace(
         Stream=Stream,
+        Event=Event,
         CUDAGraph=Graph,
-        caller=caller,
-        current_stream=lambda: caller,
+        caller=Stream(),
+        current_stream=lambda device=None: made.caller,
+        device=lambda device: contextlib.nullcontext(),
         stream=lambda stream: contextlib.nullcontext(),
         graph=lambda graph, stream: graph,
         is_available=lambda: True,
     )
     monkeypatch.setattr(cudagraph, "cuda", made)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     return made
 
 
@@ -159,11 +168,19 @@ def test_callers_take_turns():
             torch.testing.assert_close(answer, model(x).detach())
 
 
-def test_each_side_waits_for_the_other(imitation):
+def test_a_stream_waits_for_the_call_before_where_that_was_on_another(imitation):
     found = recorded(lambda x: x + 1, torch.ones(3))
-    before = imitation.caller.waited
+    first, second = imitation.caller, Stream()
+    first.waited.clear()
     found(torch.ones(3))
-    assert imitation.caller.waited == before + 1
+    (end,) = first.waited
+    assert end.stream is first
+    found(torch.ones(3))
+    assert first.waited == [end], "calls on one stream follow each other by themselves"
+    imitation.caller = second
+    found(torch.ones(3))
+    assert second.waited == [end]
+    assert end.stream is second
 
 
 def test_what_cannot_be_recorded_is_an_error_of_the_backend(imitation):
@@ -261,3 +278,42 @@ def test_on_a_gpu_machine_code_is_recorded():
     made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")
     for scale in (1, 2):
         torch.testing.assert_close(made(x * scale), model(x * scale).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_calls_on_several_streams_at_once_are_right():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).eval().cuda()
+    made = tsopt.compile(tsopt.capture(model, torch.randn(32, 256, device="cuda")), "cudagraph")
+
+    def call(seed):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), torch.no_grad():
+            inputs = [torch.randn(32, 256, device="cuda") * seed for _ in range(20)]
+            answers = [(made(x), model(x)) for x in inputs]
+        stream.synchronize()
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        for answers in pool.map(call, range(1, 5)):
+            for mine, theirs in answers:
+                torch.testing.assert_close(mine, theirs)
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["cudagraph", "torchscript", "eager"])
+def test_on_a_gpu_the_model_itself_is_recorded_by_a_graph_of_the_users_own(backend):
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
+    x = torch.randn(8, 16, device="cuda")
+    fast = tsopt.optimize(model, x, backends=(backend,), seconds=0.2)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(3):
+            model(x)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(UserWarning, match="a CUDA graph is recording the call"), torch.cuda.graph(graph):
+        found = fast(x)
+    x.copy_(torch.randn(8, 16, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, model(x))

@@ -36,6 +36,11 @@ def built_for_gpu(monkeypatch):
     monkeypatch.setattr(ort, "get_available_providers", lambda: [PROVIDER, "CPUExecutionProvider"])
 
 
+@pytest.fixture
+def built_for_cpu(monkeypatch):
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+
+
 class Several(nn.Module):
     """Inputs of several dtypes, one of them laid out otherwise; outputs of several dtypes and of no axes."""
 
@@ -71,6 +76,7 @@ def test_answers_of_earlier_calls_stay():
     assert torch.equal(first, kept)
 
 
+@pytest.mark.usefixtures("built_for_cpu")
 def test_a_runtime_for_the_cpu_says_what_to_install():
     program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:0")
     assert [item.why for item in OnnxRuntimeBackend().unsupported(program)] == [
@@ -96,13 +102,13 @@ def test_what_it_cannot_run_on_a_gpu_is_refused():
 
 
 def test_the_session_runs_on_the_gpu_of_the_model_in_full_precision():
-    program = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:1")
-    assert providers_for(program.signature) == [
-        (PROVIDER, {"device_id": 1, "use_tf32": 0}),
-        "CPUExecutionProvider",
-    ]
+    program = tsopt.capture(nn.ReLU(), torch.ones(2))
+    for place, options in (("cuda:1", {"device_id": 1, "use_tf32": 0}), ("cuda:0", {"use_tf32": 0})):
+        found = providers_for(on(program, place).signature)
+        assert found == [(PROVIDER, options), "CPUExecutionProvider"]
 
 
+@pytest.mark.usefixtures("built_for_cpu")
 def test_a_runtime_that_goes_on_without_the_gpu_is_an_error(monkeypatch):
     opened = []
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import tsopt
 from tsopt.background import job
+from tsopt.compiler.calls.types import TensorType
 from tsopt.runtime.bundles import probe
 from tsopt.runtime.sandbox import processes
 from tsopt.runtime.sandbox import sandbox as isolation
@@ -44,12 +48,32 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
     if module is isolation:
         isolation.Sandbox().__enter__()
     elif module is probe:
-        probe._run(b"", 1.0)
+        probe._run(b"", 1.0, sees_gpus=False)
     else:
         with pytest.raises(OSError, match="enough"):
             job.Job(mlp, [job.Example((mlp_input,), {})], {})
     assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
+    hidden = [env.get("CUDA_VISIBLE_DEVICES") == "" for env in seen]
+    assert hidden == [module is not job], "what is on the CPU sees no GPU; the model of a background job may be on one"
+
+
+def test_a_bundle_on_a_gpu_is_tried_where_it_can_be_seen(monkeypatch):
+    """And is given the time to initialize it."""
+    seen = []
+
+    def run(request, seconds, *, sees_gpus):
+        seen.append((json.loads(request)["cpu"], sees_gpus))
+        return b"", 1
+
+    monkeypatch.setattr(probe, "_run", run)
+    for device in ("cpu", "cuda:0"):
+        kind = TensorType("float32", (2,), (1,), device)
+        signature = tsopt.capture(torch.relu, torch.ones(2)).signature
+        items = [tuple(replace(item, type=kind) for item in ends) for ends in (signature.inputs, signature.outputs)]
+        with pytest.raises(tsopt.BundleError, match="did not start"):
+            probe.try_out(Path(), "eager", {}, replace(signature, inputs=items[0], outputs=items[1]), {}, False)
+    assert seen == [(probe.CPU_SECONDS, False), (probe.GPU_SECONDS, True)]
 
 
 @pytest.mark.parametrize(

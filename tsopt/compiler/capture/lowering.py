@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,7 +19,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.export_errors import size_of_values
 from tsopt.compiler.graph import control, ops
 from tsopt.compiler.graph.edit import fresh_name
-from tsopt.compiler.graph.infer import fakes
+from tsopt.compiler.graph.infer import fake_call, fakes
 from tsopt.compiler.graph.origin import origin_in, origin_of, origin_of_meta
 from tsopt.compiler.graph.program import Program, type_of_value
 from tsopt.compiler.sizes.guards import SYMBOLIC, is_of_values, is_settled
@@ -216,12 +216,12 @@ class _Lowering:
         if not tensors or not (mistaken or any(source in self.mended for source in node.all_input_nodes)):
             return recorded
         given: Any = fx.node.map_arg((made.args, dict(made.kwargs)), lambda value: value.meta["val"])
-        (args, kwargs), target = given, cast(Any, made.target)
-        if target is operator.getitem:
-            value: Any = target(*args)
+        args, kwargs = given
+        if made.target is operator.getitem:
+            value: Any = operator.getitem(*args)
         else:
             with fakes(tensors[0].fake_mode):
-                value = target(*args, **kwargs)
+                value = fake_call(made.target, args, kwargs)
         if type_of_value(value) != type_of_value(recorded):
             self.mended.add(node)
         return value

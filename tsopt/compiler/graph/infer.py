@@ -11,12 +11,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, Type, type_of, type_of_value
 
 _DERIVED: WeakKeyDictionary[FakeTensorMode, dict[object, Type]] = WeakKeyDictionary()
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
+# Layers whose kernels on a GPU look for weights that lie side by side in memory, which fakes do not have.
+_RECURRENT = frozenset(op.input for op in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu))
 
 
 def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,7 +31,7 @@ def infer(program: Program, target: Any, args: tuple[Any, ...], kwargs: dict[str
     """
     values = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     with fakes(program.fake_mode):
-        return target(*values[0], **values[1])
+        return fake_call(target, *values)
 
 
 def infer_on(program: Program, node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
@@ -36,10 +40,19 @@ def infer_on(program: Program, node: fx.Node, value_of: Callable[[fx.Node], Any]
     Raises:
         Exception: whatever the op raises for arguments that do not fit.
     """
-    target: Any = node.target
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
     with fakes(program.fake_mode):
+        return fake_call(node.target, args, kwargs)
+
+
+def fake_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a call on fake tensors, inside of `fakes`."""
+    device = next((t.device for t in ops.tensors_of(args) if t.device.type != "cpu"), None)
+    if device is None or target not in _RECURRENT:
         return target(*args, **kwargs)
+    on_cpu = tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device="cpu"), (args, kwargs))
+    found = target(*on_cpu[0], **on_cpu[1])
+    return tree_map_only(torch.Tensor, lambda t: torch.empty_like(t, device=device), found)
 
 
 @contextmanager

@@ -95,7 +95,8 @@ class Site:
         return node
 
     def constant(self, value: torch.Tensor, hint: str) -> fx.Node:
-        """Creates a weight, with a fresh name that begins with `hint`."""
+        """Creates a weight on the device of the root, with a fresh name that begins with `hint`."""
+        value = value.to(ops.tensors_of(self.root.meta["val"])[0].device)
         node = new_weight(self.program, self.root, fresh_name(hint, self.program.weights), value)
         self.created.append(node)
         return node

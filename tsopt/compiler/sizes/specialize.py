@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tsopt.compiler.calls.signature import Input, Signature, dim_of
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
-from tsopt.compiler.graph.infer import fakes
+from tsopt.compiler.graph.infer import fake_call, fakes
 from tsopt.compiler.graph.program import Program
 
 Sizes = Mapping[str, int]
@@ -67,8 +67,7 @@ def evaluate(program: Program, sizes: Sizes) -> dict[fx.Node, Any]:
                 values[node] = mode.from_tensor(program.weights[str(node.target)], static_shapes=True)
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-                run: Any = node.target
-                values[node] = run(*args, **kwargs)
+                values[node] = fake_call(node.target, args, kwargs)
     return values
 
 

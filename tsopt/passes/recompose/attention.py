@@ -146,8 +146,8 @@ def plain_mask(at, q, k, v, m, p, s, g):
     if value is None or not value.numel():
         return None
     dtype, rows, columns = q.meta["val"].dtype, at.type(q).shape[-2], at.type(k).shape[-2]
-    nothing = torch.zeros(1, 1)
-    said = Known(~value, nothing) if value.dtype == torch.bool else Known(torch.zeros(1, 1, dtype=torch.bool), value)
+    value, nothing = value.cpu(), torch.zeros(1, 1, device="cpu")
+    said = Known(~value, nothing) if value.dtype == torch.bool else Known(nothing.bool(), value)
     if not said.is_nothing() and not said.is_causal(rows, columns, dtype):
         return None
     causal = not said.is_nothing()

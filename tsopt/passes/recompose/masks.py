@@ -99,7 +99,7 @@ def is_far(value: float, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Constant masks together: where they hide, and what they add elsewhere."""
+    """Constant masks together, on the CPU: where they hide, and what they add elsewhere."""
 
     hidden: torch.Tensor
     added: torch.Tensor
@@ -117,7 +117,7 @@ class Known:
         if rows != columns:
             return False
         hidden = self.hidden | (self.added <= max(HIDDEN, torch.finfo(dtype).min))
-        causal = torch.ones(rows, columns, dtype=torch.bool).triu(1)
+        causal = torch.ones(rows, columns, dtype=torch.bool, device="cpu").triu(1)
         return (
             hidden.shape[-2:] == causal.shape
             and bool((hidden == causal).all())
@@ -128,7 +128,7 @@ class Known:
 def known(at: Site, masks: Sequence[Mask], grid: Grid, dtype: torch.dtype) -> Known | None:
     """The constant ones of some masks; None when one is NaN or +inf somewhere."""
     wide = torch.promote_types(dtype, torch.float32)
-    hidden, added = torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=wide)
+    hidden, added = (torch.zeros(1, 1, dtype=kind, device="cpu") for kind in (torch.bool, wide))
     for mask in masks:
         value = at.value(mask.value)
         if value is None:

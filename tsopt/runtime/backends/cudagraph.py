@@ -1,7 +1,7 @@
 """Runs the Program as one CUDA graph: its kernels are captured once and replayed with one call.
 
 A graph reads and writes the memory that it was captured with, so inputs are copied in and outputs are copied out, one
-caller at a time. It removes the launch overhead between kernels, which dominates at small batch sizes.
+call at a time. It removes the launch overhead between kernels, which dominates at small batch sizes.
 """
 
 from __future__ import annotations
@@ -113,31 +113,33 @@ def _tensor_float() -> Iterator[None]:
 
 
 class Recorded:
-    """A function of tensors, recorded on inputs that it keeps."""
+    """A function of tensors, recorded on inputs that it keeps. It runs on the stream of its caller."""
 
     def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
-        self.inputs = inputs
+        self.inputs = list(inputs)
+        self.device = inputs[0].device if inputs else None
         self.lock = threading.Lock()
-        self.stream: Any = cuda.Stream(inputs[0].device) if inputs else cuda.Stream()
         self.graph: Any = cuda.CUDAGraph()
-        with torch.no_grad():
-            self.stream.wait_stream(cuda.current_stream())
-            with cuda.stream(self.stream):
+        stream: Any = cuda.Stream(self.device)
+        with torch.no_grad(), cuda.device(self.device):
+            stream.wait_stream(cuda.current_stream())
+            with cuda.stream(stream):
                 for _ in range(WARM_UP):
                     forward(*inputs)
-            with cuda.graph(self.graph, stream=self.stream):
+            with cuda.graph(self.graph, stream=stream):
                 self.outputs = list(forward(*inputs))
+        self.last_stream, self.end_of_last = stream, cuda.Event()
+        self.end_of_last.record(stream)
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        caller = cuda.current_stream()
-        with self.lock:
-            self.stream.wait_stream(caller)
-            with cuda.stream(self.stream):
-                for mine, value in zip(self.inputs, values, strict=True):
-                    mine.copy_(value, non_blocking=True)
-                self.graph.replay()
-                found = [value.clone() for value in self.outputs]
-            caller.wait_stream(self.stream)
-        for value in found:  # made on one stream, used on another: its memory must wait for both
-            value.record_stream(caller)
+        stream = cuda.current_stream(self.device)
+        with self.lock, cuda.device(self.device):
+            if stream != self.last_stream:  # calls on one stream follow each other by themselves
+                stream.wait_event(self.end_of_last)
+                self.last_stream = stream
+            if self.inputs:
+                torch._foreach_copy_(self.inputs, values)
+            self.graph.replay()
+            found = [value.clone() for value in self.outputs]
+            self.end_of_last.record(stream)
         return found

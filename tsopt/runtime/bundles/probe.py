@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tsopt.compiler.calls.signature import Signature
 
 CPU_SECONDS, BYTES_A_SECOND = 3.0, 4 << 20  # of processor time for any bundle, and one more for so many bytes of it
+GPU_SECONDS = 20.0  # the same for a bundle on a GPU, whose libraries are loaded and initialized first
 OWN = str(Path(__file__).parents[3])  # where this package is, however it was found
 START_SECONDS, PATIENCE = 120.0, 10.0  # for imports on a cold disk; times the processor time, on a busy machine
 MEMORY, TIMES = 4 << 30, 8  # bytes for any bundle; for one that is larger, so many times its size
@@ -64,7 +65,7 @@ def try_out(
     """
     on_cpu = all(device == "cpu" for _, device in signature.devices)
     size = sum(sizes.values())
-    cpu = math.ceil(CPU_SECONDS + size / BYTES_A_SECOND)
+    cpu = math.ceil((CPU_SECONDS if on_cpu else GPU_SECONDS) + size / BYTES_A_SECOND)
     request = {
         "directory": str(directory.absolute()),
         "backend": backend,
@@ -75,7 +76,7 @@ def try_out(
         "cpu": cpu,
         "memory": _memory(size) if on_cpu else None,  # a GPU's driver reserves far more addresses than memory
     }
-    said, status = _run(json.dumps(request).encode(), START_SECONDS + PATIENCE * cpu)
+    said, status = _run(json.dumps(request).encode(), START_SECONDS + PATIENCE * cpu, sees_gpus=not on_cpu)
     ready, _, answer = said.partition(READY)
     if ready or READY not in said:
         raise BundleError(
@@ -100,10 +101,11 @@ def _memory(size: int) -> int:
     return wanted if available is None else max(min(wanted, available * 3 // 4), 1 << 28)
 
 
-def _run(request: bytes, seconds: float) -> tuple[bytes, int | None]:
+def _run(request: bytes, seconds: float, *, sees_gpus: bool) -> tuple[bytes, int | None]:
     """What the process has written, and how it ended; None when it did not."""
     nothing = subprocess.DEVNULL
-    environment = environment_of_child(OWN) | {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
+    environment = environment_of_child(OWN, sees_gpus=sees_gpus)
+    environment |= {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
     # NOTE: -P, or a file of the working directory could stand in for a module.
     command = [sys.executable, "-P", "-m", "tsopt.runtime.bundles.probe"]
     try:

@@ -1,4 +1,4 @@
-"""Ambient state that a compiled form does not support: gradients, transforms, tracing, autocast.
+"""Ambient state that a compiled form does not support: gradients, transforms, tracing, autocast, CUDA graphs.
 
 While one of these is active, either the model itself is called or the call is refused. Can be imported without torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.structure import flatten
@@ -18,11 +18,12 @@ POLICIES = ("eager", "error")
 
 # As a guard checks them, in the order of what they cost: an expression that is true where one is on.
 FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting()"
+FAST_ON_GPU = "recording()"  # for tensors on a GPU, besides
 
 
 @functools.cache
 def fast_names() -> dict[str, Callable[[], Any]]:
-    """What the names in FAST stand for. Needs torch."""
+    """What the names in FAST and FAST_ON_GPU stand for. Needs torch."""
     import torch
 
     return {
@@ -31,6 +32,7 @@ def fast_names() -> dict[str, Callable[[], Any]]:
         "dispatching": torch._C._len_torch_dispatch_stack,
         "autocasting": torch._C._is_any_autocast_enabled,
         "gradients": torch.is_grad_enabled,
+        "recording": torch.cuda.is_current_stream_capturing,
     }
 
 
@@ -47,7 +49,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def objection(values: Iterable[Any]) -> str:
+def objection(values: Sequence[Any]) -> str:
     """Why no compiled form can serve a call; empty if one can.
 
     Args:
@@ -65,6 +67,8 @@ def objection(values: Iterable[Any]) -> str:
         return f"{_innermost(torch)} intercepts the ops of the call"
     if names["autocasting"]():
         return "autocast is enabled and chooses the dtype of each op"
+    if any(getattr(value, "is_cuda", False) for value in values) and names["recording"]():
+        return "a CUDA graph is recording the call"
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, values)):
         return "forward-mode gradients are required"
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):

@@ -196,6 +196,8 @@ class _Writer:
         """What the tensors, and the thread, must be."""
         if self._torch is not None:
             self.unless(ambient.FAST)  # first: a tracer wants to know of every size that is compared
+            if any(device.startswith("cuda") for _, device in self.signature.devices):
+                self.unless(ambient.FAST_ON_GPU)
         self._sizes: set[str] = set()
         inputs = self.signature.user_inputs
         for position, item in enumerate(inputs):

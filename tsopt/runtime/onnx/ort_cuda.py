@@ -40,7 +40,10 @@ def providers_for(signature: Signature) -> list[Any]:
     TensorFloat-32, which the provider takes by itself, is off: PyTorch multiplies matrices in full unless told.
     """
     place = next(torch.device(device) for _, device in signature.devices if device.startswith("cuda"))
-    return [(PROVIDER, {"device_id": place.index or 0, "use_tf32": 0}), "CPUExecutionProvider"]
+    options = {"use_tf32": 0}
+    if place.index:  # NOTE: where it is told that this is 0, version 1.31 logs a warning, whatever the session's level
+        options["device_id"] = place.index
+    return [(PROVIDER, options), "CPUExecutionProvider"]
 
 
 def bound_runner(held: Any, signature: Signature) -> Runner:

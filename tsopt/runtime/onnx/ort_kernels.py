@@ -43,11 +43,16 @@ def operator_call(
     program: Program, node: fx.Node, name: str, inputs: list[Any], shape: list[int], **attributes: Any
 ) -> fx.Node:
     """A call of one of the runtime's operators before a node: float32 of a shape."""
+    device = node.meta["val"].device
     with program.graph.inserting_before(node):
-        return program.graph.call_function(
+        made = program.graph.call_function(
             symbolic,
             (name, inputs),
             {"attrs": attributes, "dtype": torch.float32, "shape": shape, "version": 1},
+        )
+        # What stands for the operator while it is exported answers on the CPU.
+        return (
+            made if device.type == "cpu" else program.graph.call_function(aten.to.device, (made, device, torch.float32))
         )
 
 
@@ -61,7 +66,7 @@ def _weight(program: Program, node: fx.Node, value: torch.Tensor, hint: str) -> 
     while name in program.weights:
         number += 1
         name = f"{hint}.{number}"
-    program.weights[name] = value
+    program.weights[name] = value.to(node.meta["val"].device)
     with program.graph.inserting_before(node):
         return program.graph.create_node("get_attr", name)
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.devices import is_on_gpu
+from tsopt.compiler.devices import gpus_of
 from tsopt.compiler.graph.owned import owned
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
@@ -283,4 +283,10 @@ def mode_of(program: Program) -> AbstractContextManager[None]:
 
 def device_wait(example: Example) -> Callable[[], None]:
     """What waits for the device that an example is on: kernels on a GPU run behind the call's back."""
-    return torch.cuda.synchronize if is_on_gpu(example) else lambda: None
+    gpus = gpus_of(example)
+
+    def wait() -> None:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+
+    return wait

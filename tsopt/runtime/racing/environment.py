@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -12,7 +13,12 @@ from typing import Any
 
 FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "asimd", "asimddp", "sve")
 IN_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")  # the last is ARM's
-PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime", "openvino", "safetensors")
+# What is imported, and the distributions that it may come from.
+PACKAGES = {
+    **{name: (name,) for name in ("torch", "numpy", "onnx", "onnxscript")},
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+    **{name: (name,) for name in ("openvino", "safetensors")},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +78,8 @@ def _of_torch() -> tuple[int, str]:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    if gpu and torch.version.cuda:
+        gpu += f", CUDA {torch.version.cuda}"
     if gpu and torch.backends.cuda.matmul.allow_tf32:
         gpu += " (TF32 on)"  # eager itself rounds the factors of products then
     return torch.get_num_threads(), gpu
@@ -87,13 +95,14 @@ def is_installed(name: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Versions of the packages that are installed."""
-    found = {}
-    for name in PACKAGES:
+    found: dict[str, str] = {}
+    for name, distributions in PACKAGES.items():
         if is_installed(name):
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:  # onnxruntime-gpu and its like
-                found[name] = "installed"
+            known: dict[str, str] = {}
+            for distribution in distributions:
+                with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                    known[distribution] = importlib.metadata.version(distribution)
+            found |= known or {name: "installed"}  # from a build of the user's own
     return found
 
 

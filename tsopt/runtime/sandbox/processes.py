@@ -12,17 +12,21 @@ from pathlib import Path
 
 # ONNX Runtime 1.29 and later send telemetry by default. A value that the user has set is kept.
 NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
+# torch initializes CUDA as soon as it looks for a GPU, which takes seconds, takes memory of the GPU, and cannot be done
+# in a fork of a process that has looked.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
-def environment_of_child(*first: str) -> dict[str, str]:
+def environment_of_child(*first: str, sees_gpus: bool = True) -> dict[str, str]:
     """Environment variables for a process that tsopt starts: those of this one, its import path, no telemetry.
 
     Args:
         first: directories to put before the import path.
+        sees_gpus: whether the process may use the GPUs.
     """
     path = os.pathsep.join([*first, *filter(None, sys.path)])
-    return {**NO_TELEMETRY, **os.environ, "PYTHONPATH": path}
+    return {**NO_TELEMETRY, **os.environ, "PYTHONPATH": path, **({} if sees_gpus else NO_GPU)}
 
 
 def descendants(pid: int) -> list[int]:

@@ -98,7 +98,7 @@ class Sandbox:
                     stdout=nothing,
                     stderr=nothing,
                     start_new_session=True,  # Ctrl-C in the terminal is for the caller, who then ends this one
-                    env=environment_of_child(),
+                    env=environment_of_child(sees_gpus=False),  # what is on a GPU is not isolated
                 )
             except OSError as error:
                 self._refused = f"cannot start a process: {error}"
