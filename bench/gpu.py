@@ -27,7 +27,7 @@ from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.racing.tournament import measure
 
 RESULTS = Path(__file__).parent / "results"
-SECONDS = 4.0
+SECONDS = 3.0
 PEERS = {"torch.compile": {}, "reduce-overhead": {"mode": "reduce-overhead"}}
 NAMES = (
     *("resnet18", "resnet50", "bert_base", "gpt2", "vit_b16", "mlp", "lstm", "mobilenet_v2", "llama_160m"),
