@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.capture import frontends
-from tsopt.compiler.devices import is_on_gpu
+from tsopt.compiler.devices import check_usable, is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
@@ -236,10 +236,12 @@ def _optimized(request: Request, *examples: Example) -> Optimized | Partitioned 
                 raise
             because = error
         except Exception as error:
+            check_usable(examples[0])
             return request.for_one_size(error, *examples) or request.in_eager(examples[0], error)
     try:
         return request.in_parts(because, *examples)
     except Exception as error:
+        check_usable(examples[0])
         return request.in_eager(examples[0], *filter(None, (because, error)))
 
 

@@ -219,7 +219,7 @@ def _check(
         )
     for device in devices:
         if device is not None:
-            put(torch.empty(1), device)
+            put(torch.empty(1, device="cpu"), device)
 
 
 def _cells(row: dict[str, Any], first: bool) -> tuple[str, ...]:

@@ -306,7 +306,7 @@ def _can_hold_values(dtype: Any) -> bool:
     import torch
 
     try:
-        torch.zeros(1).to(dtype)
+        torch.zeros(1, device="cpu").to(dtype)
     except RuntimeError:  # quantized and sub-byte dtypes: names without a conversion
         return False
     return True
@@ -316,6 +316,6 @@ def _random(shape: tuple[int, ...], dtype: Any, generator: Any) -> Any:
     import torch
 
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
     # Small enough to be an index into any table; 2 for bool.
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype)

@@ -6,7 +6,7 @@ import torch
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
-from tsopt.errors import UsageError
+from tsopt.errors import BackendError, UsageError
 
 
 def gpus_of(example: Example) -> tuple[torch.device, ...]:
@@ -18,6 +18,23 @@ def gpus_of(example: Example) -> tuple[torch.device, ...]:
 def is_on_gpu(example: Example) -> bool:
     """Whether any tensor of a call is on a GPU."""
     return bool(gpus_of(example))
+
+
+def check_usable(example: Example) -> None:
+    """Makes sure that the GPUs of a call still compute.
+
+    Raises:
+        BackendError: they do not. After a kernel has failed on a GPU, each later call of the process fails as well.
+    """
+    for device in gpus_of(example):
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            raise BackendError(
+                f"{device} can no longer be used by this process",
+                why=f"a kernel has failed there: {str(error).splitlines()[0][:200]}",
+                fix="start the process again; if it is a candidate that fails, choose others with `backends`",
+            ) from error
 
 
 def put(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -124,7 +124,7 @@ def _traps(node: fx.Node, values: dict[fx.Node, object]) -> bool:
     top, bottom = (values.get(a, a) if isinstance(a, fx.Node) else a for a in node.args[:2])
     if _is_float(top) or _is_float(bottom):
         return False
-    top, bottom = torch.as_tensor(top), torch.as_tensor(bottom)
+    top, bottom = (torch.as_tensor(x, device=None if isinstance(x, torch.Tensor) else "cpu") for x in (top, bottom))
     if bool((bottom == 0).any()) and name not in ("__rshift__", "__lshift__"):
         return True
     common = torch.result_type(top, bottom)  # a 0-d int64 is divided as int32 where the other side is one

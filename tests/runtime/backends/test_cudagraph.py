@@ -7,7 +7,9 @@ a graph does; the last tests need a GPU.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -78,6 +80,7 @@ def imitation(monkeypatch):
         is_available=lambda: True,
     )
     monkeypatch.setattr(cudagraph, "cuda", made)
+    monkeypatch.setattr(cudagraph, "_clear_workspaces", lambda: None)
     return made
 
 
@@ -249,6 +252,55 @@ def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph
     assert made.unsupported(program)[-1].why == "aten.rand_like would not draw the same random numbers as eager"
     assert InductorBackend().missing() is None
     assert InductorBackend().unsupported(program) == []
+
+
+def test_a_graph_shares_no_workspace_with_other_calls(imitation, monkeypatch):
+    """Neither with its own warm-up, nor with what is called on its stream later."""
+    events = []
+    monkeypatch.setattr(cudagraph, "_clear_workspaces", lambda: events.append("clear"))
+
+    @contextlib.contextmanager
+    def graph(graph, stream):
+        events.append("begin")
+        with graph:
+            yield
+        events.append("end")
+
+    imitation.graph = graph
+    recorded(lambda x: x + 1, torch.ones(3))
+    assert events == ["clear", "begin", "end", "clear"]
+
+
+def test_what_a_graph_reads_lives_as_long_as_it(imitation):
+    class Package:
+        """As a compiled package, it owns its weights."""
+
+        def __call__(self, x):
+            return [x + 1]
+
+    package = Package()
+    alive = weakref.ref(package)
+    made = cudagraph.Recorded(package, [torch.ones(3)])
+    del package
+    gc.collect()
+    assert alive() is not None
+    del made
+    gc.collect()
+    assert alive() is None
+
+
+@needs_gpu
+def test_on_a_gpu_a_graph_outlives_what_others_clear():
+    """torch.compile clears the workspaces of cuBLAS, and gives memory back, whenever it records a graph."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))).eval().cuda()
+    x = torch.randn(64, 512, device="cuda")
+    made = tsopt.compile(tsopt.capture(model, x), "cudagraph")
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(64)]
+    for scale in (1, 2):
+        torch.testing.assert_close(made(x * scale), model(x * scale).detach())
+    assert all(bool(item.isnan().all()) for item in others)
 
 
 @needs_gpu

@@ -11,6 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tests.compiler.helpers import Net
+from tests.elsewhere import elsewhere
+from tsopt.runtime.checking.inputs import exported
+from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
 LENGTH, WIDTH, HEADS = 5, 32, 4
 
@@ -144,3 +148,20 @@ def test_a_bundle_keeps_the_operators(tmp_path):
     fast = tsopt.optimize(Attention(), X, backends=("onnxruntime",), seconds=0.1)
     fast.executable = tsopt.compile(fast.program, "onnxruntime")
     torch.testing.assert_close(tsopt.load(fast.save(tmp_path / "m.tsopt"))(X), Attention()(X).detach())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Attention(), (X,)),
+        (Attention(), (X, SOME)),
+        (Net(lambda self, x: self.w(F.silu(x)), w=nn.Linear(WIDTH, WIDTH)), (X,)),
+        (Net(lambda self, x: self.w(F.rms_norm(x, (WIDTH,))), w=nn.Linear(WIDTH, WIDTH)), (X,)),
+    ],
+    ids=["attention", "mask", "silu", "norm without weight"],
+)
+def test_they_are_exported_for_a_model_on_another_device(model, inputs):
+    lowered = with_own_operators(elsewhere(tsopt.capture(model, inputs)))
+    made = exported(lowered)
+    assert any("symbolic" in str(node.target) for node in made.graph.nodes)
+    assert {value.device.type for value in lowered.weights.values()} == {"meta"}

@@ -238,8 +238,8 @@ def _agree(mine: Sequence[_Call], theirs: Sequence[_Call]) -> bool:
 def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Other values: those of whole numbers at other places, so that an index stays an index."""
     if not leaf.is_floating_point() or not leaf.numel():
-        return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator)].reshape(leaf.shape)
-    noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+        return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator, device="cpu")].reshape(leaf.shape)
+    noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf)
     return leaf.detach() * 0.7 + noise * leaf.detach().abs().mean().clamp(min=1e-3)
 
 

@@ -261,8 +261,8 @@ def _program(title: str, graph: fx.Graph, values: list[fx.Node]) -> Program:
     graph.output(tuple(returned))
     inputs = [Input(node.name, TensorType.of(node.meta["val"])) for node in graph.nodes if node.op == "placeholder"]
     outputs = [Output(f"output.{i}", TensorType.of(value.meta["val"])) for i, value in enumerate(returned)]
-    _, outer = flatten((tuple(torch.empty(0) for _ in inputs), {}))
-    _, result = flatten(tuple(torch.empty(0) for _ in outputs))
+    _, outer = flatten((tuple(torch.empty(0, device="cpu") for _ in inputs), {}))
+    _, result = flatten(tuple(torch.empty(0, device="cpu") for _ in outputs))
     return Program(graph, {}, Signature(tuple(inputs), tuple(outputs), outer, result), name=title)
 
 

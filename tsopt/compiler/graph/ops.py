@@ -311,7 +311,7 @@ def may_trap(node: fx.Node) -> bool:
     if len(parts) < 2 or parts[1] not in DIVISIONS or len(node.args) < 2:
         return False
     operands: Any = node.args[:2]
-    values = [arg.meta["val"] if isinstance(arg, fx.Node) else torch.as_tensor(arg) for arg in operands]
+    values = [arg.meta["val"] if isinstance(arg, fx.Node) else torch.as_tensor(arg, device="cpu") for arg in operands]
     if any(value.is_floating_point() or value.is_complex() for value in values):
         return False
     rounds = parts[1] != "div" or node.kwargs.get("rounding_mode") is not None

@@ -116,7 +116,7 @@ def quantize_weight(program: Program, layer: fx.Node, largest: int, known: Mutab
     if str(weight.target) in known:
         return known[str(weight.target)]
     integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest)
-    parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64)}
+    parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64, device="cpu")}
     held = [
         new_weight(program, weight.next, fresh_name(f"{weight.target}.{name}", program.weights), value)
         for name, value in parts.items()

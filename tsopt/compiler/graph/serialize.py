@@ -294,7 +294,9 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     base = tensor
     for dim, step in enumerate(stride):  # an expanded weight: one value seen many times
         base = base.narrow(dim, 0, 1) if step == 0 and base.shape[dim] > 1 else base
-    return torch.empty_strided(base.shape, stride, dtype=base.dtype).copy_(base).expand(tensor.shape)
+    return (
+        torch.empty_strided(base.shape, stride, dtype=base.dtype, device=base.device).copy_(base).expand(tensor.shape)
+    )
 
 
 def _bits_of(value: Any) -> int | None:

@@ -66,7 +66,8 @@ class MergeBranches(Pass):
         large: multiply-adds of a linear layer from which on it is no longer the call that costs.
         matrix: elements of a weight from which on a batched product of several rows loses more than a call in ONNX
             Runtime, which packs the weights of single products beforehand.
-        parallel: multiply-adds up to which parallel linear layers are merged.
+        parallel: multiply-adds up to which parallel linear layers are merged on a CPU; `parallel_elsewhere` on a GPU,
+            which one of them does not fill.
         memory: bytes of new weights in all. They are copies: the model keeps its own.
         call_bytes: bytes that are copied in the time of a call.
     """
@@ -80,6 +81,7 @@ class MergeBranches(Pass):
     large_elsewhere: int = 1 << 22
     matrix: int = 1 << 13
     parallel: int = 1 << 17
+    parallel_elsewhere: int = 1 << 28
     memory: int = 256 * MEBI
     call_bytes: int = 4096
     rules: tuple[Rule, ...] = field(default=(ISOMORPHIC, PARALLEL), repr=False)
@@ -201,7 +203,9 @@ class _Merger:
         for layers in readers.values():
             if len(layers) < FEWEST or not self.has_fuel:
                 continue
-            large = any(_products(layer) > self.options.parallel for layer in layers)
+            is_elsewhere = _is_off_cpu(layers[0])
+            most = self.options.parallel_elsewhere if is_elsewhere else self.options.parallel
+            large = any(_products(layer) > most for layer in layers)
             reason = LARGE if large else self.try_parallel(tuple(layers))
             if reason:
                 self.decline(PARALLEL, layers[0], reason)

@@ -103,7 +103,7 @@ class _Effects(Losses):
 
     def effect(self, name: str, corrected: bool) -> float:
         """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
-        shift = self.found[name].shift if corrected else torch.zeros(1)
+        shift = self.found[name].shift if corrected else torch.zeros(1, device="cpu")
         return sum(
             self._share(number) * (product + float((by_channel * shift).sum(dtype=torch.float64))) ** 2
             for number, product, by_channel in self._products[name]
@@ -126,7 +126,7 @@ def _differentiating() -> Iterator[None]:
 
 
 def _signs(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 2, like.shape, generator=draw).to(like.dtype) * 2 - 1
+    return torch.randint(0, 2, like.shape, generator=draw, device="cpu").to(like.dtype) * 2 - 1
 
 
 def _differentiable(value: Any) -> Any:

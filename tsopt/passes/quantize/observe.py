@@ -72,7 +72,7 @@ class Observed:
         if self.counts is None:
             return QParams.of_range(self.low, self.high)
         width = (self.high - self.low) / BINS
-        centers = self.low + (torch.arange(BINS, dtype=torch.float64) + 0.5) * width
+        centers = self.low + (torch.arange(BINS, dtype=torch.float64, device="cpu") + 0.5) * width
         best, least = QParams.of_range(self.low, self.high), math.inf
         for share in SHRUNK:
             tried = QParams.of_range(self.low * share, self.high * share)

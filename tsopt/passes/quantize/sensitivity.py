@@ -111,7 +111,7 @@ class Losses(LayerErrors):
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         errors = quantized.double() - value
         by_channel = errors.movedim(channel_of(self.layers[name]), 0).flatten(1)
-        loss = self.found.setdefault(name, Loss(torch.zeros(len(by_channel), dtype=torch.float64)))
+        loss = self.found.setdefault(name, Loss(torch.zeros(len(by_channel), dtype=torch.float64, device="cpu")))
         loss.errors += by_channel.sum(1)
         loss.squares += float(errors.square().sum())
         loss.size += float(value.double().square().sum())

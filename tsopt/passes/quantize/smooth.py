@@ -111,7 +111,7 @@ class _Seen:
     """
 
     def __init__(self, channels: int) -> None:
-        self.low, self.high = torch.full((channels,), torch.inf), torch.full((channels,), -torch.inf)
+        self.low, self.high = (torch.full((channels,), end, device="cpu") for end in (torch.inf, -torch.inf))
         self.rows: list[torch.Tensor] = []
 
     def add(self, value: torch.Tensor, count: int) -> None:

@@ -116,6 +116,7 @@ class Recorded:
     """A function of tensors, recorded on inputs that it keeps. It runs on the stream of its caller."""
 
     def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
+        self.forward = forward  # holds the weights, of which the graph has the addresses only
         self.inputs = list(inputs)
         self.device = inputs[0].device if inputs else None
         self.lock = threading.Lock()
@@ -126,12 +127,15 @@ class Recorded:
             with cuda.stream(stream):
                 for _ in range(WARM_UP):
                     forward(*inputs)
+            _clear_workspaces()
             with cuda.graph(self.graph, stream=stream):
                 self.outputs = list(forward(*inputs))
+            _clear_workspaces()
         self.last_stream, self.end_of_last = stream, cuda.Event()
         self.end_of_last.record(stream)
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """What the function returns for these tensors, in memory of its own."""
         stream = cuda.current_stream(self.device)
         with self.lock, cuda.device(self.device):
             if stream != self.last_stream:  # calls on one stream follow each other by themselves
@@ -143,3 +147,13 @@ class Recorded:
             found = [value.clone() for value in self.outputs]
             self.end_of_last.record(stream)
         return found
+
+
+def _clear_workspaces() -> None:
+    """Makes torch forget the memory that cuBLAS works in, which it keeps for each stream.
+
+    Before a recording: the graph gets memory of its own. What the warm-up has left is given back whenever anybody,
+    torch.compile for one, clears it, and the graph would go on writing there. After it: no other call on the stream
+    may work in the memory of the graph.
+    """
+    torch._C._cuda_clearCublasWorkspaces()

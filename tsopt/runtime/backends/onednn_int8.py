@@ -165,7 +165,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, float, int]:
         return x, 0.0, 0
     zero = min(max(round(-low / scale), 0), HIGHEST)
     # Rounded by adding a half; by way of int16, for which torch has vectorized conversions.
-    shifted = torch.add(torch.scalar_tensor(zero + 0.5), x, alpha=1 / scale)
+    shifted = torch.add(torch.scalar_tensor(zero + 0.5, device="cpu"), x, alpha=1 / scale)
     return shifted.to(torch.int16).clamp_(0, HIGHEST).to(torch.uint8), scale, zero
 
 
@@ -206,12 +206,12 @@ def _is_faster(
     """Times the layer each way on random values; a kernel that adds up something else is out."""
     draw = torch.Generator().manual_seed(0)
     x = sample(shape, torch.float32, draw)
-    bias = None if site.layer.bias is None else torch.randn(len(weight), generator=draw)
+    bias = None if site.layer.bias is None else torch.randn(len(weight), generator=draw, device="cpu")
     held: Any = (
         packed,
         weight,
         scales,
-        torch.zeros(len(weight), dtype=torch.int64),
+        torch.zeros(len(weight), dtype=torch.int64, device="cpu"),
         bias,
         site.geometry,
         site.activation,

@@ -95,6 +95,6 @@ def each(value: Sequence[int], count: int) -> list[int]:
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -> torch.Tensor:
     """Random values as the layer before would leave them: that is where a conversion is saved."""
-    value = torch.randn(shape, generator=draw).to(dtype)
+    value = torch.randn(shape, generator=draw, device="cpu").to(dtype)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return value.contiguous(memory_format=formats[value.dim()]) if value.dim() in formats else value

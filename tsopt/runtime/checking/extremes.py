@@ -109,8 +109,8 @@ def index_within(leaf: torch.Tensor, generator: torch.Generator, limit: Range) -
     if limit.low > limit.high:
         return leaf
     low, high = int(limit.low), int(limit.high)
-    values = torch.randint(low, high + 1, (leaf.numel(),), generator=generator)
-    ends = torch.tensor([low, high])[: leaf.numel()]
+    values = torch.randint(low, high + 1, (leaf.numel(),), generator=generator, device="cpu")
+    ends = torch.tensor([low, high], device="cpu")[: leaf.numel()]
     values[: len(ends)] = ends
     return _like(leaf, values.to(leaf.dtype).reshape(leaf.shape).to(leaf.device))
 
@@ -130,10 +130,13 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> torch.Tensor:
     """A tensor like another one, of the numbers of its dtype in any order."""
-    known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype)
+    known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype, device="cpu")
     count = leaf.numel()
-    places = (torch.arange(count) + number * count) % len(known)
-    return _like(leaf, known[places][torch.randperm(count, generator=generator)].reshape(leaf.shape).to(leaf.device))
+    places = (torch.arange(count, device="cpu") + number * count) % len(known)
+    return _like(
+        leaf,
+        known[places][torch.randperm(count, generator=generator, device="cpu")].reshape(leaf.shape).to(leaf.device),
+    )
 
 
 def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def values_near(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> l
     def near(leaf: torch.Tensor) -> torch.Tensor:
         if not leaf.is_floating_point():
             return leaf
-        off = NEAR * (2 * torch.rand(leaf.shape, generator=generator) - 1)
+        off = NEAR * (2 * torch.rand(leaf.shape, generator=generator, device="cpu") - 1)
         return _like(leaf, (leaf.detach() * (1 + off.to(leaf.device))).to(leaf.dtype))
 
     return [near(leaf) for leaf in leaves]
@@ -115,7 +115,7 @@ def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     flat = leaf.detach().reshape(-1)
     if leaf.is_floating_point() and bool((flat == flat[0]).all()):
         return _normal(leaf, 1.0, generator)
-    places = torch.randint(flat.numel(), (flat.numel(),), generator=generator).to(flat.device)
+    places = torch.randint(flat.numel(), (flat.numel(),), generator=generator, device="cpu").to(flat.device)
     return _like(leaf, flat[places].reshape(leaf.shape))
 
 
@@ -124,7 +124,7 @@ def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> tor
         return _drawn(leaf, generator)
     values = leaf.detach().float()
     spread = float(values.std()) if leaf.numel() > 1 else 0.0
-    noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+    noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf.device)
     return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
 
 

@@ -24,5 +24,5 @@ def neighbours(leaves: Sequence[torch.Tensor], seed: int) -> Iterator[list[torch
 
 
 def _moved(leaf: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    signs = (torch.randint(0, 2, leaf.shape, generator=draw) * 2 - 1).to(leaf.device, leaf.dtype)
+    signs = (torch.randint(0, 2, leaf.shape, generator=draw, device="cpu") * 2 - 1).to(leaf.device, leaf.dtype)
     return leaf * (1 + signs * torch.finfo(leaf.dtype).eps)

@@ -98,7 +98,10 @@ def _margin(
         a, b = value.gather(dim, mine), value.gather(dim, eager)
         return (a - b).abs().reshape(result.shape), b.abs().reshape(result.shape)
     if name.split(".")[1:2] and name.split(".")[1] in COMPARISONS and len(output.args) == 2:
-        a, b = (values[arg] if isinstance(arg, fx.Node) else torch.as_tensor(arg) for arg in output.args)
+        a, b = (
+            values[arg] if isinstance(arg, fx.Node) else torch.as_tensor(arg, device=result.device)
+            for arg in output.args
+        )
         a, b = torch.broadcast_tensors(a.double(), b.double())
         return (a - b).abs(), torch.maximum(a.abs(), b.abs())
     return None

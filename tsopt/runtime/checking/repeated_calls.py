@@ -68,7 +68,7 @@ def drawn(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> list[to
 def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if leaf.numel() < 2:
         return leaf
-    places = torch.randint(leaf.numel(), (leaf.numel(),), generator=generator).to(leaf.device)
+    places = torch.randint(leaf.numel(), (leaf.numel(),), generator=generator, device="cpu").to(leaf.device)
     values = leaf.reshape(-1)[places].reshape(leaf.shape)
     if any(step == 0 for step in leaf.stride()):
         return values

@@ -76,5 +76,5 @@ def bound_runner(held: Any, signature: Signature) -> Runner:
 
 def _place_of(value: torch.Tensor) -> tuple[str, int, Any, list[int], int]:
     """Device, its number, dtype, shape and address, as a binding wants to know them."""
-    dtype = torch.empty(0, dtype=value.dtype).numpy().dtype.type
+    dtype = torch.empty(0, dtype=value.dtype, device="cpu").numpy().dtype.type
     return value.device.type, value.device.index or 0, dtype, list(value.shape), value.data_ptr()

@@ -62,9 +62,9 @@ def _product(program: Program, layer: QuantizedLayer) -> fx.Node:
     inputs = [
         integers,
         _held(program, layer, "columns", weight.t().contiguous()),
-        _held(program, layer, "input_scale", torch.tensor(layer.by.scale)),
+        _held(program, layer, "input_scale", torch.tensor(layer.by.scale, device="cpu")),
         _held(program, layer, "output_scales", scales.contiguous()),
-        _held(program, layer, "input_zero", torch.tensor(layer.by.zero, dtype=torch.uint8)),
+        _held(program, layer, "input_zero", torch.tensor(layer.by.zero, dtype=torch.uint8, device="cpu")),
         None,  # zero points of the weight: all 0
         *([] if layer.bias is None else [layer.bias]),
     ]

@@ -140,7 +140,7 @@ def _bias(program: Program, node: fx.Node, mask: fx.Node, full: list[int]) -> tu
     if constant is not None:
         allowed = constant if constant.dtype == torch.bool else constant > -math.inf
         if constant.dtype == torch.bool:
-            constant = torch.zeros(constant.shape).masked_fill(~constant, lowest)
+            constant = torch.zeros(constant.shape, device=constant.device).masked_fill(~constant, lowest)
         bias = _weight(program, node, constant.reshape(shape).expand(wanted).contiguous(), f"{mask.target}.bias")
         some = allowed.reshape(shape).any(-1, keepdim=True)
         return bias, None if bool(some.all()) else _weight(program, node, some, f"{mask.target}.attends")
@@ -170,7 +170,7 @@ def _rms_norm(program: Program, node: fx.Node) -> fx.Node | None:
         return None
     weight = call["weight"]
     if weight is None:
-        weight = _weight(program, node, torch.ones(call["normalized_shape"]), "rms_norm.ones")
+        weight = _weight(program, node, torch.ones(call["normalized_shape"], device="cpu"), "rms_norm.ones")
     epsilon = torch.finfo(torch.float32).eps if call["eps"] is None else float(call["eps"])
     return operator_call(
         *(program, node, "::SimplifiedLayerNormalization", [call["input"], weight], list(node.meta["val"].shape)),

@@ -125,7 +125,11 @@ def _read(file: BufferedReader, item: dict[str, Any]) -> torch.Tensor:
         if file.readinto(flat.view(torch.uint8).numpy().data) != flat.nbytes:
             raise ValueError("the file was cut while it was read")
     value = flat.reshape(shape)
-    return value if list(value.stride()) == stride else torch.empty_strided(shape, stride, dtype=dtype).copy_(value)
+    return (
+        value
+        if list(value.stride()) == stride
+        else torch.empty_strided(shape, stride, dtype=dtype, device="cpu").copy_(value)
+    )
 
 
 def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +139,7 @@ def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
     """
     size = count * dtype.itemsize
     if size < LARGE:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
     try:  # NOTE: private: what the helper reads, its children are not to share
         own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -1,0 +1,25 @@
+"""Types of calls, by fake tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.elsewhere import elsewhere
+from tsopt.compiler.graph.infer import infer_type
+from tsopt.compiler.graph.program import type_of
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_recurrent_layers_on_a_gpu_have_the_types_that_they_have_on_the_cpu(cls, batch_first):
+    """Kernels of cuDNN would look into the memory of the weights, which a fake has not."""
+    layer = cls(8, 16, bidirectional=True, batch_first=batch_first)
+    program = tsopt.capture(Net(lambda self, x: self.layer(x), layer=layer), torch.ones(3, 5, 8))
+    there = elsewhere(program, "cuda:0")
+    (node,) = (node for node in there.calls() if isinstance(type_of(node), tuple))
+    assert infer_type(there, node) == type_of(node)
+    assert "cuda:0" in str(type_of(node))
