@@ -26,6 +26,7 @@ from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends import cudagraph, inductor
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
 from tsopt.runtime.backends.inductor import InductorBackend
+from tsopt.runtime.bundles.opening import open_bundle
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -254,6 +255,92 @@ def test_machine_code_is_recorded_where_there_is_a_gpu_and_nothing_that_no_graph
     assert InductorBackend().unsupported(program) == []
 
 
+# ---- layouts -------------------------------------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    """Ends in an image, which the caller sees."""
+
+    def __init__(self, end=lambda y: y) -> None:
+        super().__init__()
+        self.first, self.second, self.end = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), end
+        self.eval()
+
+    def forward(self, x):
+        return self.end(self.second(self.first(x).relu()))
+
+
+IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def faster(imitation, monkeypatch):
+    """Makes one of the layouts the faster one, by so many times. Keeps which weights were recorded."""
+    layouts = []
+    real = cudagraph.Recorded
+
+    def record(forward, inputs):
+        layouts.append(len(layouts))
+        return real(forward, inputs)
+
+    monkeypatch.setattr(cudagraph, "Recorded", record)
+    times = iter([1.0, 1.0])
+
+    def said(*seconds):
+        nonlocal times
+        times = iter(seconds)
+
+    monkeypatch.setattr(cudagraph, "_seconds", lambda recorded: next(times))
+    said.recorded = layouts
+    return said
+
+
+@pytest.mark.parametrize(("seconds", "last"), [((1.0, 0.9), True), ((1.0, 0.99), False), ((1.0, 1.1), False)])
+def test_the_faster_layout_is_taken_and_stored(faster, seconds, last):
+    faster(*seconds)
+    model = Convolutions()
+    made = recorded(model, IMAGE)
+    assert made.options == {"precision": "fp32", "channels_last": last}
+    assert ("convolutions have their channels innermost" in made.notes) is last
+    found = made(IMAGE)
+    torch.testing.assert_close(found, model(IMAGE).detach())
+    assert found.is_contiguous(), "as the caller is used to"
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_layout_that_is_asked_for_is_the_only_one(faster, last):
+    made = CudaGraphBackend(channels_last=last).compile(tsopt.capture(Convolutions(), (IMAGE,)))
+    assert (len(faster.recorded), made.options["channels_last"]) == (1, last)
+
+
+@pytest.mark.parametrize("end", [lambda y: y.view(2, -1), lambda y: torch.as_strided(y, (2, 2), (1, 1))])
+def test_where_views_need_the_layout_it_stays(faster, end):
+    faster(1.0, 0.1)
+    model = Convolutions(end)
+    made = recorded(model, IMAGE)
+    assert made.options["channels_last"] is False
+    torch.testing.assert_close(made(IMAGE), model(IMAGE).detach())
+
+
+def test_without_convolutions_there_is_one_layout(faster):
+    recorded(nn.Linear(3, 2).eval(), torch.ones(1, 3))
+    assert len(faster.recorded) == 1
+
+
+def test_a_bundle_is_recorded_again_in_its_layout_and_precision(faster, monkeypatch, tmp_path):
+    faster(1.0, 0.5)
+    made = CudaGraphBackend(precision="tf32").compile(tsopt.capture(Convolutions(), (IMAGE,)))
+    made.save(tmp_path)
+    opened = []
+    monkeypatch.setattr(CudaGraphBackend, "unsupported", lambda self, program: [])  # on the CPU
+    monkeypatch.setattr(CudaGraphBackend, "compile", lambda self, program: opened.append(self) or made)
+    open_bundle(tmp_path, "cudagraph", made.options, made.signature, trust=False)
+    assert opened == [CudaGraphBackend(precision="tf32", channels_last=True)]
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
 def test_a_graph_shares_no_workspace_with_other_calls(imitation, monkeypatch):
     """Neither with its own warm-up, nor with what is called on its stream later."""
     events = []
@@ -369,3 +456,15 @@ def test_on_a_gpu_the_model_itself_is_recorded_by_a_graph_of_the_users_own(backe
     graph.replay()
     torch.cuda.synchronize()
     torch.testing.assert_close(found, model(x))
+
+
+@needs_gpu
+@pytest.mark.parametrize("last", [True, False])
+def test_on_a_gpu_both_layouts_of_convolutions_are_right(last):
+    model, x = Convolutions().cuda(), IMAGE.cuda()
+    made = CudaGraphBackend(channels_last=last).compile(tsopt.capture(model, x))
+    for scale in (1, 2):
+        found = made(x * scale)
+        torch.testing.assert_close(found, model(x * scale).detach(), rtol=1e-2, atol=1e-2)  # TensorFloat-32, by default
+        assert found.is_contiguous()
+    assert isinstance(CudaGraphBackend().compile(tsopt.capture(model, x)).options["channels_last"], bool)

@@ -10,24 +10,32 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import cuda
+from torch import cuda, fx
 
+from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError
 from tsopt.runtime.backends.backend import Unsupported, check_precision
-from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.backends.eager import laid_out, torch_runner
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.inputs import blank
+from tsopt.runtime.racing.timing import seconds_of_calls
 
 WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
+REPLAYS, SAMPLES = 10, 3  # to tell which of two layouts is the faster one
+WORTH_IT = 1.03  # times faster: the other layout is taken
+CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
+BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 
 
 def missing_gpu() -> str | None:
@@ -40,9 +48,12 @@ class CudaGraphBackend:
 
     precision: of products: `fp32` as the program has them, and as torch is set for TensorFloat-32 when it is compiled;
         `tf32`, `bf16`, `fp16`.
+    channels_last: whether convolutions have their channels innermost in memory, as the kernels of cuDNN for tensor
+        cores do; None compiles both and takes the faster one.
     """
 
     precision: str = FP32
+    channels_last: bool | None = None
     name: str = "cudagraph"
 
     def __post_init__(self) -> None:
@@ -55,11 +66,7 @@ class CudaGraphBackend:
         return unrecordable(program)
 
     def compile(self, program: Program) -> Executable:
-        try:
-            with _tensor_float() if self.precision == "tf32" else nullcontext():
-                recorded = Recorded(program.module().forward, blank(program.signature))
-        except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there
-            raise BackendError("the model cannot be captured as a CUDA graph", why=str(error)[:200]) from error
+        recorded, channels_last = self._recorded(program)
 
         def save(directory: Path) -> None:
             write_program(program, directory)  # it is recorded again on load
@@ -70,8 +77,68 @@ class CudaGraphBackend:
             torch_runner(recorded, program.signature, None),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
+            options={"precision": self.precision, "channels_last": channels_last},
+            notes=["convolutions have their channels innermost"] if channels_last else [],
             precision=self.precision,
         )
+
+    def _recorded(self, program: Program) -> tuple[Recorded, bool]:
+        """The faster layout that can be recorded, and whether it is the one with channels innermost."""
+        asked: Sequence[bool] = (False, True) if self.channels_last is None else (self.channels_last,)
+        layouts = asked if _has_images(program) else (False,)
+        found: dict[bool, Recorded] = {}
+        failure: RuntimeError | None = None
+        with _tensor_float() if self.precision == "tf32" else nullcontext():
+            for layout in layouts:
+                forward = _in_channels_last(program) if layout else program.module().forward
+                try:
+                    found[layout] = Recorded(forward, blank(program.signature))
+                except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there, views
+                    failure = failure or error
+        if not found:
+            raise BackendError("the model cannot be captured as a CUDA graph", why=str(failure)[:200]) from failure
+        if len(found) == 1:
+            ((layout, recorded),) = found.items()
+            return recorded, layout
+        seconds = {layout: _seconds(recorded) for layout, recorded in found.items()}
+        layout = seconds[True] * WORTH_IT < seconds[False]
+        return found[layout], layout
+
+
+def _has_images(program: Program) -> bool:
+    """Whether there is a convolution whose layout is free."""
+    calls = list(program.calls())
+    return any(map(_is_of_images, calls)) and not any(node.target in BY_STRIDES for node in calls)
+
+
+def _is_of_images(node: fx.Node) -> bool:
+    if node.target not in CONVOLUTIONS:
+        return False
+    weight = ops.bind(node)["weight"]
+    return weight.op == "get_attr" and weight.meta["val"].dim() == 4
+
+
+def _in_channels_last(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
+    """The program on weights of convolutions with channels innermost: activations follow them."""
+    made = program.copy()
+    made.weights = dict(program.weights)
+    for node in filter(_is_of_images, program.calls()):
+        name = str(ops.bind(node)["weight"].target)
+        made.weights[name] = program.weights[name].detach().contiguous(memory_format=torch.channels_last)
+    forward = made.module().forward
+    strides = [None if item.type.contiguous else item.type.stride for item in program.signature.outputs]
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        return [laid_out(value, stride) for value, stride in zip(forward(*values), strides, strict=True)]
+
+    return run
+
+
+def _seconds(recorded: Recorded) -> float:
+    """About how long a replay takes."""
+    wait = partial(cuda.synchronize, recorded.device)
+    calls = [Example(tuple(recorded.inputs))]
+    return min(seconds_of_calls(recorded, calls, REPLAYS, untimed=REPLAYS, samples=SAMPLES, wait=wait)) / REPLAYS
 
 
 def unrecordable(program: Program) -> list[Unsupported]:

@@ -64,7 +64,7 @@ def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Run
 
     def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return forward(*[_laid_out(t, s) for t, s in zip(inputs, strides, strict=True)])  # type: ignore[no-any-return]
+            return forward(*[laid_out(t, s) for t, s in zip(inputs, strides, strict=True)])  # type: ignore[no-any-return]
 
     def run_with_threads(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         before = torch.get_num_threads()
@@ -79,7 +79,8 @@ def torch_runner(forward: Any, signature: Signature, threads: int | None) -> Run
     return run if threads is None else run_with_threads
 
 
-def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """A tensor with these strides, or contiguous where there are none; itself where it is so."""
     # NOTE: views in the program were checked for the captured strides; other strides would fail or read wrong places.
     if stride is None:
         return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -66,7 +66,7 @@ def open_bundle(
     check_trust(info, directory, trust)
     cls = info.load()
     if not is_loaded_by(cls):
-        return _of_program(directory, info, options.get("threads"), signature)
+        return _of_program(directory, info, options, signature)
     runner = cls.load_runner(directory, signature, options)
     state = _read_state(directory, signature)
     place = info.place if info.is_own else ""
@@ -78,16 +78,18 @@ def is_loaded_by(cls: type[Loads] | type) -> bool:
     return hasattr(cls, "load_runner")
 
 
-def _of_program(directory: Path, info: BackendInfo, threads: int | None, signature: Signature) -> Executable:
+def _of_program(directory: Path, info: BackendInfo, options: Mapping[str, Any], signature: Signature) -> Executable:
     from tsopt.compiler.graph.quantized import in_float
     from tsopt.compiler.graph.serialize import read_program
     from tsopt.compiler.graph.stored_ops import fill_uninitialized
 
     program = read_program(directory, _read_state(directory, signature))
     fill_uninitialized(program)
+    threads = options.get("threads")
     if info is not PLAIN:
+        own = {name: options[name] for name in info.options() if name in options}
         try:
-            return compile(program, info.name, share_weights=True, **race_options(info.name, threads))
+            return compile(program, info.name, share_weights=True, **race_options(info.name, threads) | own)
         except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones
             log.info("%s: %s", directory, error.what)
         program = in_float(program)

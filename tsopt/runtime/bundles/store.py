@@ -41,7 +41,10 @@ OPTIONS: dict[str, Callable[[Any], bool]] = {
     "threads": lambda value: value is None or (type(value) is int and 1 <= value <= MOST_THREADS),
     "hint": lambda value: value in ("latency", "throughput"),
     "precision": lambda value: value in STORED,
-    **{name: lambda value: type(value) is bool for name in ("spinning", "parallel", "arena", "cuda_graph")},
+    **{
+        name: lambda value: type(value) is bool
+        for name in ("spinning", "parallel", "arena", "cuda_graph", "channels_last")
+    },
     "int8_weights": lambda value: type(value) is int and 0 <= value <= 127,
     "int8_group": lambda value: type(value) is int and 1 <= value <= MOST_IN_A_GROUP,
     "other_ops": lambda value: value in (FP32, "bf16"),
