@@ -100,6 +100,27 @@ def test_a_sound_bundle_from_elsewhere_is_opened(bundle, mlp, mlp_input, name):
     assert known_bundles.is_known(json.loads((place / "manifest.json").read_text())["sha256"])
 
 
+def test_what_is_imported_does_not_count(bundle, tmp_path, monkeypatch):
+    """On a slow machine, imports take longer than a bundle may."""
+    place, seen = bundle("eager"), tmp_path / "seen"
+    code = (
+        "import sys; from pathlib import Path; from tsopt.runtime.bundles import probe\n"
+        "known = set()\n"
+        "probe._limit = lambda request: known.update(sys.modules)\n"
+        "call = probe._call\n"
+        "def called(request):\n"
+        "    call(request)\n"
+        f"    Path({str(seen)!r}).write_text(' '.join(sorted(set(sys.modules) - known)))\n"
+        "probe._call = called\n"
+        "probe.main()\n"
+    )
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: real([sys.executable, "-c", code], **kw))
+    tsopt.load(place, probe=True)
+    late = [name for name in seen.read_text().split() if name.startswith("sympy.")]
+    assert len(late) < 10, f"{len(late)} modules"
+
+
 def test_a_sound_bundle_is_opened_where_torch_is_not_installed(bundles, mlp_input, tmp_path):
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -8,6 +8,7 @@ written with. Started as `python -m tsopt.runtime.bundles.probe`; needs torch on
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -181,6 +182,8 @@ def main() -> None:
     from tsopt.runtime.bundles.opening import require
 
     require(request["backend"])
+    if request["torch"]:
+        _import_for_programs()
     os.write(answer_to, READY)
     answer: dict[str, Any] = {"kind": "well"}
     try:
@@ -191,6 +194,19 @@ def main() -> None:
         answer = {"kind": type(error).__name__, **rows}
     os.write(answer_to, json.dumps(answer).encode()[:LONGEST])
     os._exit(0)  # no clean-up: what an engine does when it is destroyed would be under no limit
+
+
+def _import_for_programs() -> None:
+    """What reading a program imports, most of it within torch at the first op on fake tensors.
+
+    A second of processor time, on a slow and busy machine four: none of it may count for the bundle.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    importlib.import_module("tsopt.compiler.graph.serialize")
+    with FakeTensorMode():
+        torch.ones(1, 1, device="cpu") @ torch.ones(1, 1, device="cpu")
 
 
 def _limit(request: Mapping[str, Any]) -> None:
