@@ -49,6 +49,12 @@ def test_only_the_most_expensive_layers_are_shown(ran, tmp_path):
     assert "more layers" not in (tmp_path / "p.md").read_text()
 
 
+def test_the_time_of_training_is_estimated(ran):
+    found = ran("--training", "1000x3")
+    assert "training on 1,000 samples for 3 epochs would take about" in found.out
+    assert ran("--training", "1000x3", "--json").json["training"]["samples"] == 1000
+
+
 def test_where_eager_wins_its_ops_are_timed(tsopt, write):
     write()
     found = tsopt("profile", "m.py", "--json")
@@ -61,6 +67,7 @@ def test_where_eager_wins_its_ops_are_timed(tsopt, write):
     [
         (("--frontend", "parts"), "a partitioned model cannot be profiled"),
         (("--top", "0"), "--top"),
+        (("--training", "50000"), "--training '50000' is not SAMPLESxEPOCHS"),
         (("-o", "p.csv"), "unknown suffix"),
         (("-o", "m.py/p.md"), "the output cannot be written"),
         (("--backends", "nonsense"), "unknown backend 'nonsense'"),

@@ -123,6 +123,12 @@ def profile(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Also save all layers as a .json or .md file.")
     ] = None,
+    training: Annotated[
+        str | None,
+        typer.Option(
+            "--training", metavar="SAMPLESxEPOCHS", help="Also estimate the time of training, for example 50000x10."
+        ),
+    ] = None,
     cache: UseCache = True,
     json: AsJson = False,
     quiet: Quiet = False,
@@ -130,10 +136,12 @@ def profile(
     out = process.output(json, quiet)
     from tsopt.cli import profile
     from tsopt.cli.saved import check_saved
+    from tsopt.runtime.profiling.training import parse_training
 
     profile.check_frontend(subject)
     check_saved("-o", output, profile.WRITERS)
-    profile.run(out, subject, timing, threads=threads, cache=cache, top=top, output=output)
+    asked = None if training is None else parse_training(training)
+    profile.run(out, subject, timing, threads=threads, cache=cache, top=top, training=asked, output=output)
 
 
 @app.command(help="Time eager and every candidate side by side, in each requested setting.")

@@ -36,12 +36,14 @@ def run(
     threads: int | None,
     cache: bool,
     top: int,
+    training: tuple[int, int] | None,
     output: Path | None,
 ) -> None:
     """Optimizes a model, times each layer, and shows and saves the result.
 
     Args:
         top: layers to show.
+        training: samples and epochs to estimate the time of.
     """
     options = race_options(subject, timing)
     with directories([output] if output is not None else []) as new, out.progress(Path(subject.model).name) as tell:
@@ -49,6 +51,8 @@ def run(
         fast = optimized_as_one_graph(subject, timing, options)
         tell("profile")
         found = fast.profile()
+        if training is not None:
+            found = found.with_training(*training)
         if output is not None:
             save(found, output, WRITERS)
             process.State.written += (str(output),)
@@ -64,5 +68,5 @@ def _show(out: Any, found: Profile, top: int) -> None:
     out.json(found.to_json())
     out.table(found.header, found.cells(top))
     out.say()
-    for note in found.notes:
-        out.say(note)
+    for remark in found.remarks:
+        out.say(remark)

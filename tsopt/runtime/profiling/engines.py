@@ -49,4 +49,10 @@ def profile(
             timed[candidate.title] = backend.profile(programs[candidate.variant], inputs)
     notes = [] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"]
     known = limits.measured(threads) if winner.variant == FP32 else None
-    return profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes)
+    return profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes, _batch(programs[FP32]))
+
+
+def _batch(program: Program) -> int:
+    """Samples in a call: the size of the first axis, if all inputs agree on it; otherwise 1."""
+    sizes = {item.type.shape[0] if item.type.shape else 1 for item in program.signature.user_inputs}
+    return max(sizes.pop(), 1) if len(sizes) == 1 else 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from tsopt.compiler.graph.origin import module_of, origin_of
+from tsopt.errors import UsageError
 from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.profiling.limits import Limits
+from tsopt.runtime.profiling.training import TrainingEstimate
 from tsopt.runtime.profiling.work import OpWork, Work
 from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
 from tsopt.runtime.untrusted_text import printable
@@ -58,7 +60,9 @@ class Profile:
         calls: milliseconds of the whole call while the engine's profiler is on, by engine.
         work: of the whole call.
         limits: of this machine, in float32; None where the engine that runs computes in another precision.
+        batch: samples in a call: the size of the first axis of all inputs; 1 where they do not agree on it.
         notes: what is missing, and why.
+        training: an estimate, where one was asked for.
     """
 
     model: str
@@ -68,7 +72,29 @@ class Profile:
     calls: Mapping[str, float]
     work: Work = field(default_factory=Work)
     limits: Limits | None = None
+    batch: int = 1
     notes: tuple[str, ...] = ()
+    training: TrainingEstimate | None = None
+
+    def with_training(self, samples: int, epochs: int) -> Profile:
+        """The profile with an estimate of how long it takes to train the model on this machine.
+
+        Args:
+            samples: in the training data.
+            epochs: how many times each of them is used.
+
+        Raises:
+            UsageError: the model has no products of matrices, or a number is less than 1.
+        """
+        if samples < 1 or epochs < 1:
+            raise UsageError(f"samples and epochs must be at least 1, got {samples} and {epochs}", fix="pass 1 or more")
+        if not self.work.macs:
+            raise UsageError(
+                "the time of training cannot be estimated",
+                why="it is estimated from multiply-accumulates, and none were counted in this model",
+            )
+        rate = self.work.macs / self.calls[self.engines[0]] * 1e3
+        return replace(self, training=TrainingEstimate(samples, epochs, self.work.macs / self.batch, rate, self.batch))
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -115,6 +141,11 @@ class Profile:
             "" if layer is None else ", ".join(layer.kernels.get(last, ())),
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is said below the table."""
+        return (*self.notes, *([] if self.training is None else [str(self.training)]))
+
     def by_place(self, engine: str) -> dict[str, float]:
         """Milliseconds in an engine, by where the layer is; of several ops on one line, of the most expensive one."""
         timed = sorted((item.ms[engine], item.where) for item in self.layers if engine in item.ms)
@@ -123,7 +154,9 @@ class Profile:
     @property
     def markdown(self) -> str:
         """All layers as a GitHub markdown table."""
-        return "\n".join([printable(f"### {self.model}"), "", *markdown_table(self.header, self.cells()), *self.notes])
+        return "\n".join(
+            [printable(f"### {self.model}"), "", *markdown_table(self.header, self.cells()), *self.remarks]
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -145,11 +178,13 @@ class Profile:
             "call_ms": dict(self.calls),
             "work": asdict(self.work),
             "limits": None if self.limits is None else asdict(self.limits),
+            "batch": self.batch,
             "notes": list(self.notes),
+            "training": None if self.training is None else self.training.to_json(),
         }
 
     def __str__(self) -> str:
-        return "\n".join(printable(line) for line in (*text_table(self.header, self.cells(TOP)), *self.notes))
+        return "\n".join(printable(line) for line in (*text_table(self.header, self.cells(TOP)), *self.remarks))
 
 
 @dataclass
@@ -197,6 +232,7 @@ def profile_of(
     work: OpWork | None = None,
     limits: Limits | None = None,
     notes: Sequence[str] = (),
+    batch: int = 1,
 ) -> Profile:
     """The profile of a model.
 
@@ -204,6 +240,7 @@ def profile_of(
         timed: its kernels in each of these engines, by title; the last one is what runs.
         work: of the ops of its program in float32.
         limits: of this machine, if the last engine computes in float32 as well.
+        batch: samples in a call.
     """
     rows = _Rows()
     known = dict.fromkeys(timed, 0.0)
@@ -219,7 +256,7 @@ def profile_of(
     calls = {engine: found.ms for engine, found in timed.items()}
     elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
     whole = Work() if work is None else work.of(list(work))
-    return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, tuple(notes))
+    return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, batch, tuple(notes))
 
 
 def _millions(count: int) -> str:
