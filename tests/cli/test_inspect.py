@@ -56,11 +56,36 @@ class TestTexts:
         assert "after " in ran.out
 
     def test_diff_shows_only_what_changed(self, tsopt):
-        ran = tsopt("inspect", "m.py", "--diff")
-        body = [line for line in ran.out.splitlines() if line and not line.startswith("after ")]
+        ran = tsopt("inspect", "m.py", "--diff", "--pass", "fuse")
+        first, *body = ran.out.splitlines()
         assert ran.code == 0
-        assert any(line.startswith("-") for line in body)
-        assert len(body) < len(tsopt("inspect", "m.py").out.splitlines())
+        assert first == "after fuse: 4 -> 3 nodes"
+        changed = [line.split(":")[0] for line in body if not line.startswith("  ... ")]
+        assert "- " + "  %norm" in changed
+        assert "+ " + "  %norm" in changed, "the convolution that stands for both has the name of what it replaces"
+        assert not any("%other" in line.split("=")[0] or "%last" in line.split("=")[0] for line in changed)
+        assert any(line.endswith("unchanged") for line in body)
+
+    def test_only_the_passes_that_are_asked_for_are_shown(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--pass", "fuse", "--pass", "order")
+        assert [line for line in ran.out.splitlines() if line.startswith("after ")] == ["after fuse: 4 -> 3 nodes"]
+        assert ran.out.count("program Net") == 1
+
+    def test_where_no_pass_changed_anything_that_is_said(self, tsopt, write):
+        assert tsopt("inspect", "m.py", "--diff", "--pass", "order").out == "order changed nothing\n"
+        assert tsopt("inspect", "m.py", "--diff", "-O0").out == "no passes were run\n"
+        write()
+        assert tsopt("inspect", "m.py", "--diff").out == "no pass changed anything\n"
+
+    def test_an_unknown_pass_is_refused(self, tsopt):
+        ran = tsopt("inspect", "m.py", "--pass", "nothing")
+        assert ran.code == 2
+        assert "unknown" in ran.err
+
+    def test_the_json_has_the_names_of_the_texts(self, tsopt):
+        found = tsopt("inspect", "m.py", "--json").json
+        last = [record["text"] for record in found["passes"] if record["changed"]][-1]
+        assert all(f"  {node['name']}: " in last for node in found["nodes"])
 
     def test_level_0_shows_the_program_alone(self, tsopt):
         ran = tsopt("inspect", "m.py", "-O0")

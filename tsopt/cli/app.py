@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -225,6 +224,10 @@ def inspect(
             "--passes", help="Show the rewrites, near misses and cost of each pass and rule, not the program."
         ),
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="NAME", help="Show the program after this pass only. Repeat for more than one."),
+    ] = None,
     why: Annotated[
         str | None,
         typer.Option("--why", metavar="RULE", help="Show where a rule or pass was applied, where it was not, and why."),
@@ -243,11 +246,15 @@ def inspect(
         loaded = _load(subject.model, subject.input, subject.seed)
         from tsopt.cli import inspect
         from tsopt.compiler.capture.capture import capture
+        from tsopt.compiler.graph.labels import Labels
         from tsopt.passes import STANDARD
         from tsopt.transforms import check_name, debug_passes, names_of, transform_with_records
 
         tell("capture")
         program = capture(loaded.model, loaded.example_input, **capture_options(subject))
+        captured = Labels().text(program)
+        for name in only or ():
+            check_name(name, names_of(STANDARD))
         options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
         debugged = None
         if debug:
@@ -258,9 +265,9 @@ def inspect(
         reasons = None
         if why is not None:
             check_name(why, [*names_of(STANDARD), *inspect.names_in(records)])
-            reasons = inspect.explain(why, program.text, records, subject.level, subject.without or ())
+            reasons = inspect.explain(why, captured, records, subject.level, subject.without or ())
     if json:
-        out.json(inspect.to_json(program.text, optimized, records, reasons, debugged))
+        out.json(inspect.to_json(captured, optimized, records, reasons, debugged))
     if reasons is not None:
         inspect.show_why(out, str(why), reasons)
     if passes:
@@ -268,7 +275,7 @@ def inspect(
     if debugged is not None:
         inspect.show_debug(out, debugged)
     if reasons is None and debugged is None and not passes:
-        inspect.show_texts(out, program.text, records, diff=diff, differ=difflib.unified_diff)
+        inspect.show_texts(out, captured, records, diff=diff, only=only or ())
     if debugged is not None and debugged.findings:
         raise typer.Exit(1)
 

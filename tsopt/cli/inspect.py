@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from difflib import SequenceMatcher
 from typing import Any, cast
 
+from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.ops import name_of
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.rewriting.pass_base import Pass
@@ -31,22 +33,41 @@ SHOWN = 3  # places or ops in one line; the JSON has all of them
 
 
 def show_texts(
-    out: Any, captured: str, records: Sequence[PassRecord], *, diff: bool, differ: Callable[..., Iterable[str]]
+    out: Any, captured: str, records: Sequence[PassRecord], *, diff: bool, only: Collection[str] = ()
 ) -> None:
-    """The program as captured, then after each pass that changed it; with `diff` only the lines that changed."""
-    if not diff:
+    """The program as captured, then after each pass that changed it; with `diff` only the lines that changed.
+
+    Args:
+        only: names of passes; all others are left out.
+    """
+    if not diff and not only:
         out.say(captured)
-    before = captured
+    before, shown = captured, 0
     for record in records:
         if not record.changed:
             continue
-        out.say(f"after {record.name}: {record.before.nodes} -> {record.after.nodes} nodes")
-        if diff:
-            lines = differ(before.splitlines(), record.text.splitlines(), lineterm="", n=1)
-            out.say("\n".join(line for line in lines if not line.startswith(("---", "+++"))))
-        else:
-            out.say(record.text)
+        if not only or record.name in only:
+            shown += 1
+            out.say(f"after {record.name}: {record.before.nodes} -> {record.after.nodes} nodes")
+            out.say("\n".join(_changes(before, record.text)) if diff else record.text)
         before = record.text
+    if not shown:
+        who = f"{' and '.join(only)} changed nothing" if only else "no pass changed anything"
+        out.say(who if records else "no passes were run")
+
+
+def _changes(before: str, after: str) -> Iterator[str]:
+    """The lines that differ, each run of others as one line. Where a value comes from makes no difference."""
+    old, new = before.splitlines(), after.splitlines()
+    bare = [[line.partition("  # ")[0].rstrip() for line in lines] for lines in (old, new)]
+    matcher = SequenceMatcher(None, bare[0], bare[1], autojunk=False)
+    for kind, first, last, begin, end in matcher.get_opcodes():
+        if kind == "equal":
+            count = last - first
+            yield f"  ... {count} {'line' if count == 1 else 'lines'} unchanged"
+            continue
+        yield from (f"- {line}" for line in old[first:last])
+        yield from (f"+ {line}" for line in new[begin:end])
 
 
 # ---- rules --------------------------------------------------------------------------------------------------
@@ -244,7 +265,7 @@ def to_json(
     """Everything requested, as one value."""
     found: dict[str, Any] = {
         "captured": captured,
-        "nodes": list(optimized.records()),
+        "nodes": list(optimized.records(Labels().of(optimized))),
         "passes": [pass_json(record) | {"text": record.text} for record in records],
         "rules": rules_json(rule_records(records)),
     }

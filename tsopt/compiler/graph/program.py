@@ -109,12 +109,16 @@ class Program:
     @property
     def text(self) -> str:
         """The program as text: for printing, golden files and the fingerprint."""
-        dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
-        return "\n".join([f"program {self.name}{dims}", *self.lines()])
+        return self.text_with(self.value_names())
 
-    def lines(self, *, origins: bool = True) -> Iterator[str]:
+    def text_with(self, names: dict[fx.Node, str]) -> str:
+        """The program as text, its values under these names."""
+        dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
+        return "\n".join([f"program {self.name}{dims}", *self.lines(names)])
+
+    def lines(self, names: dict[fx.Node, str] | None = None, *, origins: bool = True) -> Iterator[str]:
         """One line for each node; `origins` appends module paths, source lines and the rule that made it."""
-        names = self.value_names()
+        names = names or self.value_names()
         inputs = iter(self.signature.inputs)
         for node in self.graph.nodes:
             if node.op == "placeholder":
@@ -127,9 +131,9 @@ class Program:
             line = f"{line}{' ' * max(2, 64 - len(line))}# {origin}" if origin else line
             yield "\n".join([line, *_lines_within(node, origins=origins)])
 
-    def records(self) -> Iterator[dict[str, Any]]:
+    def records(self, names: dict[fx.Node, str] | None = None) -> Iterator[dict[str, Any]]:
         """A record for each call and weight: its name in the text, op, type, and where it comes from."""
-        names = self.value_names()
+        names = names or self.value_names()
         for node in self.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 yield {

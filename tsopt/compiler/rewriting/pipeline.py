@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import fx
 
 from tsopt.compiler.analysis.liveness import peak_bytes
+from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.origin import record_rewrite, rule_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.verify import AliasGroups, output_aliases, verify_program
@@ -90,6 +91,7 @@ def run(
     """Runs a pipeline over a copy of a program, with every invariant checked after every pass.
 
     Args:
+        keep_text: keep the text after each pass, in which values have names that last (`Labels`).
         keep_going: a pass that fails is left out, and the others run without it; its record says why.
 
     Raises:
@@ -122,7 +124,11 @@ def _run(
     aliases = output_aliases(program)
     if observer is not None:
         limits = replace(limits, on_rewrite=observer.on_rewrite)
-    state = _Run(limits, keep_text, progress or (lambda name: None), observer, aliases, _Measured.of(program))
+    labels = None
+    if keep_text:
+        labels = Labels()
+        labels.of(program)  # what is not changed keeps these names
+    state = _Run(limits, labels, progress or (lambda name: None), observer, aliases, _Measured.of(program))
     edited = program.copy()
     for item in passes:
         edited = _run_item(edited, item, state)
@@ -177,7 +183,7 @@ class _Snapshot:
 @dataclass
 class _Run:
     limits: Limits
-    keep_text: bool
+    labels: Labels | None
     progress: Callable[[str], None]
     observer: Observer | None
     aliases: AliasGroups
@@ -245,7 +251,7 @@ def _run_pass(program: Program, item: Pass, state: _Run) -> tuple[Program, PassR
         changes.done,
         changes.declined,
         changes.numerics,
-        edited.text if state.keep_text else "",
+        state.labels.text(edited) if state.labels is not None else "",
     )
 
 
