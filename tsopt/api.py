@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.capture import frontends
-from tsopt.compiler.devices import check_usable, is_on_gpu
+from tsopt.compiler.devices import check_not_recording, check_usable, is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
@@ -174,9 +174,11 @@ def optimize(
     Raises:
         CaptureError: the model itself fails on its example. Its subclass NotReady: the model has no weights, its
             weights contain NaN, or it is in training mode and its output depends on that.
-        UsageError: an option is invalid.
+        UsageError: an option is invalid, or a CUDA graph is being recorded.
+        BackendError: a kernel has failed on the GPU, which this process can no longer use.
     """
     examples = as_examples(example_input)
+    check_not_recording(examples[0])
     if type(warmup) is not int or warmup < 0:
         raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)

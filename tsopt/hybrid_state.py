@@ -20,7 +20,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.errors import CaptureError, TsoptError, UsageError
-from tsopt.runtime.calling.ambient import objection, untraced
+from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.model_changes import Watch, tensors_of
@@ -39,6 +39,7 @@ CHANGES = 3  # times that the model may change between compiled calls before it 
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 # Called on every call: a global of this module is looked up faster than an attribute of torch.
 _interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
+_recording = fast_names()["recording"]
 
 
 class Compiled:
@@ -192,6 +193,8 @@ class Compiled:
             return "it is in training mode: call model.eval() first"
         if _interferes():
             return objection(())
+        if _recording():
+            return RECORDING
         if _gradients() and self._wants_gradients(args, kwargs):
             return "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
         return self._ambient.differs()

@@ -49,3 +49,19 @@ def test_a_gpu_on_which_a_kernel_has_failed_is_told(two_gpus, monkeypatch):
         tsopt.optimize(torch.relu, torch.ones(2), cache=False)
     assert caught.value.why == "a kernel has failed there: CUDA error: device-side assert triggered"
     assert "start the process again" in caught.value.fix
+
+
+def test_a_gpu_that_records_a_graph_has_not_failed(two_gpus, monkeypatch):
+    def fails(device):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    devices.check_usable(Example())
+
+
+def test_nothing_is_optimized_while_a_graph_is_recorded(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(tsopt.UsageError, match="while a CUDA graph is being recorded"):
+        tsopt.optimize(torch.relu, torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    devices.check_not_recording(Example())

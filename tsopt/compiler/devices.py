@@ -1,4 +1,4 @@
-"""Moves tensors to the device that the user names, or explains why that fails."""
+"""The devices of a call: which GPUs it uses, whether they still compute, and how tensors get where the user wants."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.errors import BackendError, UsageError
+
+RECORDING = "captur"  # in the messages of CUDA about streams that record a graph
 
 
 def gpus_of(example: Example) -> tuple[torch.device, ...]:
@@ -20,6 +22,15 @@ def is_on_gpu(example: Example) -> bool:
     return bool(gpus_of(example))
 
 
+def check_not_recording(example: Example) -> None:
+    """Raises UsageError while a CUDA graph is being recorded: `optimize` cannot be part of one."""
+    if gpus_of(example) and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "a model on a GPU cannot be optimized while a CUDA graph is being recorded",
+            fix="call optimize before the recording",
+        )
+
+
 def check_usable(example: Example) -> None:
     """Makes sure that the GPUs of a call still compute.
 
@@ -30,6 +41,8 @@ def check_usable(example: Example) -> None:
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
+            if RECORDING in str(error):  # a graph is being recorded, which must not be waited for
+                return
             raise BackendError(
                 f"{device} can no longer be used by this process",
                 why=f"a kernel has failed there: {str(error).splitlines()[0][:200]}",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tsopt
 from tests.compiler.helpers import Net
 from tests.elsewhere import elsewhere
-from tsopt.compiler.graph.infer import infer_type
+from tsopt.compiler.graph import infer
+from tsopt.compiler.graph.infer import fakes, infer_type
 from tsopt.compiler.graph.program import type_of
 
 
@@ -23,3 +25,17 @@ def test_recurrent_layers_on_a_gpu_have_the_types_that_they_have_on_the_cpu(cls,
     (node,) = (node for node in there.calls() if isinstance(type_of(node), tuple))
     assert infer_type(there, node) == type_of(node)
     assert "cuda:0" in str(type_of(node))
+
+
+def test_the_kernel_of_a_recurrent_layer_is_asked_on_the_cpu(monkeypatch):
+    seen = []
+
+    def layer(x, weights):
+        seen.extend(value.device.type for value in (x, *weights))
+        return x + 1, [x]
+
+    monkeypatch.setattr(infer, "_RECURRENT", frozenset([layer]))
+    with fakes(FakeTensorMode()):
+        found = infer.fake_call(layer, (torch.ones(2, device="cuda"), [torch.ones(2, device="cuda")]), {})
+    assert seen == ["cpu", "cpu"]
+    assert [str(found[0].device), str(found[1][0].device)] == ["cuda:0", "cuda:0"]

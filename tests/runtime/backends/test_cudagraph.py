@@ -11,6 +11,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def imitation(monkeypatch):
         current_stream=lambda device=None: made.caller,
         device=lambda device: contextlib.nullcontext(),
         stream=lambda stream: contextlib.nullcontext(),
-        graph=lambda graph, stream: graph,
+        graph=lambda graph, stream, capture_error_mode: graph,
         is_available=lambda: True,
     )
     monkeypatch.setattr(cudagraph, "cuda", made)
@@ -189,7 +190,7 @@ def test_a_stream_waits_for_the_call_before_where_that_was_on_another(imitation)
 
 def test_what_cannot_be_recorded_is_an_error_of_the_backend(imitation):
     @contextlib.contextmanager
-    def refuse(graph, stream):
+    def refuse(graph, stream, capture_error_mode):
         raise RuntimeError("operation not permitted when stream is capturing")
         yield
 
@@ -275,7 +276,7 @@ IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def faster(imitation, monkeypatch):
-    """Makes one of the layouts the faster one, by so many times. Keeps which weights were recorded."""
+    """Sets the seconds that the two memory formats take. Counts what is recorded."""
     layouts = []
     real = cudagraph.Recorded
 
@@ -301,7 +302,7 @@ def test_the_faster_layout_is_taken_and_stored(faster, seconds, last):
     model = Convolutions()
     made = recorded(model, IMAGE)
     assert made.options == {"precision": "fp32", "channels_last": last}
-    assert ("convolutions have their channels innermost" in made.notes) is last
+    assert ("convolutions in channels_last" in made.notes) is last
     found = made(IMAGE)
     torch.testing.assert_close(found, model(IMAGE).detach())
     assert found.is_contiguous(), "as the caller is used to"
@@ -347,7 +348,7 @@ def test_a_graph_shares_no_workspace_with_other_calls(imitation, monkeypatch):
     monkeypatch.setattr(cudagraph, "_clear_workspaces", lambda: events.append("clear"))
 
     @contextlib.contextmanager
-    def graph(graph, stream):
+    def graph(graph, stream, capture_error_mode):
         events.append("begin")
         with graph:
             yield
@@ -356,6 +357,68 @@ def test_a_graph_shares_no_workspace_with_other_calls(imitation, monkeypatch):
     imitation.graph = graph
     recorded(lambda x: x + 1, torch.ones(3))
     assert events == ["clear", "begin", "end", "clear"]
+
+
+def test_what_fails_leaves_no_tensors_behind(imitation):
+    """A recording that has run out of memory must not keep what it has."""
+    kept = []
+
+    @contextlib.contextmanager
+    def refuse(graph, stream, capture_error_mode):
+        kept.extend(map(weakref.ref, [torch.ones(3)]))
+        raise RuntimeError("out of memory")
+        yield
+
+    imitation.graph = refuse
+    gc.disable()
+    try:
+        with pytest.raises(tsopt.BackendError) as caught:
+            recorded(lambda x: x + 1, torch.ones(3))
+        assert caught.value.__cause__ is None
+        assert [reference() for reference in kept] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_call_that_fails_leaves_the_graph_for_the_next_one(imitation, monkeypatch):
+    made = cudagraph.Recorded(lambda x: [x + 1], [torch.ones(3)])
+    before, second = imitation.caller, Stream()
+    made(torch.ones(3))
+    imitation.caller = second
+    with monkeypatch.context() as patch:
+        patch.setattr(made.graph, "replay", fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            made(torch.ones(3))
+    assert made.end_of_last.stream is second, "what comes next has to wait for whatever was begun"
+    imitation.caller = before
+    assert made(torch.full((3,), 2.0))[0].tolist() == [3, 3, 3]
+    assert before.waited[-1] is made.end_of_last
+
+
+def fails():
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.usefixtures("imitation")
+def test_what_is_compiled_in_inference_mode_runs_outside_of_it():
+    model = nn.Linear(3, 2).eval()
+    with torch.inference_mode():
+        found = recorded(model, torch.ones(1, 3))
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(found(torch.ones(1, 3)), model(torch.ones(1, 3)).detach())
+
+
+def test_a_program_on_two_gpus_is_refused():
+    program = tsopt.capture(lambda a, b: (a + 1, b + 1), (torch.ones(2), torch.ones(2)))
+    inputs = [
+        replace(item, type=replace(item.type, device=f"cuda:{place}"))
+        for place, item in enumerate(program.signature.inputs)
+    ]
+    outputs = [replace(item, type=replace(item.type, device="cuda:0")) for item in program.signature.outputs]
+    signature = replace(program.signature, inputs=tuple(inputs), outputs=tuple(outputs))
+    found = CudaGraphBackend().unsupported(on_gpu(replace(program, signature=signature)))
+    assert "the model is on several devices: cuda:0 and cuda:1" in [item.why for item in found]
 
 
 def test_what_a_graph_reads_lives_as_long_as_it(imitation):
@@ -417,6 +480,22 @@ def test_on_a_gpu_machine_code_is_recorded():
     made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")
     for scale in (1, 2):
         torch.testing.assert_close(made(x * scale), model(x * scale).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_a_recording_that_fails_changes_nothing():
+    program = tsopt.capture(lambda x: x.sum(), torch.ones(3, device="cuda"))
+    before = torch.cuda.current_stream()
+
+    def waits(x):
+        return [x + float(x.sum())]  # no graph can hold that the CPU waits
+
+    with pytest.raises(RuntimeError):
+        cudagraph.Recorded(waits, [torch.ones(3, device="cuda")])
+    assert torch.cuda.current_stream() == before
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.randn(3, device="cuda").isfinite().all()
+    assert tsopt.compile(program, "cudagraph")(torch.ones(3, device="cuda")) == 3
 
 
 @needs_gpu

@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsopt
 from bench.hazards.ambient import autocast, backward, jacrev, traced, vmap
-from tsopt.runtime.calling.ambient import POLICIES, Unserved, objection
+from tsopt import hybrid_state
+from tsopt.runtime.calling.ambient import POLICIES, RECORDING, Unserved, fast_names, objection
 
 X = torch.linspace(-1, 1, 12).reshape(2, 6)
 
@@ -111,3 +113,19 @@ def test_torch_compile_calls_what_was_made_as_it_is(optimized_by, executables, m
         with torch.no_grad():
             torch.testing.assert_close(outer(X), mlp(X + 1) * 2)
     torch.compiler.reset()
+
+
+def test_while_a_cuda_graph_records_the_model_itself_runs(monkeypatch):
+    """Of a hybrid, and of whatever is on a GPU: nothing may be compiled then, and no engine waited for."""
+    monkeypatch.setitem(fast_names(), "recording", lambda: True)
+    with FakeTensorMode():
+        on_gpu = torch.empty(2, device="cuda")
+    assert objection([on_gpu]) == RECORDING
+    assert objection([torch.ones(2)]) == ""
+    monkeypatch.setattr(hybrid_state, "_recording", lambda: True)
+    hybrid = tsopt.hybridize(torch.nn.Linear(3, 2).eval())
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match=RECORDING):
+            hybrid(torch.ones(1, 3))
+        hybrid(torch.ones(1, 3))
+    assert dict(tsopt.report(hybrid).in_eager) == {RECORDING: 2}

@@ -54,7 +54,7 @@ def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input
             job.Job(mlp, [job.Example((mlp_input,), {})], {})
     assert [env["ORT_DISABLE_TELEMETRY"] for env in seen] == ["1"]
     assert [env["PYTHONPATH"].endswith(sys.path[-1]) for env in seen] == [True]
-    hidden = [env.get("CUDA_VISIBLE_DEVICES") == "" for env in seen]
+    hidden = [(env.get("CUDA_VISIBLE_DEVICES"), env.get("HIP_VISIBLE_DEVICES")) == ("-1", "-1") for env in seen]
     assert hidden == [module is not job], "what is on the CPU sees no GPU; the model of a background job may be on one"
 
 

@@ -296,6 +296,10 @@ def roots_of(node: fx.Node, roots: Mapping[fx.Node, Roots]) -> Roots:
     return frozenset().union(*(roots[source] for source in sources))
 
 
+# Ops whose results depend on how their input lies in memory.
+BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
+
+
 def tensors_of(value: object) -> list[Any]:
     """The tensors in the value of a node: one, or those of a multi-output op."""
     if isinstance(value, torch.Tensor):

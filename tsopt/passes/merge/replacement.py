@@ -18,7 +18,6 @@ from tsopt.compiler.graph.program import Program, tensor_type
 from tsopt.passes.merge.draft import Draft
 
 # What reads memory by strides would read other values in another layout.
-BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 
 Values = dict[fx.Node, Any]
 
@@ -112,7 +111,7 @@ class Replacement:
 
     def _recomputed(self, node: fx.Node, values: Values) -> Any:
         """The fake value of a call that reads other values; None when the call must not be touched."""
-        if not ops.is_pure(node) or node.target in BY_STRIDES:
+        if not ops.is_pure(node) or node.target in ops.BY_STRIDES:
             return None
         args, kwargs = cast(
             Any, fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: values.get(source, source.meta["val"]))

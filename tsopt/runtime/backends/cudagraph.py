@@ -7,8 +7,8 @@ call at a time. It removes the launch overhead between kernels, which dominates 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.serialize import write_program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError
+from tsopt.runtime import tensor_float
 from tsopt.runtime.backends.backend import Unsupported, check_precision
 from tsopt.runtime.backends.eager import laid_out, torch_runner
 from tsopt.runtime.calling.executable import Executable
@@ -35,7 +36,6 @@ WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate
 REPLAYS, SAMPLES = 10, 3  # to tell which of two layouts is the faster one
 WORTH_IT = 1.03  # times faster: the other layout is taken
 CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input, aten.convolution.default)
-BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 
 
 def missing_gpu() -> str | None:
@@ -46,10 +46,10 @@ def missing_gpu() -> str | None:
 class CudaGraphBackend:
     """torch's own kernels for the GPU, recorded.
 
-    precision: of products: `fp32` as the program has them, and as torch is set for TensorFloat-32 when it is compiled;
-        `tf32`, `bf16`, `fp16`.
-    channels_last: whether convolutions have their channels innermost in memory, as the kernels of cuDNN for tensor
-        cores do; None compiles both and takes the faster one.
+    precision: `fp32` computes products as the program has them, and as torch is set for TensorFloat-32 when it is
+        compiled; `tf32` in TensorFloat-32.
+    channels_last: whether convolutions run in the memory format channels_last (NHWC), as the kernels of cuDNN for
+        tensor cores do; None compiles both and takes the faster one.
     """
 
     precision: str = FP32
@@ -78,25 +78,25 @@ class CudaGraphBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"precision": self.precision, "channels_last": channels_last},
-            notes=["convolutions have their channels innermost"] if channels_last else [],
+            notes=["convolutions in channels_last"] if channels_last else [],
             precision=self.precision,
         )
 
     def _recorded(self, program: Program) -> tuple[Recorded, bool]:
-        """The faster layout that can be recorded, and whether it is the one with channels innermost."""
+        """The program in the faster memory format that can be recorded, and whether that is channels_last."""
         asked: Sequence[bool] = (False, True) if self.channels_last is None else (self.channels_last,)
         layouts = asked if _has_images(program) else (False,)
         found: dict[bool, Recorded] = {}
-        failure: RuntimeError | None = None
-        with _tensor_float() if self.precision == "tf32" else nullcontext():
+        failure = ""
+        with tensor_float.turned_on() if self.precision == "tf32" else nullcontext():
             for layout in layouts:
                 forward = _in_channels_last(program) if layout else program.module().forward
                 try:
                     found[layout] = Recorded(forward, blank(program.signature))
                 except RuntimeError as error:  # kernels that wait for the CPU, memory that is not there, views
-                    failure = failure or error
+                    failure = failure or str(error)[:200]  # not the error: its traceback keeps tensors alive
         if not found:
-            raise BackendError("the model cannot be captured as a CUDA graph", why=str(failure)[:200]) from failure
+            raise BackendError("the model cannot be captured as a CUDA graph", why=failure)
         if len(found) == 1:
             ((layout, recorded),) = found.items()
             return recorded, layout
@@ -106,9 +106,9 @@ class CudaGraphBackend:
 
 
 def _has_images(program: Program) -> bool:
-    """Whether there is a convolution whose layout is free."""
+    """Whether there is a convolution whose memory format is free."""
     calls = list(program.calls())
-    return any(map(_is_of_images, calls)) and not any(node.target in BY_STRIDES for node in calls)
+    return any(map(_is_of_images, calls)) and not any(node.target in ops.BY_STRIDES for node in calls)
 
 
 def _is_of_images(node: fx.Node) -> bool:
@@ -119,7 +119,7 @@ def _is_of_images(node: fx.Node) -> bool:
 
 
 def _in_channels_last(program: Program) -> Callable[..., Sequence[torch.Tensor]]:
-    """The program on weights of convolutions with channels innermost: activations follow them."""
+    """The program on weights of convolutions in channels_last, which activations follow."""
     made = program.copy()
     made.weights = dict(program.weights)
     for node in filter(_is_of_images, program.calls()):
@@ -135,7 +135,7 @@ def _in_channels_last(program: Program) -> Callable[..., Sequence[torch.Tensor]]
 
 
 def _seconds(recorded: Recorded) -> float:
-    """About how long a replay takes."""
+    """About how long a call takes."""
     wait = partial(cuda.synchronize, recorded.device)
     calls = [Example(tuple(recorded.inputs))]
     return min(seconds_of_calls(recorded, calls, REPLAYS, untimed=REPLAYS, samples=SAMPLES, wait=wait)) / REPLAYS
@@ -148,6 +148,9 @@ def unrecordable(program: Program) -> list[Unsupported]:
         for name, device in program.signature.devices
         if not device.startswith("cuda")
     ]
+    places = sorted({device for _, device in program.signature.devices})
+    if not found and len(places) > 1:
+        found.append(Unsupported("", f"the model is on several devices: {' and '.join(places)}"))
     if program.signature.dims:
         found.append(Unsupported("", "a CUDA graph has fixed sizes"))
     for node in program.calls():
@@ -165,55 +168,45 @@ def unrecordable(program: Program) -> list[Unsupported]:
     return found
 
 
-@contextmanager
-def _tensor_float() -> Iterator[None]:
-    """Kernels that are chosen inside may round the factors of float32 products to 10 bits of mantissa."""
-    flags: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [flag.allow_tf32 for flag in flags]
-    try:
-        for flag in flags:
-            flag.allow_tf32 = True
-        yield
-    finally:
-        for flag, value in zip(flags, before, strict=True):
-            flag.allow_tf32 = value
-
-
 class Recorded:
     """A function of tensors, recorded on inputs that it keeps. It runs on the stream of its caller."""
 
+    @torch.inference_mode(False)  # what is made in it could not be written to in calls outside of it
     def __init__(self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]) -> None:
         self.forward = forward  # holds the weights, of which the graph has the addresses only
-        self.inputs = list(inputs)
+        self.inputs = [value.clone() if value.is_inference() else value for value in inputs]
         self.device = inputs[0].device if inputs else None
         self.lock = threading.Lock()
         self.graph: Any = cuda.CUDAGraph()
         stream: Any = cuda.Stream(self.device)
-        with torch.no_grad(), cuda.device(self.device):
+        with torch.no_grad(), cuda.device(self.device), cuda.stream(cuda.current_stream(self.device)):
             stream.wait_stream(cuda.current_stream())
             with cuda.stream(stream):
                 for _ in range(WARM_UP):
                     forward(*inputs)
             _clear_workspaces()
-            with cuda.graph(self.graph, stream=stream):
+            # NOTE: a recording that fails does not restore the stream; the outermost `stream` above does. Other
+            # threads may do what they want meanwhile.
+            with cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = list(forward(*inputs))
             _clear_workspaces()
         self.last_stream, self.end_of_last = stream, cuda.Event()
         self.end_of_last.record(stream)
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        """What the function returns for these tensors, in memory of its own."""
+        """The results of the function for these tensors, in memory of their own."""
         stream = cuda.current_stream(self.device)
         with self.lock, cuda.device(self.device):
             if stream != self.last_stream:  # calls on one stream follow each other by themselves
                 stream.wait_event(self.end_of_last)
                 self.last_stream = stream
-            if self.inputs:
-                torch._foreach_copy_(self.inputs, values)
-            self.graph.replay()
-            found = [value.clone() for value in self.outputs]
-            self.end_of_last.record(stream)
-        return found
+            try:
+                if self.inputs:
+                    torch._foreach_copy_(self.inputs, values)
+                self.graph.replay()
+                return [value.clone() for value in self.outputs]
+            finally:  # whatever has failed, the graph may be running
+                self.end_of_last.record(stream)
 
 
 def _clear_workspaces() -> None:
@@ -222,5 +215,8 @@ def _clear_workspaces() -> None:
     Before a recording: the graph gets memory of its own. What the warm-up has left is given back whenever anybody,
     torch.compile for one, clears it, and the graph would go on writing there. After it: no other call on the stream
     may work in the memory of the graph.
+
+    torch can only clear the memory of all streams: a graph of the user's own that was recorded on the stream of its
+    warm-up loses what it works in, as it does to torch.compile.
     """
     torch._C._cuda_clearCublasWorkspaces()

@@ -37,7 +37,6 @@ ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 # What reads memory by strides would read other values in another layout.
-BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
@@ -58,7 +57,7 @@ class OneDnnBackend:
         return None if known else "needs a torch build with the fused oneDNN operators"
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        by_strides = next((node for node in program.calls() if node.target in BY_STRIDES), None)
+        by_strides = next((node for node in program.calls() if node.target in ops.BY_STRIDES), None)
         if by_strides is not None:
             return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} depends on the strides of its input")]
         if not any(_is_layer(program, node) or quantized_layer(program, node) for node in program.calls()):

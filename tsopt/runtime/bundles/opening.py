@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.compiler.calls.signature import Input, Output, Signature, mismatch
+from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.backend import Loads, compile, race_options
 from tsopt.runtime.backends.table import PLAIN, BackendInfo, info_of
+from tsopt.runtime.bundles.members import damaged
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.racing.environment import is_installed
 
@@ -88,6 +90,8 @@ def _of_program(directory: Path, info: BackendInfo, options: Mapping[str, Any], 
     threads = options.get("threads")
     if info is not PLAIN:
         own = {name: options[name] for name in info.options() if name in options}
+        if own.get("precision", FP32) not in (FP32, *info.precisions):
+            raise damaged(directory, f"{info.name} has no precision {str(own['precision'])[:40]!r}")
         try:
             return compile(program, info.name, share_weights=True, **race_options(info.name, threads) | own)
         except BackendError as error:  # on this machine torch's own kernels may be the faster ones, or the only ones

@@ -19,6 +19,7 @@ POLICIES = ("eager", "error")
 # As a guard checks them, in the order of what they cost: an expression that is true where one is on.
 FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting()"
 FAST_ON_GPU = "recording()"  # for tensors on a GPU, besides
+RECORDING = "a CUDA graph is recording the call"
 
 
 @functools.cache
@@ -32,8 +33,12 @@ def fast_names() -> dict[str, Callable[[], Any]]:
         "dispatching": torch._C._len_torch_dispatch_stack,
         "autocasting": torch._C._is_any_autocast_enabled,
         "gradients": torch.is_grad_enabled,
-        "recording": torch.cuda.is_current_stream_capturing,
+        "recording": torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else _never,
     }
+
+
+def _never() -> bool:
+    return False
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +73,7 @@ def objection(values: Sequence[Any]) -> str:
     if names["autocasting"]():
         return "autocast is enabled and chooses the dtype of each op"
     if any(getattr(value, "is_cuda", False) for value in values) and names["recording"]():
-        return "a CUDA graph is recording the call"
+        return RECORDING
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, values)):
         return "forward-mode gradients are required"
     if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in values):

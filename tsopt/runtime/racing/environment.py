@@ -77,10 +77,12 @@ def computes_in_bfloat16() -> bool:
 def _of_torch() -> tuple[int, str]:
     import torch
 
+    from tsopt.runtime import tensor_float
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     if gpu and torch.version.cuda:
         gpu += f", CUDA {torch.version.cuda}"
-    if gpu and torch.backends.cuda.matmul.allow_tf32:
+    if gpu and tensor_float.is_on():
         gpu += " (TF32 on)"  # eager itself rounds the factors of products then
     return torch.get_num_threads(), gpu
 

@@ -14,7 +14,7 @@ from pathlib import Path
 NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
 # torch initializes CUDA as soon as it looks for a GPU, which takes seconds, takes memory of the GPU, and cannot be done
 # in a fork of a process that has looked.
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}  # an empty text hides none from HIP
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
