@@ -29,6 +29,7 @@ from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.reference64 import Reference64
 
 FAILURES = Path(__file__).with_name("opinfo_failures.txt")
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 SLICES = 40
 SAMPLES = 4  # for each op, spread over the first LOOKED_AT of its samples
 LOOKED_AT = 24
@@ -260,6 +261,7 @@ def test_every_op_of_torch_is_what_it_is_in_eager(kind, chosen, database, tmp_pa
 
 def test_the_list_of_failures_is_about_ops_that_exist_and_does_not_grow(database):
     names = {op.full_name for op in database}
-    assert {name for name, _ in expected()} <= names
+    if f"torch=={torch.__version__.partition('+')[0]}" in CONSTRAINTS.read_text():
+        assert {name for name, _ in expected()} <= names, "the list is of the version that is tested"
     assert len(expected()) <= MOST_FAILURES
     assert all(begins and kind in ("inputs", "weights") for (_, kind), begins in expected().items())
