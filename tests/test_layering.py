@@ -96,6 +96,7 @@ WITHOUT_TORCH = (
     "cli/doctor.py",
     "cli/export.py",
     "cli/model_file.py",
+    "cli/model_sources.py",
     "cli/options.py",
     "cli/process.py",
     "cli/profile.py",

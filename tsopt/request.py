@@ -19,6 +19,7 @@ from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
@@ -57,6 +58,7 @@ ONLY_FP32_IN_PARTS = (
     "calibration, metric, max_drop and keep_float apply to a model that is one graph; "
     "this one is partitioned, and runs in full precision"
 )
+ON_A_GPU = "the model is on a GPU"
 SHARE_OF_QUANTIZATION = 0.5  # of the budget: the rest is for the candidates
 SHORT_RACE = 1.0  # seconds of timing for a signature that turns up later
 
@@ -150,7 +152,8 @@ class Request:
             pass_seconds=made.pass_seconds,
             stages=self.progress.stages.spent(),
             frontend=captured.frontend,
-            not_isolated_because=outcome.not_isolated_because,
+            not_isolated_because=outcome.not_isolated_because
+            or (ON_A_GPU if self.isolate and is_on_gpu(example) else ""),
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
             quantization=quantized.layers_in(outcome.candidate.variant if outcome.candidate is not None else FP32),

@@ -17,6 +17,7 @@ GPUS = (torch.device("cuda:0"), torch.device("cuda:1"))
 def two_gpus(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in (devices, contenders):
         monkeypatch.setattr(module, "gpus_of", lambda example: GPUS)
     return waited
@@ -65,3 +66,11 @@ def test_nothing_is_optimized_while_a_graph_is_recorded(two_gpus, monkeypatch):
         tsopt.optimize(torch.relu, torch.ones(2))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     devices.check_not_recording(Example())
+
+
+def test_the_report_says_that_candidates_on_a_gpu_ran_in_this_process(monkeypatch):
+    monkeypatch.setattr("tsopt.request.is_on_gpu", lambda example: True)
+    options = {"seconds": 0.05, "cache": False, "backends": ("eager",)}
+    report = tsopt.optimize(torch.relu, torch.ones(2), **options).report
+    assert "candidates ran in this process: the model is on a GPU" in report.text
+    assert "in this process" not in tsopt.optimize(torch.relu, torch.ones(2), isolate=False, **options).report.text

@@ -20,6 +20,7 @@ from tsopt.cli.options import (
     Subject,
     Threads,
     Timing,
+    Trust,
     UseCache,
     capture_options,
     grouped,
@@ -37,10 +38,10 @@ app = typer.Typer(
 )
 
 
-def _load(model: str, inputs: list[str] | None, seed: int) -> Any:
-    from tsopt.cli.model_file import load_model_file
+def _load(model: str, inputs: list[str] | None, seed: int, trust: bool, tell: Any) -> Any:
+    from tsopt.cli.model_sources import load_model
 
-    return load_model_file(model, inputs or [], seed)
+    return load_model(model, inputs or [], seed, trust=trust, tell=tell)
 
 
 @app.command(help="Optimize a model, race it against eager, and save the winner.")
@@ -183,7 +184,7 @@ def bench(
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
-        loaded = _load(subject.model, subject.input, subject.seed)
+        loaded = _load(subject.model, subject.input, subject.seed, subject.trust, tell)
         from tsopt.cli.model_file import load_data
         from tsopt.sweeps import sweep
 
@@ -243,7 +244,7 @@ def inspect(
 ) -> None:
     out = process.output(json)
     with out.progress(Path(subject.model).name) as tell:
-        loaded = _load(subject.model, subject.input, subject.seed)
+        loaded = _load(subject.model, subject.input, subject.seed, subject.trust, tell)
         from tsopt.cli import inspect
         from tsopt.compiler.capture.capture import capture
         from tsopt.compiler.graph.labels import Labels
@@ -289,7 +290,7 @@ def verify(
         str | None,
         typer.Option("--model", metavar="MODEL", help="Compare with this model, on its example and on fresh inputs."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Allow code in the bundle to run.")] = False,
+    trust: Trust = False,
     input: Input = None,
     seed: Seed = 0,
     eval: Eval = False,
@@ -304,7 +305,7 @@ def verify(
         found = (
             against_record(bundle, trust)
             if model is None
-            else against_model(bundle, trust, _load(model, input, seed), seed, eval_mode=eval)
+            else against_model(bundle, trust, _load(model, input, seed, trust, out.say), seed, eval_mode=eval)
         )
     out.json({"bundle": str(bundle), "ok": True, "verdict": found.verdict, "load_seconds": found.load_seconds})
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")

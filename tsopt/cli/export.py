@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.cli import process
-from tsopt.cli.model_file import load_data, load_model_file, split_spec
+from tsopt.cli.model_file import load_data
+from tsopt.cli.model_sources import load_model, stem_of
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.errors import BundleError, UsageError
 from tsopt.runtime.backends.table import BACKENDS
@@ -83,7 +84,8 @@ def optimized_as_one_graph(subject: Subject, timing: Timing, options: dict[str, 
         GraphBreakError: the model is more than one graph.
     """
     options["progress"]("import torch")
-    loaded = load_model_file(subject.model, subject.input or [], subject.seed)
+    tell, trust = options["progress"], subject.trust
+    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=trust, tell=tell)
     from tsopt.api import optimize
 
     one_graph = {"frontend": "one-graph"} if subject.frontend == "auto" else {}
@@ -136,7 +138,7 @@ def check_formats(formats: list[str], opset: int | None) -> None:
 
 
 def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
-    stem = re.sub(r"[^\w.-]", "_", split_spec(model)[0].stem) or "model"
+    stem = re.sub(r"[^\w.-]", "_", stem_of(model)) or "model"
     bundle = output is not None and _is_bundle(output)
     single = output is not None and (bundle or not output.is_dir()) and len(formats) == 1
     if single and output is not None:

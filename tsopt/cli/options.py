@@ -59,8 +59,14 @@ def _bytes(text: str | None) -> int | None:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Python file that defines `model`, or FILE.py:NAME for another name.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Python file that defines `model`, FILE.py:NAME for another name, timm:NAME, torchvision:NAME, "
+        "hf:DIRECTORY, or a .pt2 or TorchScript file.",
+    ),
 ]
+Trust = Annotated[bool, typer.Option("--trust", help="Run code that comes with the model's or the bundle's files.")]
 Input = Annotated[
     list[str] | None,
     typer.Option(
@@ -186,6 +192,7 @@ class Subject:
     eval: Eval = False
     allow_nan: AllowNan = False
     without: Without = None
+    trust: Trust = False
 
 
 @dataclass(frozen=True, slots=True)

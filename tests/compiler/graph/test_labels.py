@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
-from tests.compiler.helpers import Net
 from tsopt.compiler.graph.edit import new_call
 from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.ops import aten
@@ -23,6 +22,17 @@ class Block(nn.Module):
     def forward(self, x):
         y = self.norm(self.conv(x))
         return F.relu(y + x) * 2 + y
+
+
+class Named(nn.Module):
+    """An input and a weight are called like ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("add", torch.ones(2))
+
+    def forward(self, relu):
+        return relu.relu() + self.add
 
 
 def named(program, labels=None):
@@ -45,7 +55,7 @@ def test_without_a_module_the_op_is_the_name():
 
 
 def test_inputs_and_weights_keep_their_names_and_no_call_takes_one():
-    program = tsopt.capture(Net(lambda self, relu: relu.relu() + self.add, add=torch.ones(2)), torch.ones(2))
+    program = tsopt.capture(Named().eval(), torch.ones(2))
     text = Labels().text(program)
     assert "%relu: f32[2] = input" in text
     assert "%add: f32[2] = weight" in text

@@ -83,7 +83,10 @@ def _signature(schema: Any, has_self: bool) -> inspect.Signature:
 def _mirror(script: Any, made: nn.Module) -> None:
     """Parameters, buffers and parts of a ScriptModule, the same tensors under the same names."""
     for name, value in script.named_parameters(recurse=False):
-        made.register_parameter(name, value)
+        # NOTE: one that was read from a file is a plain tensor.
+        made.register_parameter(
+            name, nn.Parameter(value, value.requires_grad) if type(value) is torch.Tensor else value
+        )
     for name, value in script.named_buffers(recurse=False):
         made.register_buffer(name, value)
     for name, part in script.named_children():

@@ -183,12 +183,12 @@ class Recorded:
             stream.wait_stream(cuda.current_stream())
             with cuda.stream(stream):
                 for _ in range(WARM_UP):
-                    forward(*inputs)
+                    forward(*self.inputs)
             _clear_workspaces()
             # NOTE: a recording that fails does not restore the stream; the outermost `stream` above does. Other
             # threads may do what they want meanwhile.
             with cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.outputs = list(forward(*inputs))
+                self.outputs = list(forward(*self.inputs))
             _clear_workspaces()
         self.last_stream, self.end_of_last = stream, cuda.Event()
         self.end_of_last.record(stream)

@@ -1,0 +1,303 @@
+"""Models that are in no Python file: of timm and torchvision, in a directory of transformers, exported or scripted.
+
+Nothing is downloaded: a model that is made by name has random weights. The example input follows from what the model
+says of itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from sys import stderr
+from typing import Any
+
+from tsopt.cli.model_file import ModelFile, check_inputs, load_model_file, parse_inputs, split_spec
+from tsopt.errors import UsageError
+
+CONFIG = "config.json"
+TOKENS = 128  # of an example, unless the model takes fewer
+DECODED = 8  # tokens that a decoder behind an encoder is given
+SOUND = 16_000  # samples: a second
+DETECTED, SEGMENTED, FILMED = (3, 480, 640), (1, 3, 520, 520), (1, 3, 16, 112, 112)
+RANDOM = "random weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A model from elsewhere.
+
+    Attributes:
+        example: None where nothing says how it is called.
+        weights: where they come from.
+    """
+
+    model: Callable[..., Any]
+    example: Any
+    weights: str
+
+
+def load_model(
+    spec: str,
+    inputs: list[str],
+    seed: int,
+    *,
+    trust: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> ModelFile:
+    """The model that the command line names, and its example input.
+
+    Args:
+        spec: `model.py`, `model.py:name`, `timm:NAME`, `torchvision:NAME`, `hf:DIRECTORY`, or a .pt2 or TorchScript
+            file.
+        inputs: `--input` values, which replace the example input.
+        seed: of random weights and inputs.
+        trust: run code that comes with the model.
+        tell: called with what was made up.
+
+    Raises:
+        UsageError: there is no such model, its library is missing, or it comes with code that is not trusted.
+    """
+    make, rest = _source(spec)
+    if make is None:
+        return load_model_file(spec, inputs, seed)
+    import torch
+
+    torch.manual_seed(seed)
+    with redirect_stdout(stderr):
+        made = make(rest, trust)
+    example = made.example
+    if inputs:
+        example = parse_inputs(inputs, seed)
+        check_inputs(made.model, example)
+    elif example is None:
+        raise UsageError(f"{spec} does not say how it is called", fix="pass --input, for example --input 1x3x224x224")
+    else:
+        tell(f"{made.weights}, example input {_said(example)}")
+    return ModelFile(Path(rest), made.model, example)
+
+
+def stem_of(spec: str) -> str:
+    """What files for a model are named after."""
+    make, rest = _source(spec)
+    if make is None:
+        return split_spec(spec)[0].stem
+    return Path(rest).stem if Path(rest).suffix in FILES else Path(rest).name
+
+
+def _source(spec: str) -> tuple[Callable[[str, bool], Made] | None, str]:
+    """What makes a model, and from what; None for a Python file."""
+    kind, _, rest = spec.partition(":")
+    if kind in BY_NAME and rest:
+        return BY_NAME[kind], rest
+    return FILES.get(Path(spec).suffix), spec
+
+
+# ---- libraries ------------------------------------------------------------------------------------------------------
+
+
+def _timm(name: str, trust: bool) -> Made:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        raise _unknown("timm", name, timm.list_models())
+    model = timm.create_model(name, pretrained=False).eval()
+    size = (getattr(model, "pretrained_cfg", None) or model.default_cfg)["input_size"]
+    return Made(model, _normal(1, *size), RANDOM)
+
+
+def _torchvision(name: str, trust: bool) -> Made:
+    models = _library("torchvision.models")
+    try:
+        builder = models.get_model_builder(name)
+    except ValueError as error:
+        raise _unknown("torchvision", name, models.list_models()) from error
+    backbone = {"weights_backbone": None} if "weights_backbone" in inspect.signature(builder).parameters else {}
+    model = builder(weights=None, **backbone).eval()
+    kind = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
+    if kind == "detection":
+        return Made(model, ([_normal(*DETECTED).sigmoid()],), RANDOM)
+    if kind in ("segmentation", "video"):
+        return Made(model, _normal(*(SEGMENTED if kind == "segmentation" else FILMED)), RANDOM)
+    transforms = getattr(models.get_model_weights(name), "DEFAULT", None)
+    size = getattr(transforms.transforms(), "crop_size", None) if transforms is not None else None
+    return Made(model, None if size is None else _normal(1, 3, *size * (2 // len(size))), RANDOM)
+
+
+def _transformers(text: str, trust: bool) -> Made:
+    directory = Path(text)
+    if not (directory / CONFIG).is_file():
+        raise UsageError(
+            f"{directory} holds no {CONFIG}",
+            why="hf: takes a directory that save_pretrained has written; nothing is downloaded",
+            fix="pass hf:DIRECTORY",
+        )
+    transformers = _library("transformers")
+    try:
+        own = dict(json.loads((directory / CONFIG).read_text()))
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{directory / CONFIG} is not a JSON object", why=str(error)[:200]) from error
+    if "auto_map" in own and not trust:
+        raise UsageError(
+            f"{directory} comes with Python code of its own",
+            why="loading the model would execute it",
+            fix="if you trust its source, pass --trust",
+        )
+    has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
+    options = {"local_files_only": True, "trust_remote_code": trust}
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(directory), **options)
+        names = getattr(config, "architectures", None) or []
+        cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        if cls is None or "auto_map" in own:
+            cls = transformers.AutoModel
+        if has_weights:
+            model = cls.from_pretrained(str(directory), **options)
+        else:
+            model = cls.from_config(config) if cls is transformers.AutoModel else cls(config)
+    except Exception as error:  # the library raises whatever a file breaks
+        raise UsageError(
+            f"transformers cannot load {directory}", why=f"{type(error).__name__}: {str(error)[:300]}"
+        ) from error
+    return Made(model.eval(), _example_of(model), str(directory) if has_weights else RANDOM)
+
+
+def _example_of(model: Any) -> dict[str, Any] | None:
+    """Keyword arguments for a model of transformers, by its configuration; None where that does not say enough."""
+    import torch
+
+    config, main = model.config, model.main_input_name
+    text = getattr(config, "text_config", None) or config
+    vision = getattr(config, "vision_config", None) or config
+
+    def tokens(length: int) -> Any:
+        return torch.randint(0, int(text.vocab_size), (1, length), device="cpu")
+
+    found: dict[str, Any]
+    if main == "input_ids" and hasattr(text, "vocab_size"):
+        longest = getattr(text, "max_position_embeddings", None) or TOKENS
+        ids = tokens(min(TOKENS, int(longest)))
+        found = {main: ids, "attention_mask": torch.ones_like(ids)}
+    elif main == "pixel_values" and hasattr(vision, "image_size"):
+        size = vision.image_size
+        sizes = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+        found = {main: _normal(1, getattr(vision, "num_channels", 3), *sizes)}
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        found = {main: _normal(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    elif main == "input_values":
+        found = {main: _normal(1, SOUND)}
+    else:
+        return None
+    if getattr(config, "is_encoder_decoder", False) and hasattr(text, "vocab_size"):
+        found["decoder_input_ids"] = tokens(DECODED)
+    return found
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _exported(text: str, trust: bool) -> Made:
+    import torch
+
+    path = _trusted(text, trust, "an exported program")
+    try:
+        program = torch.export.load(path)
+    except Exception as error:  # the file decides what goes wrong
+        raise _unreadable(path, "a program that torch.export.save has written", error) from error
+    args, kwargs = program.example_inputs or ((), {})
+    return Made(program, _as_call(args, kwargs), "its own weights")
+
+
+def _scripted(text: str, trust: bool) -> Made:
+    import torch
+
+    path = _trusted(text, trust, "TorchScript")
+    try:
+        return Made(torch.jit.load(str(path), map_location="cpu").eval(), None, "its own weights")
+    except Exception as error:  # the file decides what goes wrong
+        raise _unreadable(path, "a TorchScript module", error) from error
+
+
+def _as_call(args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    from tsopt.compiler.calls.example import Example
+
+    made = tuple(args)
+    return Example(made, dict(kwargs)) if made or kwargs else None
+
+
+def _trusted(text: str, trust: bool, what: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}", where=str(path.parent.resolve()), fix="check the path")
+    if not trust:
+        raise UsageError(
+            f"{path} is {what}, which can hold code",
+            why="loading the file, or calling the model, can execute it",
+            fix="if you trust its source, pass --trust",
+        )
+    return path
+
+
+def _unreadable(path: Path, what: str, error: Exception) -> UsageError:
+    why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return UsageError(f"{path} is not {what}", why=why, fix="define the model in a Python file, and pass that")
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def _library(name: str) -> Any:
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise _broken(package, error) from error
+        raise UsageError(f"{package} is not installed", fix=f"pip install {package}") from error
+    except Exception as error:  # torchvision raises where it was built for another torch
+        raise _broken(package, error) from error
+
+
+def _broken(package: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"{package} is installed but does not work",
+        why=f"{type(error).__name__}: {str(error)[:200]}",
+        fix=f"install a {package} that belongs to the installed torch",
+    )
+
+
+def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    fix = f"use one of: {', '.join(f'{library}:{item}' for item in near)}" if near else "check the name"
+    return UsageError(f"{library} has no model {name!r}", fix=fix)
+
+
+def _normal(*sizes: int) -> Any:
+    import torch
+
+    return torch.randn(sizes, device="cpu")
+
+
+def _said(example: Any) -> str:
+    """The inputs of an example, as `--input` takes them."""
+    from tsopt.compiler.calls.example import as_example
+    from tsopt.compiler.calls.structure import flatten
+    from tsopt.compiler.calls.types import SHORT
+
+    made = as_example(example)
+    named = {f"{number}": value for number, value in enumerate(made.args)} | made.kwargs
+    said = []
+    for name, value in named.items():
+        for leaf in flatten((value,))[0]:
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            shape = "x".join(map(str, leaf.shape)) or "scalar"
+            said.append(f"{name}:" * (not name.isdecimal()) + f"{shape}:{SHORT.get(dtype, dtype)}")
+    return " ".join(said)
+
+
+BY_NAME = {"timm": _timm, "torchvision": _torchvision, "hf": _transformers}
+FILES = {".pt2": _exported, **dict.fromkeys((".pt", ".pth", ".ts", ".jit", ".torchscript"), _scripted)}
