@@ -16,6 +16,7 @@ from torch.onnx.ops import symbolic
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.origin import provenance
 from tsopt.compiler.graph.program import Program
 
 SWAP = [0, 2, 1, 3]  # (batch, head, position, width) <-> (batch, position, head, width)
@@ -50,15 +51,17 @@ def operator_call(
             (name, inputs),
             {"attrs": attributes, "dtype": torch.float32, "shape": shape, "version": 1},
         )
-        # What stands for the operator while it is exported answers on the CPU.
-        return (
-            made if device.type == "cpu" else program.graph.call_function(aten.to.device, (made, device, torch.float32))
-        )
+        made.meta = provenance(node.meta)
+        if device.type != "cpu":  # what stands for the operator while it is exported answers on the CPU
+            made = program.graph.call_function(aten.to.device, (made, device, torch.float32))
+        return made
 
 
 def _call(program: Program, node: fx.Node, target: Any, *args: Any) -> fx.Node:
     with program.graph.inserting_before(node):
-        return program.graph.call_function(target, args)
+        made = program.graph.call_function(target, args)
+    made.meta = provenance(node.meta)
+    return made
 
 
 def _weight(program: Program, node: fx.Node, value: torch.Tensor, hint: str) -> fx.Node:
