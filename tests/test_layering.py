@@ -39,6 +39,7 @@ ONLY_IN = {
     "onnxruntime": {"runtime/onnx/ort.py"},
     "openvino": {"runtime/onnx/openvino.py"},
     "pandas": {"runtime/report.py"},
+    "jinja2": {"runtime/report_page.py"},
     "cloudpickle": {"background/job.py"},
     "typer": {"cli/app.py", "cli/main.py", "cli/options.py"},
     "rich": {"cli/console.py", "runtime/progress.py"},
@@ -104,6 +105,7 @@ WITHOUT_TORCH = (
     "cli/quantize.py",
     "cli/saved.py",
     "runtime/layer_table.py",
+    "runtime/report_page.py",
     "cli/verify.py",
 )
 

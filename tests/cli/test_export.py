@@ -242,3 +242,13 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal(tsopt, write):
         ran = tsopt(*command)
         assert ran.code == 0, ran.err
         assert not set("\x1b\x9b\u202e") & set(ran.out + ran.err)
+
+
+@pytest.mark.parametrize("name", ["r.html", "r.md", "r.json"])
+def test_the_report_is_saved_too(tsopt, write, tmp_path, name):
+    write()
+    ran = tsopt("export", "m.py", "--report", f"new/{name}")
+    assert ran.code == 0, ran.err
+    assert f"report: new/{name}" in ran.out
+    assert "eager" in (tmp_path / "new" / name).read_text()
+    assert tsopt("export", "m.py", "--report", "r.txt").code == 2

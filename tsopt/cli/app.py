@@ -59,6 +59,9 @@ def export(
     opset: Annotated[
         int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's own by default.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Also save the report as a .html, .md or .json file.")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the model's ops and which backends support them; time and write nothing."),
@@ -68,7 +71,8 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     out = process.output(json, quiet)
-    from tsopt.cli import export
+    from tsopt.cli import export, quantize
+    from tsopt.cli.saved import check_saved
 
     export.check_frontend(subject)
     if dry_run:
@@ -79,7 +83,8 @@ def export(
     formats = [item.value for item in format or [Format.tsopt]]
     places = export.targets(subject.model, formats, output)
     export.check_formats(formats, opset)
-    made = export.run(out, subject, timing, places, threads=threads, cache=cache, opset=opset)
+    check_saved("--report", report, quantize.WRITERS)
+    made = export.run(out, subject, timing, places, threads=threads, cache=cache, opset=opset, report=report)
     _check_tried(out, made.stopped)
 
 
@@ -94,7 +99,7 @@ def quantize(
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", help="Also save the report, layers included, as a .md or .json file."),
+        typer.Option("--report", help="Also save the report, layers included, as a .html, .md or .json file."),
     ] = None,
     cache: UseCache = True,
     json: AsJson = False,

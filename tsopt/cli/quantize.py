@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 WRITERS: Writers = {
     ".json": lambda report: json.dumps(report.to_json(), indent=1) + "\n",
     ".md": lambda report: report.markdown + "\n",
+    ".html": lambda report: report.html,
 }
 
 

@@ -92,10 +92,10 @@ def _report_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]
     if report.passes:
         yield Line("")
         yield from pass_lines(report.passes, width)
-    tail = list(_tail(report))
-    if tail:
+    remarks = list(tail(report))
+    if remarks:
         yield Line("")
-        yield from map(Line, tail)
+        yield from map(Line, remarks)
 
 
 def _race_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]:
@@ -115,7 +115,7 @@ def _race_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]:
     yield from map(Line, table[:2])
     for row, text in zip(rows, table[2:], strict=True):
         yield Line(text, row.verdict)
-        yield from (Line(f"    {said}") for said in _said_of(report, row))
+        yield from (Line(f"    {said}") for said in said_of(report, row))
 
 
 def _marked(report: Report, row: Row) -> tuple[str]:
@@ -127,7 +127,7 @@ def _bar(row: Row, slowest: float, bar: str) -> str:
     return bar * max(1, round(BAR * _median(row) / slowest)) if row.timing is not None and slowest else ""
 
 
-def _said_of(report: Report, row: Row) -> Iterator[str]:
+def said_of(report: Report, row: Row) -> Iterator[str]:
     """What is to be said of a row: why it is out; of the winner how it was verified, and its notes."""
     if row.reason:
         yield row.reason
@@ -139,7 +139,8 @@ def _said_of(report: Report, row: Row) -> Iterator[str]:
     yield from (f"note: {note}" for note in row.notes)
 
 
-def _tail(report: Report) -> Iterator[str]:
+def tail(report: Report) -> Iterator[str]:
+    """What is to be said besides the race and the passes: sizes, where the time went, notes, the machine."""
     measured = [
         f"op nodes {arrow(*report.nodes)}" if any(report.nodes) else "",
         f"peak activation memory {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",

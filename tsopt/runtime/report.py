@@ -236,6 +236,18 @@ class Report:
             "calibration": self.calibration,
         }
 
+    @property
+    def html(self) -> str:
+        """The report as one HTML page, which loads nothing and runs nothing."""
+        from tsopt.runtime.report_page import page
+
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        from tsopt.runtime.report_page import in_notebook
+
+        return in_notebook(self)
+
     def to_frame(self) -> Any:
         """The rows as a pandas DataFrame. Raises UsageError where pandas is missing."""
         return data_frame([row.record() | {"wins": row.key == self.winner_key} for row in self.rows])

@@ -36,10 +36,12 @@ class Labels:
         self._taken |= {name.removeprefix("%") for name in ends.values()}
         calls = list(program.calls())
         known: dict[fx.Node, str] = {}
+        kept: set[str] = set()
         for node in calls:
             label = node.meta.get(LABEL)
-            if label is not None and label not in known.values():
+            if label is not None and label not in kept:
                 known[node] = label
+                kept.add(label)
         fresh = [node for node in calls if node not in known]
         known |= self._heirs(program, known, set(fresh))
         alone = Counter(node.meta.get("module") for node in calls)

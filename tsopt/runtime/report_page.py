@@ -1,0 +1,182 @@
+"""A report as one HTML page: complete in itself, without scripts, and safe whatever a model's names hold.
+
+The page loads nothing: its Content-Security-Policy allows one style sheet, which is part of it. Everything that comes
+from the model is escaped. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tsopt.runtime.layer_table import layer_table
+from tsopt.runtime.rendering import amount, arrow, is_busy, milliseconds, ranked, said_of, tail
+from tsopt.runtime.untrusted_text import printable
+
+if TYPE_CHECKING:
+    from tsopt.compiler.rewriting.pipeline import PassRecord
+    from tsopt.runtime.report import Report, Row
+
+TEMPLATE, STYLE = "report_page.html.jinja", "report_page.css"
+WIDE = 600  # pixels of the page in a notebook
+SHORT = 0.05  # seconds: stages that take less are not shown
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A candidate in the chart of the race; positions in percent of its width.
+
+    Attributes:
+        low, high: where 10 and 90 % of its samples end.
+    """
+
+    name: str
+    wins: bool
+    verdict: str
+    ms: str
+    speedup: str
+    difference: str
+    said: tuple[str, ...]
+    end: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A pass in the waterfall; `start` and `width` are the time before it and its own, in percent of all passes."""
+
+    name: str
+    nodes: str
+    weights: str
+    ms: str
+    rewrites: str
+    start: float
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of `optimize`; `start` and `width` in percent of the whole time."""
+
+    name: str
+    seconds: str
+    start: float
+    width: float
+
+
+def page(report: Report) -> str:
+    """The page of a report."""
+    style = _style()
+    return str(
+        _environment()
+        .get_template(TEMPLATE)
+        .render(
+            report=report,
+            style=style,
+            digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+            verdict=_verdict(report),
+            bars=list(_bars(report)),
+            steps=list(_steps([record for record in report.passes if is_busy(record)])),
+            stages=list(_stages(report.stages)),
+            seconds=sum(seconds for _, seconds in report.stages),
+            layers=layer_table(report.quantization) if report.quantization else None,
+            remarks=list(tail(report)),
+            again=_again(report),
+        )
+    )
+
+
+def in_notebook(report: Report) -> str:
+    """The page in a frame of its own, for the output of a cell in a notebook."""
+    source = _environment().from_string(
+        '<iframe sandbox="" title="tsopt report" width="100%" height="{{ height }}" srcdoc="{{ page }}"></iframe>'
+    )
+    return str(source.render(page=page(report), height=WIDE))
+
+
+@cache
+def _environment() -> Any:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader("tsopt", "runtime"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    return made
+
+
+@cache
+def _style() -> str:
+    found: str = _environment().loader.get_source(_environment(), STYLE)[0]
+    return found
+
+
+def _verdict(report: Report) -> str:
+    """The outcome in one sentence."""
+    if report.is_eager:
+        return f"{report.model} runs in eager mode: {report.why}."
+    return f"{report.winner} runs {report.model} {report.why}."
+
+
+def _bars(report: Report) -> Iterator[Bar]:
+    rows = ranked(report)
+    widest = max((row.timing.percentile(90) for row in rows if row.timing is not None), default=0.0)
+    for row in rows:
+        yield _bar(report, row, 100 / widest if widest else 0.0)
+
+
+def _bar(report: Report, row: Row, scale: float) -> Bar:
+    time, accuracy = row.timing, row.accuracy
+    places = [0.0] * 3 if time is None else [round(time.percentile(q) * scale, 2) for q in (50, 10, 90)]
+    return Bar(
+        row.name,
+        row.key == report.winner_key,
+        row.verdict,
+        "" if time is None else milliseconds(time.p50),
+        "1.00x" if row.verdict == "baseline" else "" if row.speedup is None else str(row.speedup),
+        "" if accuracy is None else f"{accuracy.max_difference:.1e}",
+        tuple(said_of(report, row)),
+        *places,
+    )
+
+
+def _steps(records: Sequence[PassRecord]) -> Iterator[Step]:
+    total = sum(record.seconds for record in records) or 1.0
+    spent = 0.0
+    for record in records:
+        rules = sorted({item.rule for item in record.done})
+        yield Step(
+            record.name,
+            arrow(record.before.nodes, record.after.nodes),
+            arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
+            f"{record.seconds * 1e3:.0f}",
+            record.failed or ", ".join(rules),
+            round(100 * spent / total, 2),
+            round(100 * record.seconds / total, 2),
+        )
+        spent += record.seconds
+
+
+def _stages(stages: Sequence[tuple[str, float]]) -> Iterator[Stage]:
+    total = sum(seconds for _, seconds in stages) or 1.0
+    spent = 0.0
+    for name, seconds in stages:
+        if seconds >= SHORT:
+            yield Stage(name, f"{seconds:.1f}", round(100 * spent / total, 2), round(100 * seconds / total, 2))
+        spent += seconds
+
+
+def _again(report: Report) -> str:
+    """The call that compiles what has won, without a race of the others."""
+    if report.is_eager:
+        return "tsopt.optimize(model, example_input)"
+    return f'tsopt.optimize(model, example_input, backends=("{report.winner_key}",))'
