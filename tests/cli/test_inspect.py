@@ -73,14 +73,22 @@ class TestTexts:
 
     def test_where_no_pass_changed_anything_that_is_said(self, tsopt, write):
         assert tsopt("inspect", "m.py", "--diff", "--pass", "order").out == "order changed nothing\n"
+        assert tsopt("inspect", "m.py", "--pass", "fuse", "--without", "fuse").out == "fuse was not run\n"
         assert tsopt("inspect", "m.py", "--diff", "-O0").out == "no passes were run\n"
         write()
         assert tsopt("inspect", "m.py", "--diff").out == "no pass changed anything\n"
 
-    def test_an_unknown_pass_is_refused(self, tsopt):
-        ran = tsopt("inspect", "m.py", "--pass", "nothing")
+    @pytest.mark.parametrize("name", ["nothing", "conv_batch_norm"])
+    def test_what_is_no_pass_is_refused(self, tsopt, name):
+        ran = tsopt("inspect", "m.py", "--pass", name)
         assert ran.code == 2
         assert "unknown" in ran.err
+
+    def test_the_json_and_the_table_show_these_passes_too(self, tsopt):
+        found = tsopt("inspect", "m.py", "--pass", "fuse", "--json").json
+        assert [record["name"] for record in found["passes"]] == ["fuse"]
+        table = rows(tsopt("inspect", "m.py", "--pass", "fuse", "--passes").out)
+        assert [row[0] for row in table if row][:3] == ["pass", "fuse", "total:"]
 
     def test_the_json_has_the_names_of_the_texts(self, tsopt):
         found = tsopt("inspect", "m.py", "--json").json

@@ -25,6 +25,17 @@ def net():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
 
 
+class Anything(nn.Module):
+    """Takes whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.scale
+
+
 # ---- timm ----------------------------------------------------------------------------------------------------------
 
 
@@ -45,11 +56,11 @@ def timm(monkeypatch):
 
 def test_a_model_of_timm_has_random_weights_and_the_size_of_its_images(timm):
     told = []
-    found = load_model("timm:resnet50d", [], 0, tell=told.append)
+    found = load_model("timm:resnet50d", [], 0, note=told.append)
     assert timm == [("resnet50d", False)], "nothing is downloaded"
     assert found.example_input.shape == (1, 3, 20, 24)
     assert not found.model.training
-    assert told == ["random weights, example input 1x3x20x24:f32"]
+    assert told == ["timm:resnet50d: random weights, example input 1x3x20x24:f32"]
 
 
 def test_the_seed_makes_weights_and_inputs(timm):
@@ -61,7 +72,7 @@ def test_the_seed_makes_weights_and_inputs(timm):
 
 def test_inputs_that_are_given_replace_those_that_are_made(timm):
     told = []
-    found = load_model("timm:resnet50d", ["2x3x9x9"], 0, tell=told.append)
+    found = load_model("timm:resnet50d", ["2x3x9x9"], 0, note=told.append)
     assert found.example_input[0].shape == (2, 3, 9, 9)
     assert not told
 
@@ -72,15 +83,43 @@ def test_an_unknown_name_is_told_with_similar_ones(timm):
     assert "timm:resnet50" in caught.value.fix
 
 
+def test_a_tag_that_the_library_refuses_is_told(timm, monkeypatch):
+    def refuse(name, pretrained):
+        raise RuntimeError("Invalid pretrained tag (a1_in1) for resnet50.")
+
+    monkeypatch.setattr(sys.modules["timm"], "create_model", refuse)
+    with pytest.raises(package.UsageError, match="timm cannot make 'resnet50'") as caught:
+        load_model("timm:resnet50", [], 0)
+    assert "Invalid pretrained tag" in caught.value.why
+
+
+def test_an_example_that_the_model_does_not_take_is_told(timm, monkeypatch):
+    def other(name, pretrained):
+        model = net()
+        model.default_cfg = {"input_size": (1, 20, 24)}
+        return model
+
+    monkeypatch.setattr(sys.modules["timm"], "create_model", other)
+    with pytest.raises(package.UsageError, match="does not run on an example input made from its config") as caught:
+        load_model("timm:resnet50", [], 0)
+    assert "1x1x20x24:f32" in caught.value.what
+    assert "--input" in caught.value.fix
+    assert load_model("timm:resnet50", ["1x3x20x24"], 0)
+
+
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
 def test_a_library_that_is_missing_is_named(monkeypatch, library):
-    monkeypatch.setitem(sys.modules, library, None)
-    monkeypatch.setitem(sys.modules, f"{library}.models", None)
-    with pytest.raises(
-        package.UsageError, match=rf"{library} is (not installed|installed but does not work)"
-    ) as caught:
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == library:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(package.UsageError, match=f"{library} is not installed") as caught:
         load_model(f"{library}:resnet18", [], 0)
-    assert "install" in caught.value.fix
+    assert caught.value.fix == f"pip install {library}"
 
 
 def test_a_library_that_is_broken_is_told(monkeypatch):
@@ -117,11 +156,14 @@ def torchvision(monkeypatch):
     def builder(kind, backbone):
         def plain(weights):
             made.append(weights)
-            return net()
+            model = Anything()
+            if kind == "vision_transformer":
+                model.image_size = 16
+            return model
 
         def with_backbone(weights, weights_backbone):
             made.append((weights, weights_backbone))
-            return net()
+            return Anything()
 
         build = with_backbone if backbone else plain
         build.__module__ = f"torchvision.models.{kind}"
@@ -132,6 +174,7 @@ def torchvision(monkeypatch):
         "fasterrcnn": builder("detection.faster_rcnn", True),
         "fcn": builder("segmentation.fcn", True),
         "r3d": builder("video.resnet", False),
+        "vit": builder("vision_transformer", False),
         "odd": builder("odd", False),
     }
 
@@ -141,11 +184,13 @@ def torchvision(monkeypatch):
         return builders[name]
 
     weights = SimpleNamespace(DEFAULT=SimpleNamespace(transforms=lambda: SimpleNamespace(crop_size=[32])))
+    filmed = SimpleNamespace(DEFAULT=SimpleNamespace(transforms=lambda: SimpleNamespace(crop_size=(20, 24))))
+    kinds = {"odd": SimpleNamespace(), "r3d": filmed}
     module(monkeypatch, "torchvision")
     module(
         *(monkeypatch, "torchvision.models"),
         get_model_builder=get_model_builder,
-        get_model_weights=lambda name: SimpleNamespace() if name == "odd" else weights,
+        get_model_weights=lambda name: kinds.get(name, weights),
         list_models=lambda: list(builders),
     )
     return made
@@ -153,7 +198,7 @@ def torchvision(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("resnet18", (1, 3, 32, 32)), ("fcn", (1, 3, 520, 520)), ("r3d", (1, 3, 16, 112, 112))],
+    [("resnet18", (1, 3, 32, 32)), ("fcn", (1, 3, 520, 520)), ("r3d", (1, 3, 16, 20, 24)), ("vit", (1, 3, 16, 16))],
 )
 def test_a_model_of_torchvision_has_random_weights_and_an_input_of_its_kind(torchvision, name, shape):
     assert load_model(f"torchvision:{name}", [], 0).example_input.shape == shape
@@ -181,9 +226,22 @@ def test_an_unknown_model_of_torchvision_is_told(torchvision):
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
+def clip():
+    import transformers
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return transformers.CLIPConfig(
+        text_config=small | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49},
+        vision_config=small | {"image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+
+
 def config_of(kind):
     import transformers
 
+    if kind == "clip":
+        return clip(), "CLIPModel"
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     if kind == "bert":
         return transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **small), "BertModel"
@@ -205,6 +263,7 @@ def config_of(kind):
         ("bert", {"input_ids": (1, 16), "attention_mask": (1, 16)}),
         ("vit", {"pixel_values": (1, 1, 16, 16)}),
         ("whisper", {"input_features": (1, 4, 20), "decoder_input_ids": (1, 8)}),
+        ("clip", {"input_ids": (1, 16), "attention_mask": (1, 16), "pixel_values": (1, 3, 16, 16)}),
     ],
 )
 def test_a_directory_of_transformers_is_called_as_its_configuration_says(tmp_path, kind, shapes):
@@ -212,12 +271,53 @@ def test_a_directory_of_transformers_is_called_as_its_configuration_says(tmp_pat
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     told = []
-    found = load_model(f"hf:{tmp_path}", [], 0, tell=told.append)
+    found = load_model(f"hf:{tmp_path}", [], 0, note=told.append)
     assert type(found.model).__name__ == architecture
     assert {name: tuple(value.shape) for name, value in found.example_input.items()} == shapes
-    assert told[0].startswith("random weights, example input ")
-    with torch.no_grad():
-        found.model(**found.example_input)
+    assert told[0].startswith(f"hf:{tmp_path}: random weights, example input ")
+
+
+def test_an_architecture_that_is_no_model_is_not_made(tmp_path):
+    """A file names it, and whatever the library holds has that name."""
+    config, _ = config_of("bert")
+    config.architectures = ["AutoTokenizer", "logging"]
+    config.save_pretrained(tmp_path)
+    assert type(load_model(f"hf:{tmp_path}", [], 0).model).__name__ == "BertModel"
+
+
+def test_floats_have_the_dtype_of_the_weights(tmp_path):
+    import transformers
+
+    config, _ = config_of("vit")
+    transformers.ViTModel(config).bfloat16().save_pretrained(tmp_path)
+    found = load_model(f"hf:{tmp_path}", [], 0)
+    assert found.example_input["pixel_values"].dtype == found.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_trusted_code_of_a_directory_makes_the_model(tmp_path, monkeypatch, with_weights):
+    import transformers
+
+    config, _ = config_of("bert")
+    if with_weights:
+        transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    text["auto_map"] = {"AutoModelForMaskedLM": "own.Own"}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    code = "from transformers import BertForMaskedLM\n\n\nclass Own(BertForMaskedLM):\n    pass\n"
+    (tmp_path / "own.py").write_text(code)
+    for module in ("dynamic_module_utils", "utils.hub"):  # where the code is copied to
+        monkeypatch.setattr(f"transformers.{module}.HF_MODULES_CACHE", str(tmp_path / "copied"), raising=False)
+    found = load_model(f"hf:{tmp_path}", [], 0, trust=True)
+    assert type(found.model).__name__ == "Own"
+
+
+def test_kernels_that_would_be_downloaded_are_refused(tmp_path):
+    text = {"model_type": "bert", "attn_implementation": "kernels-community/flash-attn"}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with pytest.raises(package.UsageError, match="would be downloaded"):
+        load_model(f"hf:{tmp_path}", [], 0)
 
 
 def test_the_weights_of_a_directory_are_read(tmp_path):
@@ -227,9 +327,9 @@ def test_the_weights_of_a_directory_are_read(tmp_path):
     saved = transformers.BertModel(config)
     saved.save_pretrained(tmp_path)
     told = []
-    found = load_model(f"hf:{tmp_path}", [], 0, tell=told.append)
+    found = load_model(f"hf:{tmp_path}", [], 0, note=told.append)
     assert torch.equal(found.model.embeddings.word_embeddings.weight, saved.embeddings.word_embeddings.weight)
-    assert told[0].startswith(f"{tmp_path}, example input ")
+    assert told[0].startswith(f"hf:{tmp_path}: {tmp_path}, example input ")
 
 
 def test_code_of_a_directory_needs_trust(tmp_path):

@@ -38,10 +38,10 @@ app = typer.Typer(
 )
 
 
-def _load(model: str, inputs: list[str] | None, seed: int, trust: bool, tell: Any) -> Any:
+def _load(out: Any, model: str, inputs: list[str] | None, seed: int, trust: bool) -> Any:
     from tsopt.cli.model_sources import load_model
 
-    return load_model(model, inputs or [], seed, trust=trust, tell=tell)
+    return load_model(model, inputs or [], seed, trust=trust, note=out.note)
 
 
 @app.command(help="Optimize a model, race it against eager, and save the winner.")
@@ -189,7 +189,7 @@ def bench(
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
-        loaded = _load(subject.model, subject.input, subject.seed, subject.trust, tell)
+        loaded = _load(out, subject.model, subject.input, subject.seed, subject.trust)
         from tsopt.cli.model_file import load_data
         from tsopt.sweeps import sweep
 
@@ -232,7 +232,7 @@ def inspect(
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="NAME", help="Show the program after this pass only. Repeat for more than one."),
+        typer.Option("--pass", metavar="NAME", help="Show only what this pass did. Repeat for more than one."),
     ] = None,
     why: Annotated[
         str | None,
@@ -249,8 +249,10 @@ def inspect(
 ) -> None:
     out = process.output(json)
     with out.progress(Path(subject.model).name) as tell:
-        loaded = _load(subject.model, subject.input, subject.seed, subject.trust, tell)
         from tsopt.cli import inspect
+
+        inspect.check_passes(only or ())
+        loaded = _load(out, subject.model, subject.input, subject.seed, subject.trust)
         from tsopt.compiler.capture.capture import capture
         from tsopt.compiler.graph.labels import Labels
         from tsopt.passes import STANDARD
@@ -259,8 +261,6 @@ def inspect(
         tell("capture")
         program = capture(loaded.model, loaded.example_input, **capture_options(subject))
         captured = Labels().text(program)
-        for name in only or ():
-            check_name(name, names_of(STANDARD))
         options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
         debugged = None
         if debug:
@@ -272,12 +272,13 @@ def inspect(
         if why is not None:
             check_name(why, [*names_of(STANDARD), *inspect.names_in(records)])
             reasons = inspect.explain(why, captured, records, subject.level, subject.without or ())
+    shown = [record for record in records if not only or record.name in only]
     if json:
-        out.json(inspect.to_json(captured, optimized, records, reasons, debugged))
+        out.json(inspect.to_json(captured, optimized, shown, reasons, debugged))
     if reasons is not None:
         inspect.show_why(out, str(why), reasons)
     if passes:
-        inspect.show_passes(out, records)
+        inspect.show_passes(out, shown)
     if debugged is not None:
         inspect.show_debug(out, debugged)
     if reasons is None and debugged is None and not passes:
@@ -310,7 +311,7 @@ def verify(
         found = (
             against_record(bundle, trust)
             if model is None
-            else against_model(bundle, trust, _load(model, input, seed, trust, out.say), seed, eval_mode=eval)
+            else against_model(bundle, trust, _load(out, model, input, seed, trust), seed, eval_mode=eval)
         )
     out.json({"bundle": str(bundle), "ok": True, "verdict": found.verdict, "load_seconds": found.load_seconds})
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")

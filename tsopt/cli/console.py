@@ -110,6 +110,11 @@ class Output:
                 style = "bold" if number == 0 else STYLES.get(line.verdict, "")
                 self.out.print(Text(line.text, style=style), soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """A line on stderr, which -q leaves out."""
+        if not self.quiet:
+            self.err.print(Text(printable(text)), soft_wrap=True)
+
     def warn(self, text: str) -> None:
         """A line on stderr, whatever was asked for: it goes with an exit code."""
         self.err.print(Text.assemble(("warning: ", "bold yellow"), printable(text)), soft_wrap=True)

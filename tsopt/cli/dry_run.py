@@ -57,15 +57,15 @@ class Preview:
 def run(out: Output, subject: Subject, timing: Timing) -> None:
     """The command: captures, transforms, asks the backends, and shows it."""
     with out.progress(Path(subject.model).name) as tell:
-        found = _look(subject, timing, tell)
+        found = _look(out, subject, timing, tell)
     if isinstance(found, Partitions):
         show_partitions(out, found)
         raise found.error  # as the export would: no file can hold it
     show(out, found)
 
 
-def _look(subject: Subject, timing: Timing, tell: Callable[[str], None]) -> Preview | Partitions:
-    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, tell=tell)
+def _look(out: Output, subject: Subject, timing: Timing, tell: Callable[[str], None]) -> Preview | Partitions:
+    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
     from tsopt.api import who_races
     from tsopt.compiler.calls.example import as_examples
     from tsopt.compiler.capture.capture import capture

@@ -56,7 +56,7 @@ def run(
     saved = {"report": report} if report is not None else {}
     with directories([*places.values(), *saved.values()]) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
-        fast = optimized_as_one_graph(subject, timing, options)
+        fast = optimized_as_one_graph(out, subject, timing, options)
         if layer_times and "int8" in fast.report.winner_key:
             tell("profile")
             fast.profile()
@@ -74,7 +74,7 @@ def run(
     return made
 
 
-def optimized_as_one_graph(subject: Subject, timing: Timing, options: dict[str, Any]) -> Any:
+def optimized_as_one_graph(out: Any, subject: Subject, timing: Timing, options: dict[str, Any]) -> Any:
     """The optimized model of a command whose result holds one graph.
 
     Args:
@@ -84,8 +84,7 @@ def optimized_as_one_graph(subject: Subject, timing: Timing, options: dict[str, 
         GraphBreakError: the model is more than one graph.
     """
     options["progress"]("import torch")
-    tell, trust = options["progress"], subject.trust
-    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=trust, tell=tell)
+    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
     from tsopt.api import optimize
 
     one_graph = {"frontend": "one-graph"} if subject.frontend == "auto" else {}

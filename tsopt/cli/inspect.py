@@ -27,7 +27,14 @@ from tsopt.runtime.rendering import (
     rule_cells,
 )
 from tsopt.runtime.report import RuleRecord, pass_json, rule_records, rules_json
-from tsopt.transforms import LEVELS, passes_in, rules_of
+from tsopt.transforms import LEVELS, check_name, passes_in, rules_of
+
+
+def check_passes(names: Iterable[str]) -> None:
+    """Raises UsageError for what is no pass of the standard pipeline."""
+    for name in names:
+        check_name(name, [item.name for item in passes_in(STANDARD)])
+
 
 SHOWN = 3  # places or ops in one line; the JSON has all of them
 
@@ -51,9 +58,15 @@ def show_texts(
             out.say(f"after {record.name}: {record.before.nodes} -> {record.after.nodes} nodes")
             out.say("\n".join(_changes(before, record.text)) if diff else record.text)
         before = record.text
-    if not shown:
-        who = f"{' and '.join(only)} changed nothing" if only else "no pass changed anything"
-        out.say(who if records else "no passes were run")
+    run = {record.name for record in records}
+    for name in [name for name in only if name not in run]:
+        out.say(f"{name} was not run")
+    if not run:
+        out.say("no passes were run")
+    elif not shown and not only:
+        out.say("no pass changed anything")
+    elif not shown and not run.isdisjoint(only):
+        out.say(f"{' and '.join(name for name in only if name in run)} changed nothing")
 
 
 def _changes(before: str, after: str) -> Iterator[str]:

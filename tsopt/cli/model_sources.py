@@ -1,7 +1,7 @@
 """Models that are in no Python file: of timm and torchvision, in a directory of transformers, exported or scripted.
 
-Nothing is downloaded: a model that is made by name has random weights. The example input follows from what the model
-says of itself.
+Nothing is downloaded: a model that is made by name has random weights. Its example input is made from what it says of
+itself, and tried.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ CONFIG = "config.json"
 TOKENS = 128  # of an example, unless the model takes fewer
 DECODED = 8  # tokens that a decoder behind an encoder is given
 SOUND = 16_000  # samples: a second
-DETECTED, SEGMENTED, FILMED = (3, 480, 640), (1, 3, 520, 520), (1, 3, 16, 112, 112)
+DETECTED, SEGMENTED, FRAMES = (3, 480, 640), (1, 3, 520, 520), 16
 RANDOM = "random weights"
+GIVE_INPUT = "pass --input, for example --input 1x3x224x224"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ def load_model(
     seed: int,
     *,
     trust: bool = False,
-    tell: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> ModelFile:
     """The model that the command line names, and its example input.
 
@@ -58,10 +59,11 @@ def load_model(
         inputs: `--input` values, which replace the example input.
         seed: of random weights and inputs.
         trust: run code that comes with the model.
-        tell: called with what was made up.
+        note: called with what was made up.
 
     Raises:
-        UsageError: there is no such model, its library is missing, or it comes with code that is not trusted.
+        UsageError: there is no such model, its library is missing, it comes with code that is not trusted, or nothing
+            says how it is called.
     """
     make, rest = _source(spec)
     if make is None:
@@ -76,10 +78,30 @@ def load_model(
         example = parse_inputs(inputs, seed)
         check_inputs(made.model, example)
     elif example is None:
-        raise UsageError(f"{spec} does not say how it is called", fix="pass --input, for example --input 1x3x224x224")
+        raise UsageError(f"{spec} does not say how it is called", fix=GIVE_INPUT)
     else:
-        tell(f"{made.weights}, example input {_said(example)}")
+        _try(spec, made.model, example)
+        note(f"{spec}: {made.weights}, example input {_said(example)}")
     return ModelFile(Path(rest), made.model, example)
+
+
+def _try(spec: str, model: Callable[..., Any], example: Any) -> None:
+    """Raises UsageError if the model does not take the example that was made for it."""
+    import torch
+
+    from tsopt.compiler.calls.example import as_example
+
+    made = as_example(example)
+    run: Any = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+    try:
+        with torch.no_grad():
+            run(*made.args, **made.kwargs)
+    except Exception as error:  # a model may raise anything
+        raise UsageError(
+            f"{spec} does not run on an example input made from its configuration, {_said(example)}",
+            why=f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}",
+            fix=GIVE_INPUT,
+        ) from error
 
 
 def stem_of(spec: str) -> str:
@@ -105,7 +127,7 @@ def _timm(name: str, trust: bool) -> Made:
     timm = _library("timm")
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
-    model = timm.create_model(name, pretrained=False).eval()
+    model = _made("timm", name, lambda: timm.create_model(name, pretrained=False))
     size = (getattr(model, "pretrained_cfg", None) or model.default_cfg)["input_size"]
     return Made(model, _normal(1, *size), RANDOM)
 
@@ -117,15 +139,20 @@ def _torchvision(name: str, trust: bool) -> Made:
     except ValueError as error:
         raise _unknown("torchvision", name, models.list_models()) from error
     backbone = {"weights_backbone": None} if "weights_backbone" in inspect.signature(builder).parameters else {}
-    model = builder(weights=None, **backbone).eval()
+    model = _made("torchvision", name, lambda: builder(weights=None, **backbone))
     kind = builder.__module__.removeprefix("torchvision.models.").partition(".")[0]
     if kind == "detection":
         return Made(model, ([_normal(*DETECTED).sigmoid()],), RANDOM)
-    if kind in ("segmentation", "video"):
-        return Made(model, _normal(*(SEGMENTED if kind == "segmentation" else FILMED)), RANDOM)
-    transforms = getattr(models.get_model_weights(name), "DEFAULT", None)
-    size = getattr(transforms.transforms(), "crop_size", None) if transforms is not None else None
-    return Made(model, None if size is None else _normal(1, 3, *size * (2 // len(size))), RANDOM)
+    if kind == "segmentation":
+        return Made(model, _normal(*SEGMENTED), RANDOM)
+    weights = getattr(models.get_model_weights(name), "DEFAULT", None)
+    cropped = getattr(weights.transforms(), "crop_size", None) if weights is not None else None
+    # The size that the model was built for, before that of weights which are not loaded.
+    size = getattr(model, "image_size", None) or cropped
+    if size is None:
+        return Made(model, None, RANDOM)
+    sizes = _pair(size)
+    return Made(model, _normal(1, 3, *([FRAMES] if kind == "video" else []), *sizes), RANDOM)
 
 
 def _transformers(text: str, trust: bool) -> Made:
@@ -148,53 +175,86 @@ def _transformers(text: str, trust: bool) -> Made:
             fix="if you trust its source, pass --trust",
         )
     has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
-    options = {"local_files_only": True, "trust_remote_code": trust}
+    if any("/" in str(own.get(key, "")) for key in ("attn_implementation", "_attn_implementation")):
+        raise UsageError(f"{directory} asks for attention kernels that would be downloaded", fix="remove the entry")
+    has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory), **options)
-        names = getattr(config, "architectures", None) or []
-        cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
-        if cls is None or "auto_map" in own:
-            cls = transformers.AutoModel
-        if has_weights:
-            model = cls.from_pretrained(str(directory), **options)
-        else:
-            model = cls.from_config(config) if cls is transformers.AutoModel else cls(config)
+        model, example = _of_transformers(transformers, directory, own, has_weights, trust)
     except Exception as error:  # the library raises whatever a file breaks
         raise UsageError(
             f"transformers cannot load {directory}", why=f"{type(error).__name__}: {str(error)[:300]}"
         ) from error
-    return Made(model.eval(), _example_of(model), str(directory) if has_weights else RANDOM)
+    return Made(model, example, str(directory) if has_weights else RANDOM)
+
+
+def _of_transformers(
+    transformers: Any, directory: Path, own: dict[str, Any], has_weights: bool, trust: bool
+) -> tuple[Any, dict[str, Any] | None]:
+    """A model and its example."""
+    options = {"local_files_only": True, "trust_remote_code": trust}
+    config = transformers.AutoConfig.from_pretrained(str(directory), **options)
+    names = [str(name) for name in getattr(config, "architectures", None) or []]
+    known = [getattr(transformers, name, None) for name in names]
+    models = [item for item in known if isinstance(item, type) and issubclass(item, transformers.PreTrainedModel)]
+    cls: Any = next(iter(models), None)
+    if cls is None or "auto_map" in own:  # one of the library's factories, which also knows classes of the directory
+        mapped = [name for name in own.get("auto_map", {}) if name.startswith("AutoModel")]
+        cls = getattr(transformers, next(iter(mapped), "AutoModel"))
+    if has_weights:
+        model = cls.from_pretrained(str(directory), **options)
+    elif hasattr(cls, "from_config"):
+        model = cls.from_config(config, trust_remote_code=trust)
+    else:
+        model = cls(config)
+    return model.eval(), _example_of(model)
 
 
 def _example_of(model: Any) -> dict[str, Any] | None:
     """Keyword arguments for a model of transformers, by its configuration; None where that does not say enough."""
-    import torch
-
     config, main = model.config, model.main_input_name
     text = getattr(config, "text_config", None) or config
     vision = getattr(config, "vision_config", None) or config
-
-    def tokens(length: int) -> Any:
-        return torch.randint(0, int(text.vocab_size), (1, length), device="cpu")
-
-    found: dict[str, Any]
+    takes = inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {}
     if main == "input_ids" and hasattr(text, "vocab_size"):
         longest = getattr(text, "max_position_embeddings", None) or TOKENS
-        ids = tokens(min(TOKENS, int(longest)))
-        found = {main: ids, "attention_mask": torch.ones_like(ids)}
-    elif main == "pixel_values" and hasattr(vision, "image_size"):
-        size = vision.image_size
-        sizes = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-        found = {main: _normal(1, getattr(vision, "num_channels", 3), *sizes)}
-    elif main == "input_features" and hasattr(config, "max_source_positions"):
-        found = {main: _normal(1, config.num_mel_bins, 2 * config.max_source_positions)}
-    elif main == "input_values":
-        found = {main: _normal(1, SOUND)}
-    else:
-        return None
-    if getattr(config, "is_encoder_decoder", False) and hasattr(text, "vocab_size"):
-        found["decoder_input_ids"] = tokens(DECODED)
+        found[main] = _tokens(text, min(TOKENS, int(longest)))
+        if "attention_mask" in takes:
+            found["attention_mask"] = found[main].new_ones(found[main].shape)
+    elif main in ("input_features", "input_values"):
+        sound = _sound(config, main)
+        if sound is None:
+            return None
+        found[main] = sound
+    if "pixel_values" in takes and hasattr(vision, "image_size") and (found or main == "pixel_values"):
+        frames = [vision.num_frames] if hasattr(vision, "num_frames") else []
+        found["pixel_values"] = _normal(1, *frames, getattr(vision, "num_channels", 3), *_pair(vision.image_size))
+    if found and getattr(config, "is_encoder_decoder", False) and hasattr(text, "vocab_size"):
+        found["decoder_input_ids"] = _tokens(text, DECODED)
+    # Of the dtype of the weights, which a directory may hold in half precision.
+    made = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in found.items()}
+    return made or None
+
+
+def _tokens(config: Any, length: int) -> Any:
+    """Token ids; the last one ends the text, where the model has an id for that."""
+    import torch
+
+    found = torch.randint(0, int(config.vocab_size), (1, length), device="cpu")
+    if isinstance(end := getattr(config, "eos_token_id", None), int) and 0 <= end < int(config.vocab_size):
+        found[:, -1] = end
     return found
+
+
+def _sound(config: Any, main: str) -> Any:
+    """Samples or a spectrogram; None where the configuration does not say its size."""
+    bins, longest = (getattr(config, name, None) for name in ("num_mel_bins", "max_source_positions"))
+    if main == "input_features":
+        return None if bins is None or longest is None else _normal(1, bins, 2 * longest)
+    if bins is not None:
+        return _normal(1, config.max_length, bins)
+    channels = getattr(config, "audio_channels", None)
+    return _normal(1, *([] if channels is None else [channels]), SOUND)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -274,6 +334,20 @@ def _unknown(library: str, name: str, known: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     fix = f"use one of: {', '.join(f'{library}:{item}' for item in near)}" if near else "check the name"
     return UsageError(f"{library} has no model {name!r}", fix=fix)
+
+
+def _made(library: str, name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make().eval()
+    except Exception as error:  # the library raises what it likes, for a tag that it does not know
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        raise UsageError(f"{library} cannot make {name!r}", why=why, fix="check the name") from error
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    """Height and width, of one number or two."""
+    sizes = tuple(size) if isinstance(size, (list, tuple)) else (size,)
+    return int(sizes[0]), int(sizes[-1])
 
 
 def _normal(*sizes: int) -> Any:

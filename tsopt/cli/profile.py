@@ -48,7 +48,7 @@ def run(
     options = race_options(subject, timing)
     with directories([output] if output is not None else []) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
-        fast = optimized_as_one_graph(subject, timing, options)
+        fast = optimized_as_one_graph(out, subject, timing, options)
         tell("profile")
         found = fast.profile()
         if training is not None:

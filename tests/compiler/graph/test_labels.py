@@ -10,6 +10,7 @@ import tsopt
 from tsopt.compiler.graph.edit import new_call
 from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.ops import aten
+from tsopt.transforms import transform_with_records
 
 IMAGE = torch.ones(1, 3, 8, 8)
 
@@ -110,11 +111,64 @@ def test_copies_of_a_program_have_the_same_names():
     assert program.text == blocks().text, "the text that is compared has numbers"
 
 
+def test_a_call_between_an_input_and_its_reader_does_not_take_its_name():
+    program, labels = tsopt.capture(lambda x: x.sin(), torch.ones(2)), Labels()
+    labels.of(program)
+    (sin,) = program.calls()
+    made = new_call(program, sin, sin, aten.neg.default, sin.args, {})
+    sin.replace_input_with(sin.args[0], made)
+    assert sorted(labels.of(program)[node] for node in program.calls()) == ["%neg", "%sin"]
+
+
+def test_other_names_know_those_that_a_program_has():
+    program = blocks()
+    named(program)
+    first, *_ = program.calls()
+    made = new_call(program, first, first, aten.relu.default, (first.args[0],), {})
+    made.meta["module"] = "0"
+    first.replace_input_with(first.args[0], made)
+    names = named(program)
+    assert len(set(names)) == len(names)
+
+
+def test_an_op_of_a_library_is_named_by_itself():
+    @torch.library.custom_op("labels_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    assert named(tsopt.capture(lambda x: twice(x), torch.ones(2))) == ["%twice"]
+
+
+def test_many_alike_have_a_name_each():
+    def many(x):
+        for _ in range(300):
+            x = x + 1
+        return x
+
+    names = named(tsopt.capture(many, torch.ones(2)))
+    assert (names[0], names[-1], len(set(names))) == ("%add", "%add_300", 300)
+
+
+def kept_names(program):
+    """Those of the calls in the last text of the standard passes."""
+    _, records = transform_with_records(program, keep_text=True)
+    text = [record.text for record in records if record.changed][-1]
+    return [line.split(":")[0].strip() for line in text.splitlines() if " = aten." in line]
+
+
 def test_passes_keep_the_names_of_what_they_do_not_change():
     program = blocks()
-    names = named(program)
-    made = tsopt.transform(program)
-    kept = named(made)
+    names, kept = named(program), kept_names(program)
     assert "%0.norm" in kept, "the folded convolution stands where the norm stood"
     assert set(kept) - set(names) == set()
+    assert [name for name in names if name in kept] == kept
+
+
+def test_names_last_where_sizes_are_dynamic():
+    program = tsopt.capture(nn.Sequential(Block(), Block()).eval(), [IMAGE, torch.ones(2, 3, 8, 8)])
+    names = named(program)
+    made, _ = transform_with_records(program, keep_text=True)
+    kept = named(made)
+    assert "%0.norm" in kept
     assert [name for name in names if name in kept] == kept

@@ -115,6 +115,20 @@ def test_torch_compile_calls_what_was_made_as_it_is(optimized_by, executables, m
     torch.compiler.reset()
 
 
+def test_without_a_gpu_in_use_nothing_is_recorded_and_nothing_asked(monkeypatch):
+    """A build with CUDA raises where there is no driver."""
+
+    def raises():
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", raises)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert fast_names()["recording"]() is False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert fast_names()["recording"]() is True
+
+
 def test_while_a_cuda_graph_records_the_model_itself_runs(monkeypatch):
     """Of a hybrid, and of whatever is on a GPU: nothing may be compiled then, and no engine waited for."""
     monkeypatch.setitem(fast_names(), "recording", lambda: True)

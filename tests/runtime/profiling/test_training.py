@@ -34,7 +34,7 @@ def test_it_is_said_to_be_an_estimate_and_what_it_leaves_out(profiled):
     said = str(profiled.with_training(50_000, 10))
     assert said.endswith(
         "training on 50,000 samples for 10 epochs would take about 12.5 minutes: an estimate, from 3 passes of "
-        "0.25 MMACs for each sample at 0.5 GMACs/s, as torch reaches here with a batch of 8; the optimizer, the "
+        "0.25 MMACs for each sample at 500 MMACs/s, as torch reaches here with a batch of 8; the optimizer, the "
         "loading of data and communication are not included"
     )
     assert said.splitlines()[-1] in profiled.with_training(50_000, 10).markdown
@@ -42,10 +42,32 @@ def test_it_is_said_to_be_an_estimate_and_what_it_leaves_out(profiled):
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.5, "0.5 seconds"), (119, "119 seconds"), (150, "2.5 minutes"), (9_000, "2.5 hours"), (864_000, "10 days")],
+    [
+        (0.5, "0.5 seconds"),
+        (119, "119 seconds"),
+        (150, "2.5 minutes"),
+        (9_000, "2.5 hours"),
+        (864_000, "10 days"),
+        (1e9, "11,574 days"),
+    ],
 )
 def test_the_unit_fits(seconds, said):
     assert f"about {said}:" in str(TrainingEstimate(1, 1, seconds * 1e6 / 3, 1e6, 1))
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(250_000, "0.25 M"), (1.814e9, "1.81 G"), (4.5e12, "4.5 T"), (2e15, "2,000 T")],
+)
+def test_large_numbers_have_prefixes(count, said):
+    assert f"3 passes of {said}MACs" in str(TrainingEstimate(1, 1, count, 1e9, 1))
+    assert f"at {said}MACs/s" in str(TrainingEstimate(1, 1, 1e9, count, 1))
+
+
+def test_a_batch_that_is_not_known_is_not_made_up(profiled):
+    found = replace(profiled, batch=None).with_training(10, 1).training
+    assert found.macs == 2_000_000
+    assert "with one call for each sample;" in str(found)
 
 
 def test_it_is_in_the_json(profiled):
@@ -81,7 +103,9 @@ def test_samples_and_epochs_are_read():
     assert parse_training("50000x10") == (50_000, 10)
 
 
-@pytest.mark.parametrize(("shapes", "batch"), [([(8, 4)], 8), ([(8, 4), (8,)], 8), ([(8, 4), (2, 4)], 1), ([()], 1)])
+@pytest.mark.parametrize(
+    ("shapes", "batch"), [([(8, 4)], 8), ([(8, 4), (8,)], 8), ([(8, 4), (2, 4)], None), ([()], None)]
+)
 def test_a_batch_is_the_first_axis_of_all_inputs(shapes, batch):
     class Sum(nn.Module):
         def forward(self, *values):

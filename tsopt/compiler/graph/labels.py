@@ -23,6 +23,7 @@ class Labels:
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
+        self._next: dict[str, int] = {}  # by the name that others have, too: the next number
         self._reads: dict[str, list[str]] = {}  # by the name of a call, the names of what it read in the last text
 
     def text(self, program: Program) -> str:
@@ -43,7 +44,8 @@ class Labels:
                 known[node] = label
                 kept.add(label)
         fresh = [node for node in calls if node not in known]
-        known |= self._heirs(program, known, set(fresh))
+        known |= self._heirs(program, known, set(fresh), {name.removeprefix("%") for name in ends.values()})
+        self._taken |= set(known.values())
         alone = Counter(node.meta.get("module") for node in calls)
         for node in fresh:
             if node not in known:
@@ -55,10 +57,16 @@ class Labels:
         self._reads = {label: [found[source] for source in sources] for label, sources in _readers(program, known)}
         return {node: f"%{name}" for node, name in found.items()}
 
-    def _heirs(self, program: Program, known: dict[fx.Node, str], fresh: set[fx.Node]) -> dict[fx.Node, str]:
-        """New calls, with the names of those in whose place they are read."""
+    def _heirs(
+        self, program: Program, known: dict[fx.Node, str], fresh: set[fx.Node], ends: set[str]
+    ) -> dict[fx.Node, str]:
+        """New calls, with the names of those in whose place they are read.
+
+        Args:
+            ends: names of inputs and weights, which stay theirs.
+        """
         found: dict[fx.Node, str] = {}
-        left = set(known.values())
+        left = set(known.values()) | ends
         for label, sources in _readers(program, known):
             before = self._reads.get(label, [])
             if len(before) != len(sources):
@@ -70,16 +78,23 @@ class Labels:
         return found
 
     def _free(self, node: fx.Node, *, is_alone: bool) -> str:
-        module, op = node.meta.get("module", ""), ops.name_of(node).removeprefix("aten.").partition(".")[0]
+        module, op = node.meta.get("module", ""), _op(node)
         if is_alone and module and module not in self._taken:
             return str(module)
         name = first = f"{module}.{op}" if module else op
-        number = 1
-        while name in self._taken:
+        number = self._next.get(first, 1)
+        while name in self._taken or (number > 1 and name == first):
             number += 1
             name = f"{first}_{number}"
+        self._next[first] = number
         self._taken.add(name)
         return name
+
+
+def _op(node: fx.Node) -> str:
+    """`conv2d` of aten.conv2d.default, `nms` of torchvision::nms."""
+    schema = getattr(node.target, "_schema", None)
+    return ops.name_of(node).partition(".")[0] if schema is None else str(schema.name).rpartition("::")[2]
 
 
 def _readers(program: Program, known: dict[fx.Node, str]) -> Iterator[tuple[str, list[fx.Node]]]:

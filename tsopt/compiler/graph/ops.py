@@ -296,7 +296,7 @@ def roots_of(node: fx.Node, roots: Mapping[fx.Node, Roots]) -> Roots:
     return frozenset().union(*(roots[source] for source in sources))
 
 
-# Ops whose results depend on how their input lies in memory.
+# What reads memory by strides would read other values in another layout.
 BY_STRIDES = (aten.as_strided.default, aten.view.dtype)
 
 

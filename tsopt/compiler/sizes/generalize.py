@@ -18,6 +18,7 @@ from torch import fx
 
 from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.labels import LABEL
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, provenance
 from tsopt.compiler.graph.program import Program
@@ -190,7 +191,7 @@ class _Merged:
         return self._made(first, self.graph.create_node("call_function", first.target, args, kwargs))
 
     def _made(self, like: fx.Node, node: fx.Node) -> fx.Node:
-        node.meta = provenance(like.meta)
+        node.meta = provenance(like.meta) | {key: like.meta[key] for key in (LABEL,) if key in like.meta}
         return node
 
     def _weight(self, same: Sequence[fx.Node]) -> fx.Node:

@@ -17,8 +17,6 @@ from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program, tensor_type
 from tsopt.passes.merge.draft import Draft
 
-# What reads memory by strides would read other values in another layout.
-
 Values = dict[fx.Node, Any]
 
 

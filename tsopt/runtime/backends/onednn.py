@@ -36,7 +36,6 @@ ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
 # Of the largest value: a kernel further away than that is broken, not rounding.
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
-# What reads memory by strides would read other values in another layout.
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 

@@ -33,12 +33,15 @@ def fast_names() -> dict[str, Callable[[], Any]]:
         "dispatching": torch._C._len_torch_dispatch_stack,
         "autocasting": torch._C._is_any_autocast_enabled,
         "gradients": torch.is_grad_enabled,
-        "recording": torch.cuda.is_current_stream_capturing if torch.backends.cuda.is_built() else _never,
+        "recording": _is_recording,
     }
 
 
-def _never() -> bool:
-    return False
+def _is_recording() -> bool:
+    """Whether a CUDA graph records what is called on the current stream. Never initializes CUDA, nor needs it."""
+    import torch
+
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,7 +52,7 @@ def profile(
     return profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes, _batch(programs[FP32]))
 
 
-def _batch(program: Program) -> int:
-    """Samples in a call: the size of the first axis, if all inputs agree on it; otherwise 1."""
-    sizes = {item.type.shape[0] if item.type.shape else 1 for item in program.signature.user_inputs}
-    return max(sizes.pop(), 1) if len(sizes) == 1 else 1
+def _batch(program: Program) -> int | None:
+    """Samples in a call: the size of the first axis, if all inputs agree on it."""
+    sizes = {item.type.shape[0] if item.type.shape else 0 for item in program.signature.user_inputs}
+    return (sizes.pop() or None) if len(sizes) == 1 else None

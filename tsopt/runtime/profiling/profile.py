@@ -60,7 +60,7 @@ class Profile:
         calls: milliseconds of the whole call while the engine's profiler is on, by engine.
         work: of the whole call.
         limits: of this machine, in float32; None where the engine that runs computes in another precision.
-        batch: samples in a call: the size of the first axis of all inputs; 1 where they do not agree on it.
+        batch: samples in a call: the size of the first axis of all inputs; None where they do not agree on it.
         notes: what is missing, and why.
         training: an estimate, where one was asked for.
     """
@@ -72,7 +72,7 @@ class Profile:
     calls: Mapping[str, float]
     work: Work = field(default_factory=Work)
     limits: Limits | None = None
-    batch: int = 1
+    batch: int | None = None
     notes: tuple[str, ...] = ()
     training: TrainingEstimate | None = None
 
@@ -94,7 +94,8 @@ class Profile:
                 why="it is estimated from multiply-accumulates, and none were counted in this model",
             )
         rate = self.work.macs / self.calls[self.engines[0]] * 1e3
-        return replace(self, training=TrainingEstimate(samples, epochs, self.work.macs / self.batch, rate, self.batch))
+        macs = self.work.macs / (self.batch or 1)
+        return replace(self, training=TrainingEstimate(samples, epochs, macs, rate, self.batch))
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def profile_of(
     work: OpWork | None = None,
     limits: Limits | None = None,
     notes: Sequence[str] = (),
-    batch: int = 1,
+    batch: int | None = None,
 ) -> Profile:
     """The profile of a model.
 

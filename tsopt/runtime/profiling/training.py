@@ -12,6 +12,7 @@ from tsopt.errors import UsageError
 # 2.1 of Kaplan et al., "Scaling Laws for Neural Language Models", 2020, arXiv:2001.08361.
 PASSES = 3
 UNITS = (("days", 86_400), ("hours", 3_600), ("minutes", 60))
+PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6))
 LEAST = 2  # of a unit, to be the one that is shown
 NOT_INCLUDED = "the optimizer, the loading of data and communication are not included"
 ASKED = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
@@ -26,25 +27,25 @@ class TrainingEstimate:
         epochs: how many times each sample is used.
         macs: multiply-accumulates of a forward pass for one sample.
         rate: multiply-accumulates per second of torch's own forward passes on this machine.
-        batch: samples in each of these.
+        batch: samples in each of these; None where the inputs do not agree on a first axis, and a call counts as one.
     """
 
     samples: int
     epochs: int
     macs: float
     rate: float
-    batch: int
+    batch: int | None
 
     @property
     def seconds(self) -> float:
         return PASSES * self.macs * self.samples * self.epochs / self.rate
 
     def __str__(self) -> str:
+        batch = "one call for each sample" if self.batch is None else f"a batch of {self.batch}"
         return (
             f"training on {self.samples:,} samples for {self.epochs:,} epochs would take about "
-            f"{_duration(self.seconds)}: an estimate, from {PASSES} passes of {self.macs / 1e6:,.3g} MMACs for each "
-            f"sample at {self.rate / 1e9:,.3g} GMACs/s, as torch reaches here with a batch of {self.batch}; "
-            f"{NOT_INCLUDED}"
+            f"{_duration(self.seconds)}: an estimate, from {PASSES} passes of {_scaled(self.macs)}MACs for each "
+            f"sample at {_scaled(self.rate)}MACs/s, as torch reaches here with {batch}; {NOT_INCLUDED}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -72,5 +73,16 @@ def parse_training(text: str) -> tuple[int, int]:
 def _duration(seconds: float) -> str:
     for name, size in UNITS:
         if seconds >= LEAST * size:
-            return f"{seconds / size:,.3g} {name}"
-    return f"{seconds:.3g} seconds"
+            return f"{_short(seconds / size)} {name}"
+    return f"{_short(seconds)} seconds"
+
+
+def _scaled(count: float) -> str:
+    """`1.81 G` of 1,814,000,000."""
+    prefix, size = next((item for item in PREFIXES if count >= item[1]), PREFIXES[-1])
+    return f"{_short(count / size)} {prefix}"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all of a larger whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
