@@ -105,7 +105,6 @@ WITHOUT_TORCH = (
     "cli/quantize.py",
     "cli/saved.py",
     "runtime/layer_table.py",
-    "runtime/report_page.py",
     "cli/verify.py",
 )
 

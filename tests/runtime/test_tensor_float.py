@@ -15,7 +15,8 @@ def _as_it_was():
     before = MATMUL.allow_tf32, CUDNN.allow_tf32
     yield
     MATMUL.fp32_precision = "none"
-    MATMUL.allow_tf32, CUDNN.allow_tf32 = before
+    MATMUL.allow_tf32 = before[0]
+    assert CUDNN.allow_tf32 == before[1]
 
 
 @pytest.mark.parametrize("value", [True, False])

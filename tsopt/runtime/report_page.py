@@ -1,7 +1,7 @@
 """A report as one HTML page: complete in itself, without scripts, and safe whatever a model's names hold.
 
 The page loads nothing: its Content-Security-Policy allows one style sheet, which is part of it. Everything that comes
-from the model is escaped. Imports no torch.
+from the model is escaped.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ first one is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,9 +36,14 @@ def turned_on() -> Iterator[None]:
         name, value = "fp32_precision", "tf32"  # type: ignore[assignment]
         before = [getattr(setting, name) for setting in _settings()]
     try:
-        for setting in _settings():
-            setattr(setting, name, value)
+        _set(name, [value] * len(before))
         yield
     finally:
-        for setting, old in zip(_settings(), before, strict=True):
-            setattr(setting, name, old)
+        _set(name, before)
+
+
+def _set(name: str, values: Sequence[Any]) -> None:
+    # What torch's own context managers use: `torch.backends.disable_global_flags()` forbids anything else.
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        for setting, value in zip(_settings(), values, strict=True):
+            setattr(setting, name, value)
