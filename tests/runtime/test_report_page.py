@@ -78,6 +78,7 @@ def test_the_page_says_what_the_report_says(full):
         assert text in found.text
     assert "idle" not in found.text
     assert "blink" not in found.text
+    assert "took 4.0 s" not in found.text, "a chart says that"
     assert 'backends=("onnxruntime",)' in found.text
 
 

@@ -25,6 +25,7 @@ LONGEST_NAME = 34
 PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "rewrites", "near misses", "ms")
 RULE_COLUMNS = ("rule", "in", "rewrites", "near misses", "because")
 SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
+TOOK = "took "  # how the line about the stages begins
 ITSELF = "calls run the model itself, with the weights it has at the time of the call"
 
 
@@ -150,7 +151,7 @@ def tail(report: Report) -> Iterator[str]:
         yield "; ".join(filter(None, measured))
     if report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
-        yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
+        yield f"{TOOK}{sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
     yield from layer_lines(report.quantization, report.calibration)
     if report.quantization and "int8" not in report.winner_key:
         yield from _why_not_int8(report)
