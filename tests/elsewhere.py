@@ -1,4 +1,4 @@
-"""Programs on another device than the CPU, where there is no other."""
+"""Programs on a device other than the CPU, for machines that only have a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tsopt.compiler.graph.program import Program
 
 
 def elsewhere(program: Program, device: str = "meta") -> Program:
-    """The program as it would be on another device: with its types, and weights without values on `meta`."""
+    """The program with the types it would have on another device; its weights are on `meta` and have no values."""
 
     def moved(value: Any, place: str = device) -> Any:
         if isinstance(value, torch.device):

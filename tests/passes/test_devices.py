@@ -1,4 +1,4 @@
-"""Models on another device than the CPU: what passes make is there, too."""
+"""Models on a device other than the CPU: what passes create is on that device."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def makers(path: Path) -> list[str]:
     ]
 
 
-def test_whoever_makes_a_tensor_says_where():
-    """On a GPU it would meet others that are there, and a user may have set another default device."""
+def test_every_new_tensor_names_its_device():
+    """Otherwise it is on the CPU while the model is on a GPU, or on the default device that the user has set."""
     files = list(Path(tsopt.__file__).parent.rglob("*.py"))
     assert len(files) > 200
     assert [line for path in files for line in makers(path)] == []
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int8", "calibration": 8}, {"precision": "bf16"}], ids=str)
-def test_a_default_device_of_the_users_own_changes_nothing(options):
+def test_the_default_device_changes_nothing(options):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(4, 64)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")

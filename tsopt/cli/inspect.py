@@ -31,7 +31,7 @@ from tsopt.transforms import LEVELS, check_name, passes_in, rules_of
 
 
 def check_passes(names: Iterable[str]) -> None:
-    """Raises UsageError for what is no pass of the standard pipeline."""
+    """Raises UsageError for a name that is not a pass of the standard pipeline."""
     for name in names:
         check_name(name, [item.name for item in passes_in(STANDARD)])
 

@@ -34,7 +34,7 @@ class Made:
     """A model from elsewhere.
 
     Attributes:
-        example: None where nothing says how it is called.
+        example: None if its inputs are unknown.
         weights: where they come from.
     """
 
@@ -62,8 +62,8 @@ def load_model(
         note: called with what was made up.
 
     Raises:
-        UsageError: there is no such model, its library is missing, it comes with code that is not trusted, or nothing
-            says how it is called.
+        UsageError: the model does not exist, its library is missing, it comes with code that is not trusted, or its
+            inputs are unknown.
     """
     make, rest = _source(spec)
     if make is None:

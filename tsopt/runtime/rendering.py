@@ -25,7 +25,6 @@ LONGEST_NAME = 34
 PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "rewrites", "near misses", "ms")
 RULE_COLUMNS = ("rule", "in", "rewrites", "near misses", "because")
 SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
-TOOK = "took "  # how the line about the stages begins
 ITSELF = "calls run the model itself, with the weights it has at the time of the call"
 
 
@@ -140,8 +139,8 @@ def said_of(report: Report, row: Row) -> Iterator[str]:
     yield from (f"note: {note}" for note in row.notes)
 
 
-def tail(report: Report) -> Iterator[str]:
-    """What is to be said besides the race and the passes: sizes, where the time went, notes, the machine."""
+def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
+    """Notes besides the race and the passes: sizes, the machine, and with `stages` where the time went."""
     measured = [
         f"op nodes {arrow(*report.nodes)}" if any(report.nodes) else "",
         f"peak activation memory {arrow(*report.peak_bytes, amount)}" if any(report.peak_bytes) else "",
@@ -149,9 +148,9 @@ def tail(report: Report) -> Iterator[str]:
     ]
     if any(measured):
         yield "; ".join(filter(None, measured))
-    if report.stages:
+    if stages and report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
-        yield f"{TOOK}{sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
+        yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
     yield from layer_lines(report.quantization, report.calibration)
     if report.quantization and "int8" not in report.winner_key:
         yield from _why_not_int8(report)

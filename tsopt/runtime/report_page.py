@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from tsopt.runtime.layer_table import layer_table
-from tsopt.runtime.rendering import TOOK, amount, arrow, is_busy, milliseconds, ranked, said_of, tail
+from tsopt.runtime.rendering import amount, arrow, is_busy, milliseconds, ranked, said_of, tail
 from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def page(report: Report) -> str:
             stages=list(_stages(report.stages)),
             seconds=sum(seconds for _, seconds in report.stages),
             layers=layer_table(report.quantization) if report.quantization else None,
-            remarks=[text for text in tail(report) if not text.startswith(TOOK)],  # the page has a chart of that
+            remarks=list(tail(report, stages=False)),  # the page has a chart of them
             again=_again(report),
         )
     )

@@ -115,8 +115,8 @@ def test_torch_compile_calls_what_was_made_as_it_is(optimized_by, executables, m
     torch.compiler.reset()
 
 
-def test_without_a_gpu_in_use_nothing_is_recorded_and_nothing_asked(monkeypatch):
-    """A build with CUDA raises where there is no driver."""
+def test_cuda_is_not_queried_before_it_is_initialized(monkeypatch):
+    """Without a driver, a CUDA build of torch raises when asked."""
 
     def raises():
         raise RuntimeError("CUDA driver version is insufficient")
@@ -130,7 +130,7 @@ def test_without_a_gpu_in_use_nothing_is_recorded_and_nothing_asked(monkeypatch)
 
 
 def test_while_a_cuda_graph_records_the_model_itself_runs(monkeypatch):
-    """Of a hybrid, and of whatever is on a GPU: nothing may be compiled then, and no engine waited for."""
+    """For hybrids, and for any call with tensors on a GPU: nothing may be compiled or synchronized then."""
     monkeypatch.setitem(fast_names(), "recording", lambda: True)
     with FakeTensorMode():
         on_gpu = torch.empty(2, device="cuda")

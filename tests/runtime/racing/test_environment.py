@@ -22,7 +22,7 @@ from tsopt.runtime.racing.environment import environment, versions
     ids=["cpu", "gpu", "both", "built by hand"],
 )
 def test_the_version_is_that_of_the_distribution_that_is_installed(monkeypatch, distributions, said):
-    """With both, one has overwritten files of the other: whoever reads the report sees it."""
+    """If both are installed, one has overwritten files of the other; the report shows both."""
 
     def version(name):
         if name not in distributions:

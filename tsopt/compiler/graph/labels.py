@@ -46,10 +46,10 @@ class Labels:
         fresh = [node for node in calls if node not in known]
         known |= self._heirs(program, known, set(fresh), {name.removeprefix("%") for name in ends.values()})
         self._taken |= set(known.values())
-        alone = Counter(node.meta.get("module") for node in calls)
+        per_module = Counter(node.meta.get("module") for node in calls)
         for node in fresh:
             if node not in known:
-                known[node] = self._free(node, is_alone=alone[node.meta.get("module")] == 1)
+                known[node] = self._free(node, is_only_call=per_module[node.meta.get("module")] == 1)
         for node, label in known.items():
             node.meta[LABEL] = label
             self._taken.add(label)
@@ -77,9 +77,9 @@ class Labels:
                     left.add(name)
         return found
 
-    def _free(self, node: fx.Node, *, is_alone: bool) -> str:
+    def _free(self, node: fx.Node, *, is_only_call: bool) -> str:
         module, op = node.meta.get("module", ""), _op(node)
-        if is_alone and module and module not in self._taken:
+        if is_only_call and module and module not in self._taken:
             return str(module)
         name = first = f"{module}.{op}" if module else op
         number = self._next.get(first, 1)

@@ -1,0 +1,89 @@
+"""A GPU that is played: records the calls of ops and makes them again in the same memory, as a CUDA graph does."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tsopt
+from tsopt.runtime.backends import cudagraph
+from tsopt.runtime.backends.cudagraph import CudaGraphBackend
+
+IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+class Stream:
+    """Keeps what it waits for."""
+
+    def __init__(self, *_) -> None:
+        self.waited = []
+
+    def wait_stream(self, other) -> None:
+        self.waited.append(other)
+
+    wait_event = wait_stream
+
+
+class Event:
+    """Keeps where it was recorded last."""
+
+    def record(self, stream) -> None:
+        self.stream = stream
+
+
+class Graph(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        self.calls.append((func, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        for func, args, kwargs, found in self.calls:
+            for mine, value in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
+                if mine.data_ptr() != value.data_ptr():
+                    mine.copy_(value)
+
+
+def imitate(monkeypatch) -> SimpleNamespace:
+    """Puts the imitation in the place of torch.cuda; what is returned can be changed."""
+    made = SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        CUDAGraph=Graph,
+        caller=Stream(),
+        current_stream=lambda device=None: made.caller,
+        device=lambda device: contextlib.nullcontext(),
+        stream=lambda stream: contextlib.nullcontext(),
+        graph=lambda graph, stream, capture_error_mode: graph,
+        is_available=lambda: True,
+    )
+    monkeypatch.setattr(cudagraph, "cuda", made)
+    monkeypatch.setattr(cudagraph, "_clear_workspaces", lambda: None)
+    return made
+
+
+def recorded(model, *args):
+    return CudaGraphBackend().compile(tsopt.capture(model, args))
+
+
+class Convolutions(nn.Module):
+    """Ends in an image, which the caller sees."""
+
+    def __init__(self, end=lambda y: y) -> None:
+        super().__init__()
+        self.first, self.second, self.end = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3), end
+        self.eval()
+
+    def forward(self, x):
+        return self.end(self.second(self.first(x).relu()))
