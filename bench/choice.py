@@ -1,14 +1,14 @@
-"""How good is the choice of a race? An oracle that times the engines right after it says which one is the best.
+"""How good is the choice of a race? Oracles that time the engines for longer say which one is the best.
 
 Usage: python -m bench.choice [MODEL ...] [--races N] [--busy]; writes bench/results/choice.{json,md}, or
 choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time.
 
-The regret of a race is how much slower the chosen candidate is than the best one, by the medians of its oracle: the
-engines in a process of their own, interleaved. 0 % is the best choice; a choice that is slower than eager would be a
-broken promise. Each race has an oracle of its own, in the same minute and beside the same load, because a shared
-machine changes its speed for minutes at a time, and one thread, which loses to two now, wins then. Where two threads
-do not take the same time to meet after the oracle as before the race, both are repeated: the machine has changed in
-between, and says nothing about the race. Together the oracles of a model have ten times the timing of a race.
+The regret of a race is how many times as long the chosen candidate takes as the best one, less one, by its oracles: the
+engines in a process of their own, interleaved, compared with each other round by round. 0 % is the best choice; a
+choice that is slower than eager would be a broken promise. One oracle runs before the race and one after it, beside the
+same load, because a shared machine changes its speed for minutes at a time, and one thread, which loses to two now,
+wins then. Where the two do not agree about the engines in question, whoever was chosen, all three are repeated: the
+machine has changed in between, which says nothing about the race.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -34,17 +35,17 @@ from tsopt.compiler.protect import protected
 from tsopt.runtime.backends.candidate import candidates_for
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import environment
-from tsopt.runtime.racing.speedup import ratio
+from tsopt.runtime.racing.speedup import Timing, fastest_first, ratio
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER
 
 RESULTS = Path(__file__).parent / "results"
 SESSIONS = 2  # of each engine in an oracle: no two are equally fast
-SECONDS = 10.0  # of an oracle
+SECONDS = 8.0  # of an oracle
 SMALL = 0.03  # regret that no user would notice
-CHANGED = 1.25  # times as long for threads to meet: another state of the machine
-REPEATS = 3  # of a race and its oracle, at most
-MEETINGS = 200
+CHANGED = 1.25  # times as long beside the others, before and after: another state of the machine
+IN_QUESTION = 1.5  # times as long as the best: what a change does to slower ones does not matter
+REPEATS = 3  # of a race and its oracles, at most
 NAMES = (
     *("mlp", "lstm", "ensemble_16", "heads_8", "resnet18", "mobilenet_v2", "efficientnet_b0", "bert_base", "gpt2"),
     "vit_b16",
@@ -79,43 +80,29 @@ def main() -> None:
 
 
 def judged(name: str) -> dict[str, Any]:
-    """One race, its oracle, and its regret; both are repeated while the machine changes in between."""
+    """One race, its oracles, and its regret; all are repeated while the machine changes in between."""
     changed, repeats = True, -1
     while changed and repeats < REPEATS:
         repeats += 1
-        meetings = [in_own_process("bench.choice:meeting", "")]
+        before = in_own_process("bench.choice:oracle", name)
         race = in_own_process("bench.choice:raced", name)
-        meetings.append(in_own_process("bench.choice:meeting", ""))
-        medians = in_own_process("bench.choice:oracle", name)
-        meetings.append(in_own_process("bench.choice:meeting", ""))
-        changed = max(meetings) > CHANGED * min(meetings)
-    regret = medians[race["winner"]] / min(medians.values()) - 1
-    return race | {"oracle": medians, "regret": regret, "repeats": repeats, "changed": changed, "meetings": meetings}
-
-
-def meeting(_: str) -> float:
-    """Microseconds of layers so small that the two threads of ONNX Runtime mostly wait for each other.
-
-    torch's threads do not show this state, or less of it: they meet once in a call, these once in a layer.
-    """
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
-    x = torch.ones(1, 256)
-    call = tsopt.compile(tsopt.capture(model, x), "onnxruntime")
-    spent = []
-    for _ in range(MEETINGS):
-        start = time.perf_counter()
-        for _ in range(100):
-            call(x)
-        spent.append((time.perf_counter() - start) * 1e4)
-    return float(np.percentile(spent, 10))  # another process may have a core for half of the time
+        after = in_own_process("bench.choice:oracle", name)
+        changed = any(
+            max(times, after[title]) > CHANGED * min(times, after[title])
+            for title, times in before.items()
+            if min(times, after[title]) < IN_QUESTION
+        )
+    both = {title: math.sqrt(times * after[title]) for title, times in before.items()}
+    regret = both[race["winner"]] / min(both.values()) - 1
+    return race | {"oracle": both, "regret": regret, "repeats": repeats, "changed": changed}
 
 
 def oracle(name: str) -> dict[str, float]:
-    """Milliseconds per call of each engine, by title: the median of its sessions."""
+    """How many times as long as the fastest engine each of them takes, by title: in all rounds of all its sessions."""
     model, example = MODELS[name].load()
     program = tsopt.transform(tsopt.capture(model, example))
     calls: dict[str, Callable[..., Any]] = {EAGER: model}
-    sessions: dict[str, list[str]] = {EAGER: [EAGER]}
+    sessions: dict[str, list[str]] = {EAGER: [EAGER] * SESSIONS}
     for number in range(SESSIONS):
         for candidate in candidates_for(None):
             with contextlib.suppress(tsopt.TsoptError):
@@ -125,11 +112,18 @@ def oracle(name: str) -> dict[str, float]:
     inputs = [item.clone() for item in input_sets(example, 7)[:3]]
     with protected(model), torch.inference_mode():
         timings = measure(calls, inputs, seconds=SECONDS)
-    eager = timings[EAGER]
-    return {
-        title: float(np.median([eager.p50 / ratio(timings[session], eager) for session in own]))
+    rounds = len(timings[EAGER].samples)
+    merged = {
+        title: Timing(tuple(time for session in own for time in padded(timings[session].samples, rounds)))
         for title, own in sessions.items()
     }
+    best = merged[fastest_first(merged)[0]]
+    return {title: ratio(best, timing) for title, timing in merged.items()}
+
+
+def padded(samples: tuple[float, ...], rounds: int) -> tuple[float, ...]:
+    """A sample for each round; NaN after the engine has left."""
+    return (*samples, *[math.nan] * (rounds - len(samples)))
 
 
 def raced(name: str) -> dict[str, Any]:
@@ -160,8 +154,8 @@ def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
     return [
         f"On {environment()}; {beside}.",
         "",
-        f"Regret at most {SMALL:.0%} in {good} of {len(races)} races; slower than eager in {slower}. Repeated, because"
-        f" two threads met faster or slower afterwards: {repeated}; in the last repeat as well: {sum(changed)}.",
+        f"Regret at most {SMALL:.0%} in {good} of {len(races)} races; slower than eager in {slower}. Repeated because"
+        f" the oracles before and after a race disagreed: {repeated}; in the last repeat as well: {sum(changed)}.",
         "",
         "| model | best, times | chosen, times | median regret | largest regret | median seconds of `optimize` |",
         "|---|---|---|---|---|---|",

@@ -86,6 +86,16 @@ def test_who_is_faster_round_by_round_wins_although_another_was_timed_in_quieter
     assert run_race(("torchscript", "onnxruntime")).winner == "torchscript"
 
 
+def test_a_gain_from_rounds_in_which_eager_was_slow_does_not_win(run_race, monkeypatch):
+    slow_at_first = [0.9, 0.5, 0.9, 0.9, 0.5, 0.9, 0.9] + [0.5] * 10
+    timings(monkeypatch, eager=slow_at_first, TorchScript=[0.44] * 7, ONNX=[0.3] * 17)
+    found = run_race(("torchscript", "onnxruntime"))
+    assert row(found, "TorchScript").gain > found.row.gain
+    assert found.winner == "onnxruntime"
+    slower = "TorchScript gained more when eager was slow, but takes 1.47 times as long in the same rounds"
+    assert found.why.endswith(slower)
+
+
 def test_eager_wins_when_no_candidate_is_faster(run_race, monkeypatch):
     fast_timings(monkeypatch, wins="eager")
     found = run_race()

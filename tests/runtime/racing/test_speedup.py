@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tsopt.runtime.racing.speedup import Speedup, Timing, speedup
+from tsopt.runtime.racing.speedup import Speedup, Timing, fastest_first, speedup
 
 
 def _timing(*samples: float) -> Timing:
@@ -102,3 +102,11 @@ def test_more_confidence_is_a_wider_interval():
     usual, more = speedup(mine, base), speedup(mine, base, confidence=99.8)
     assert more.low <= usual.low < usual.high <= more.high
     assert more.high - more.low > usual.high - usual.low
+
+
+def test_the_order_is_that_of_rounds_in_which_both_were_timed():
+    eager = [9.0, 5.0, 9.0, 9.0, 5.0, 9.0, 9.0, *[5.0] * 10]
+    timings = {"eager": eager, "left early": [4.4] * 7, "fast": [3.0] * 17, "stayed": [4.0] * 17, "gave up": []}
+    order = fastest_first({name: Timing(tuple(samples)) for name, samples in timings.items()})
+    assert order == ["fast", "stayed", "left early", "eager", "gave up"]
+    assert fastest_first({"only": Timing((1.0,))}) == ["only"]

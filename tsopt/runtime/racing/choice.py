@@ -13,7 +13,7 @@ from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.verdict import Verdict
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.contenders import Contender, Maker, Progress
-from tsopt.runtime.racing.speedup import UNDECIDED, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, fastest_first, ratio, speedup
 from tsopt.runtime.report import MODEL, Row
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 
@@ -91,6 +91,7 @@ def choose(
             failure = f"{type(error).__name__}: {str(error)[:200]}"
         if not failure:
             why = f"{row.speedup} as fast as eager{_level_with(row, faster, candidates)}"
+            why += _why_not_the_largest_gain(row, faster)
             chosen = replace(row, notes=executable.notes, accuracy=row.accuracy or verdict)
             rows = [chosen if r is row else r for r in rows]
             return Race(tuple(rows), row.key, why, executable, candidate, files=maker.files.get(row.key))
@@ -100,7 +101,8 @@ def choose(
 
 def faster_first(rows: Sequence[Row]) -> list[Row]:
     """The rows that are faster than eager, the fastest first."""
-    return sorted((row for row in rows if row.verdict == "faster"), key=lambda row: row.gain, reverse=True)
+    found = {row.key: row for row in rows if row.verdict == "faster"}
+    return [found[key] for key in fastest_first({key: row.timing for key, row in found.items() if row.timing})]
 
 
 def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Candidate]) -> str:
@@ -113,6 +115,15 @@ def _level_with(chosen: Row, faster: Sequence[Row], candidates: Mapping[str, Can
     code = all(candidates[row.key].info.code for row in level) and not candidates[chosen.key].info.code
     files = "their files" if len(level) > 1 else "its file"
     return f"; {names} {are} equally fast within noise" + (f", but {files} would contain code" if code else "")
+
+
+def _why_not_the_largest_gain(chosen: Row, faster: Sequence[Row]) -> str:
+    """How the winner compares with one that gained more over eager, and left in rounds in which eager was slow."""
+    larger = max(faster, key=lambda row: row.gain)
+    if larger.gain <= chosen.gain or not _is_slower(larger, chosen):
+        return ""
+    times = _times_slower(larger, chosen)
+    return f"; {larger.name} gained more when eager was slow, but takes {times:.2f} times as long in the same rounds"
 
 
 def _verified(
@@ -166,9 +177,15 @@ def _simpler_first(ranked: Sequence[Row], candidates: Mapping[str, Candidate]) -
 def _with_first(ranked: list[Row], fastest: Row, is_preferred: Callable[[Row], bool]) -> list[Row]:
     """The rows, with the best of the preferred ones first if the fastest of all is hardly faster."""
     for row in ranked[1:]:
-        if is_preferred(row) and fastest.gain <= EQUAL * row.gain:
+        if is_preferred(row) and _times_slower(row, fastest) <= EQUAL:
             return [row, *(other for other in ranked if other is not row)]
     return ranked
+
+
+def _times_slower(row: Row, best: Row) -> float:
+    assert row.timing is not None
+    assert best.timing is not None
+    return ratio(best.timing, row.timing)
 
 
 def _is_slower(row: Row, best: Row) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +17,8 @@ WIDE = 3.0
 SAME = 1.25  # times: an interval that holds 1 and is wider does not say that two are equally fast
 ENOUGH = 6  # rounds: the median lies between the extremes of n samples with probability 1 - 2 / 2**n, 95 % from n = 6
 UNDECIDED = "undecided"
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,20 @@ def ratio(candidate: Timing, baseline: Timing) -> float:
     """The `ratio` of `speedup`, without its interval; NaN without a round in which both were timed."""
     found = _ratios(candidate, baseline)
     return float(np.median(found)) if len(found) else math.nan
+
+
+def fastest_first(timings: Mapping[Name, Timing]) -> list[Name]:
+    """The names, in the order of their worst `ratio` over any of the others (Simpson and Kramer's rule of voting).
+
+    Who is faster than each of the others in the rounds that they share comes first. The gain over the baseline gives
+    no such order: it contains the baseline's noise, and who left early may have met the baseline in its slow moments.
+    """
+
+    def worst(name: Name) -> float:
+        against = (ratio(timings[name], other) for key, other in timings.items() if key != name)
+        return min((value for value in against if not math.isnan(value)), default=0.0)
+
+    return sorted(timings, key=worst, reverse=True)
 
 
 def _ratios(candidate: Timing, baseline: Timing) -> np.ndarray:

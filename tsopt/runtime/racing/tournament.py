@@ -18,7 +18,7 @@ import numpy as np
 
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing.outcomes import ending_of
-from tsopt.runtime.racing.speedup import UNDECIDED, Timing, ratio, speedup
+from tsopt.runtime.racing.speedup import UNDECIDED, Timing, fastest_first, speedup
 from tsopt.runtime.racing.timing import SAMPLE, Remote, once_warm, positive, rest, seconds_of_calls
 
 WARM_UP = 5  # untimed calls of each candidate; TorchScript's executor specializes during the first three
@@ -130,18 +130,21 @@ def measure(
                 out(name)
         names = left_in
         settled = rounds >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
-        open_ones = [lanes[name] for name in names[1:]]
+        open_ones = names[1:]
         if until_decided:  # nobody waits for what is known of the others
-            open_ones = sorted(open_ones, key=lambda lane: -ratio(lane.timing, lanes[baseline].timing))[:1]
-        if settled or now > last or (now > end and not _any_undecided(open_ones, lanes[baseline])):
+            open_ones = fastest_first({name: lanes[name].timing for name in open_ones})[:1]
+        if (
+            settled
+            or now > last
+            or (now > end and not _any_undecided([lanes[name] for name in open_ones], lanes[baseline]))
+        ):
             break
     return {name: lane.timing for name, lane in lanes.items()}
 
 
 def still_in(timings: Mapping[str, Timing]) -> list[str]:
     """The baseline, which is the first of them, and those that are not certainly slower than the fastest."""
-    baseline = next(iter(timings.values()))
-    best = max(timings.values(), key=lambda item: ratio(item, baseline))
+    best = timings[fastest_first(timings)[0]]
     return [
         name
         for number, (name, item) in enumerate(timings.items())
@@ -155,17 +158,17 @@ def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True) -> bo
     Args:
         among_level: False leaves open who is the fastest of those that noise has not told apart.
     """
-    baseline, *others = timings.values()
+    first, *others = timings
     if not others:
         return True
-    best = max(others, key=lambda item: ratio(item, baseline))
+    baseline, best = timings[first], timings[fastest_first({name: timings[name] for name in others})[0]]
     gain, certain = speedup(best, baseline), speedup(best, baseline, confidence=CERTAIN)
     if gain.verdict == UNDECIDED or gain.high > gain.low * max(PRECISE, math.sqrt(max(gain.low, 1 / gain.high))):
         return False
     if certain.low <= 1.0 <= certain.high and not 1 / LEVEL <= certain.low <= certain.high <= LEVEL:
         return False
     # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
-    behind = [item for item in others if item is not best] if among_level else []
+    behind = [timings[name] for name in others if timings[name] is not best] if among_level else []
     return all(speedup(best, item, confidence=SURE).low >= 1 / LEVEL for item in behind)
 
 
