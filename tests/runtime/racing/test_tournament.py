@@ -295,6 +295,29 @@ def test_it_is_decided_when_no_choice_would_be_better_by_much(best, other, decid
     assert is_decided(timings) is decided
 
 
+@pytest.mark.parametrize(("scatter", "share"), [(0.1, tournament.SHARE_FOR_LEVEL), (0.6, 1.0)])
+def test_beside_other_processes_there_is_all_of_the_time_to_tell_two_apart(clock, monkeypatch, scatter, share):
+    monkeypatch.setattr(tournament, "LEVEL", 1.0)
+
+    def uneven(*tenths: int) -> Says:
+        return Says(clock, *(6e-3 * (1 + scatter * tenth / 10) for tenth in tenths))
+
+    calls = {"eager": clock.taking(60e-3), "a": uneven(0, 2, 5, 7, 9), "b": uneven(9, 1, 6, 3, 8, 0, 5)}
+    start = clock.now
+    measure(calls, INPUTS, seconds=20.0, until_decided=True, known=dict.fromkeys(calls, 10e-3))
+    assert clock.now - start == pytest.approx(share * 20.0, rel=0.2)
+
+
+def test_how_sure_it_must_be_is_told():
+    timings = {
+        "eager": _around(20.0, scatter=0.005),
+        "best": _around(10.0, scatter=0.13),
+        "other": Timing(tuple(reversed(_around(10.4, scatter=0.13).samples))),
+    }
+    assert is_decided(timings, sure=80.0)
+    assert not is_decided(timings, sure=99.0)
+
+
 def test_it_is_decided_when_only_the_baseline_is_left():
     assert is_decided({"eager": _around(1.0, scatter=0.5)})
 

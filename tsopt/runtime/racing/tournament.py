@@ -33,6 +33,7 @@ CERTAIN = 99.8  # percent: the intervals are examined repeatedly, and at 95 % on
 LOOK = 1.15  # times as many rounds as at the last look: the next one
 SHARE_FOR_LEVEL = 0.4  # of the time, to tell candidates apart: an interval half as wide takes four times as long
 SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
+SURE_IF_BUSY = 95.0  # beside other processes, whose moments favour one candidate or another; and all of the time then
 LEVEL = 1.03  # times: candidates within this factor of each other are equally good
 PRECISE = 1.2  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
 
@@ -123,7 +124,9 @@ def measure(
             look = max(rounds + 1, round(rounds * LOOK))
             left_in = still_in({name: lanes[name].timing for name in left_in})
             timings = {name: lanes[name].timing for name in left_in}
-            if is_decided(timings, among_level=end - now > seconds * (1 - SHARE_FOR_LEVEL)):
+            is_busy = any(_scatters(lanes[name].samples) for name in left_in)
+            among_level = end - now > (0.0 if is_busy else seconds * (1 - SHARE_FOR_LEVEL))
+            if is_decided(timings, among_level=among_level, sure=SURE_IF_BUSY if is_busy else SURE):
                 break
         for name in names:
             if name not in left_in and not lanes[name].error:
@@ -152,11 +155,12 @@ def still_in(timings: Mapping[str, Timing]) -> list[str]:
     ]
 
 
-def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True) -> bool:
+def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True, sure: float = SURE) -> bool:
     """Whether more samples would not change who is chosen, by more than LEVEL; the baseline is the first of them.
 
     Args:
         among_level: False leaves open who is the fastest of those that noise has not told apart.
+        sure: percent; of the interval that says that no other one is faster by more than LEVEL.
     """
     first, *others = timings
     if not others:
@@ -169,7 +173,7 @@ def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True) -> bo
         return False
     # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
     behind = [timings[name] for name in others if timings[name] is not best] if among_level else []
-    return all(speedup(best, item, confidence=SURE).low >= 1 / LEVEL for item in behind)
+    return all(speedup(best, item, confidence=sure).low >= 1 / LEVEL for item in behind)
 
 
 def _standing(rounds: int, lanes: Mapping[str, _Lane], left: float) -> str:
