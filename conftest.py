@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("pytester",)  # runs of their own, for the plug-in
+
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +35,7 @@ def _hasty() -> Iterator[None]:
     whole session, so that fixtures of all scopes are made so.
     """
     from tsopt import request
+    from tsopt.regression import sessions
     from tsopt.runtime.bundles import store
     from tsopt.runtime.calling import graph_parts, partitioned
     from tsopt.runtime.racing import preparation, race, timing, tournament
@@ -45,6 +48,7 @@ def _hasty() -> Iterator[None]:
         patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
         patch.setattr(preparation, "seconds_of", lambda *_: 1e-3)  # so many calls as tests count on
         patch.setattr(tournament, "SETTLE", 0.0)
+        patch.setattr(sessions, "SECONDS", 0.05)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes
         patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test

@@ -115,6 +115,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
     )
     gains = {name: _gain(row) for name, row in rows.items() if "int8" in row["winner"]}
     mean = math.exp(sum(map(math.log, gains.values())) / len(gains)) if gains else math.nan
+    largest = max(row["away"]["relative_error"] for row in rows.values())
     return [
         f"| {' | '.join(header)} |",
         "|" + "---|" * len(header),
@@ -122,8 +123,10 @@ def page(env: Environment, rows: Rows) -> list[str]:
         "",
         f"- int8 over the fastest in fp32, where int8 is chosen: geometric mean {mean:.2f}x over {len(gains)} models, "
         f"lowest {min(gains.values(), default=math.nan):.2f}x",
-        f"- error and cosine: of the winner, on {UNSEEN} inputs that neither calibration nor choice have seen;",
-        "  the relative error is over all of them, in L2 norms",
+        f"- error: of the winner on {UNSEEN} inputs that neither calibration nor choice have seen, over all of them",
+        "  together, in L2 norms. With an error e, the cosine of them together is at least sqrt(1 - e^2):"
+        f" {math.sqrt(1 - largest**2):.5f} for the largest e",
+        "- lowest cosine: of a single input. vit_b16 has two outputs: one input for which both are small decides it",
         f"- {CALIBRATION} inputs of normal values or random tokens. Weights are random too: errors say how rounding",
         "  adds up, not what a trained model loses; see trained.md",
         "- quantize s: calibration, measuring of layers, and choice, both for fixed scales and for those of each call",

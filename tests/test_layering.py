@@ -1,7 +1,7 @@
 """Who may import whom, and where heavy libraries live.
 
-cli -> sweeps, dynamo, hybrid -> hybrid_state -> background -> api -> request -> quantization, transforms -> passes,
-runtime -> compiler -> errors.
+cli, pytest_plugin -> sweeps, regression, dynamo, hybrid -> hybrid_state -> background -> api -> request ->
+quantization, transforms -> passes, runtime -> compiler -> errors.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ MAY = {
     "request": {"request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
     "api": {"api", "request", "quantization", "transforms", "passes", "runtime", "compiler", "root"},
     "sweeps": {"sweeps", "api", "runtime", "compiler", "root"},
+    "regression": {"regression", "api", "runtime", "compiler", "root"},
     "dynamo": {"dynamo", "api", "runtime", "compiler", "root"},
     "background": {"background", "api", "runtime", "compiler", "root"},
     "hybrid_state": {"hybrid_state", "background", "api", "runtime", "compiler", "root"},
     "hybrid": {"hybrid", "hybrid_state", "background", "runtime", "compiler", "root"},
-    "cli": {"cli", "sweeps", "api", "request", "transforms", "passes", "runtime", "compiler", "root"},
+    "pytest_plugin": {"pytest_plugin", "regression", "root"},
+    "cli": {"cli", "sweeps", "regression", "api", "request", "transforms", "passes", "runtime", "compiler", "root"},
 }
 ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
@@ -102,6 +104,8 @@ WITHOUT_TORCH = (
     "cli/process.py",
     "cli/profile.py",
     "cli/bench.py",
+    "cli/check.py",
+    "pytest_plugin.py",
     "cli/quantize.py",
     "cli/saved.py",
     "runtime/layer_table.py",

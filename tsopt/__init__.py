@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     )
     from tsopt.hybrid import hybridize, report, wait
     from tsopt.passes import STANDARD
+    from tsopt.regression.baseline import Baseline
+    from tsopt.regression.check import check
+    from tsopt.regression.outcome import Check
     from tsopt.runtime.bundles.store import load
     from tsopt.runtime.calling.executable import Executable
     from tsopt.runtime.calling.fallback import InEager
@@ -76,6 +79,9 @@ _PLACES = {
     "TsoptError": "tsopt.errors",
     "UsageError": "tsopt.errors",
     "WeightsChangedError": "tsopt.errors",
+    "Baseline": "tsopt.regression.baseline",
+    "check": "tsopt.regression.check",
+    "Check": "tsopt.regression.outcome",
     "hybridize": "tsopt.hybrid",
     "report": "tsopt.hybrid",
     "wait": "tsopt.hybrid",
@@ -113,8 +119,10 @@ __all__ = [
     "STANDARD",
     "AccuracyError",
     "BackendError",
+    "Baseline",
     "BundleError",
     "CaptureError",
+    "Check",
     "DataDependentError",
     "Example",
     "Executable",
@@ -141,6 +149,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "capture",
+    "check",
     "compile",
     "example",
     "hybridize",

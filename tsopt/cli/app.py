@@ -15,6 +15,7 @@ from tsopt.cli.options import (
     Eval,
     Format,
     Input,
+    MaxSlowdown,
     Quiet,
     Seed,
     Subject,
@@ -315,6 +316,49 @@ def verify(
         )
     out.json({"bundle": str(bundle), "ok": True, "verdict": found.verdict, "load_seconds": found.load_seconds})
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
+
+
+@app.command(
+    help="Check that a model is still as fast and as accurate as a baseline says. Exit code 1 if it is not, and 0 if "
+    "noise leaves that undecided."
+)
+@grouped
+def check(
+    subject: Subject,
+    timing: Timing,
+    baseline: Annotated[
+        Path,
+        typer.Option(
+            "--baseline",
+            metavar="FILE",
+            help="What --update wrote, a report as JSON, or a bundle of the earlier model.",
+        ),
+    ],
+    update: Annotated[bool, typer.Option("--update", help="Measure, and write the baseline.")] = False,
+    max_slowdown: MaxSlowdown = 0.05,
+    compare_seconds: Annotated[
+        float, typer.Option("--compare-seconds", metavar="SECONDS", help="Time limit for the comparison.")
+    ] = 60.0,
+    threads: Threads = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Also save the comparison as a .json or .md file.")
+    ] = None,
+    cache: UseCache = True,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    out = process.output(json, quiet)
+    from tsopt.cli import check
+    from tsopt.cli.export import check_place
+    from tsopt.cli.saved import check_saved
+
+    check_saved("-o", output, check.WRITERS)
+    if update:
+        check_place("baseline", baseline)
+    given = {"update": update, "max_slowdown": max_slowdown, "compare_seconds": compare_seconds, "threads": threads}
+    found = check.run(out, subject, timing, baseline, output, given | {"cache": cache})
+    if not found.ok:
+        raise typer.Exit(1)
 
 
 @app.command(help="List all passes and rules, in the order in which they run.")

@@ -1,7 +1,7 @@
 """Running a command line: exit codes, and what is said of errors.
 
-Exit codes: 0 success; 1 verification failed, or this machine stopped every candidate of a race; 2 an error in the
-command line, the model or a file; 130 interrupted; 141 the output pipe was closed; 143 terminated.
+Exit codes: 0 success; 1 verification failed, a regression was found, or this machine stopped every candidate of a race;
+2 an error in the command line, the model or a file; 130 interrupted; 141 the output pipe was closed; 143 terminated.
 """
 
 from __future__ import annotations

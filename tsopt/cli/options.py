@@ -58,6 +58,19 @@ def _bytes(text: str | None) -> int | None:
     return size
 
 
+def _fraction(text: str | float) -> float:
+    """The number of `0.5%` or `0.005`; a default is one already."""
+    if isinstance(text, float):
+        return text
+    number, percent, rest = text.strip().partition("%")
+    try:
+        if rest:
+            raise ValueError(text)
+        return float(number) / (100 if percent else 1)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a fraction", fix="write for example 0.05 or 5%") from error
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -134,7 +147,18 @@ Metric = Annotated[
 ]
 MaxDrop = Annotated[
     float | None,
-    typer.Option("--max-drop", metavar="X", help="How far the metric may be below that of the model, e.g. 0.01."),
+    typer.Option(
+        "--max-drop",
+        metavar="X",
+        parser=_fraction,
+        help="How far the metric may be below that of the model, e.g. 0.01 or 1%.",
+    ),
+]
+MaxSlowdown = Annotated[
+    float,
+    typer.Option(
+        "--max-slowdown", metavar="X", parser=_fraction, help="How much longer a call may take, e.g. 0.05 or 5%."
+    ),
 ]
 KeepFloat = Annotated[
     list[str] | None,

@@ -183,20 +183,7 @@ class Metric:
         return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text)
 
     def _measured(self, called: Called) -> float:
-        try:
-            with torch.no_grad():
-                value = self._metric(called)
-            number = float(value)
-        except Exception as error:
-            raise UsageError(
-                f"the metric raises {type(error).__name__}",
-                where=user_frame(error),
-                why=str(error)[:300] or None,
-                fix="pass a function that takes a model and returns a number; higher is better",
-            ) from error
-        if not math.isfinite(number):
-            raise UsageError(f"the metric returns {number}", fix="return a finite number; higher is better")
-        return number
+        return _value(self._metric, called)
 
 
 class InPieces:
@@ -249,6 +236,33 @@ def criterion_of(
     if metric is None:
         metric = SQNR if max_drop is None else _usual(model, data, state)
     return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop, state)
+
+
+def value_of(metric: Callable[[Any], Any] | str, model: Called, called: Called, data: Sequence[Example]) -> float:
+    """The metric of what is called like the model: a built-in one on this data, or the user's own.
+
+    Raises:
+        UsageError: the model fails on the data, or the metric raises or returns something other than a finite number.
+    """
+    if callable(metric):
+        return _value(metric, called)
+    return 1 - Likeness(model, data, metric, 0.0).judge(called).loss
+
+
+def _value(metric: Callable[[Any], Any], called: Called) -> float:
+    try:
+        with torch.no_grad():
+            number = float(metric(called))
+    except Exception as error:
+        raise UsageError(
+            f"the metric raises {type(error).__name__}",
+            where=user_frame(error),
+            why=str(error)[:300] or None,
+            fix="pass a function that takes a model and returns a number; higher is better",
+        ) from error
+    if not math.isfinite(number):
+        raise UsageError(f"the metric returns {number}", fix="return a finite number; higher is better")
+    return number
 
 
 def check_metric(metric: Any, max_drop: float | None) -> None:

@@ -1,0 +1,45 @@
+"""Sessions whose times are told, not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tsopt.regression import sessions
+from tsopt.runtime.racing.race import with_timing
+from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
+
+WOBBLE = (0.0, 0.01, -0.01, 0.005, -0.005)  # from session to session
+
+
+@pytest.fixture
+def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
+    """`paces(now=5.0, eager=10.0)`: milliseconds of a call, in each session off by a little.
+
+    Args:
+        scatter: times that little, for what is called `now`.
+        error: what `now` fails with.
+
+    Returns:
+        What was timed in each session.
+    """
+
+    def told(*, now: float, eager: float = 10.0, before: float = 5.0, scatter: float = 1.0, error: str = ""):
+        timed: list[list[str]] = []
+
+        def benchmark(model, calls, example, **_):
+            off = 1 + scatter * WOBBLE[len(timed) % len(WOBBLE)]
+            timed.append([EAGER, *calls])
+            ms = {EAGER: eager, sessions.NOW: now * off, sessions.BEFORE: before}
+            timings = {name: Timing((ms[name],) * 7) for name in timed[-1]}
+            if error:
+                timings[sessions.NOW] = Timing((), error=error)
+            rows = [Row(name, key=MODEL if name == EAGER else name) for name in timed[-1]]
+            return Benchmark(tuple(with_timing(row, timings[row.name], timings[EAGER]) for row in rows))
+
+        monkeypatch.setattr(sessions, "benchmark", benchmark)
+        return timed
+
+    return told

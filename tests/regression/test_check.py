@@ -1,0 +1,240 @@
+"""`tsopt.check`: what is a regression, what noise leaves open, and what else a reader is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.runtime.racing.helpers import fast_timings
+from tsopt.errors import BackendError, BundleError, UsageError
+from tsopt.regression import check as module
+from tsopt.regression import sessions
+
+OPTIONS = {"backends": ("torchscript",), "isolate": False, "cache": False, "seconds": 0.05}
+X = torch.ones(1, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+@pytest.fixture
+def model():
+    return Net().eval()
+
+
+@pytest.fixture
+def baseline(model, paces, monkeypatch, tmp_path):
+    """A file, with calls of 5 ms beside 10 ms in eager."""
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    return tmp_path / "b.json"
+
+
+@pytest.mark.parametrize(
+    ("now", "verdict", "code"),
+    [(5.0, "ok", True), (5.1, "ok", True), (5.6, "slower", False), (3.0, "ok", True)],
+)
+def test_a_call_that_takes_longer_is_a_regression(model, baseline, paces, now, verdict, code):
+    paces(now=now)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert (found.verdict, found.ok) == (verdict, code)
+    assert found.slowdown.estimate == pytest.approx(now / 5.0 - 1, abs=0.01)
+    assert found.sentence == f"Net: {verdict}"
+
+
+def test_the_limit_is_the_users(model, baseline, paces):
+    paces(now=5.6)
+    assert tsopt.check(model, X, baseline, max_slowdown=0.3, **OPTIONS).verdict == "ok"
+
+
+def test_another_machine_is_compared_by_the_speedup(model, baseline, paces):
+    slow = {key: value * 3 for key, value in {"now": 5.0, "eager": 10.0}.items()}
+    paces(**slow)
+    assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "ok"
+
+
+def test_noise_leaves_it_undecided_and_that_is_no_regression(model, baseline, paces):
+    paces(now=5.3, scatter=30.0)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert (found.verdict, found.ok) == ("undecided", True)
+    assert "sessions differ too much to decide" in found.remarks[0]
+    assert len(found.now.speedups) == sessions.MOST
+
+
+def test_sessions_end_when_it_is_decided(model, baseline, paces):
+    timed = paces(now=5.0)
+    tsopt.check(model, X, baseline, **OPTIONS)
+    assert len(timed) == sessions.FEWEST
+
+
+def test_sessions_end_with_the_time(model, baseline, paces):
+    timed = paces(now=5.3, scatter=30.0)
+    found = tsopt.check(model, X, baseline, compare_seconds=1e-9, **OPTIONS)
+    assert (len(timed), found.verdict) == (sessions.LEAST, "undecided")
+
+
+def test_the_same_machine_in_another_state_leaves_it_undecided(model, baseline, paces):
+    paces(now=11.5, eager=20.0)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert found.verdict == "undecided"
+    assert "takes 20 ms, and took 10 ms for the baseline" in found.remarks[0]
+
+
+def test_multiply_accumulates_that_eager_has_gained_too_count(baseline, paces):
+    paces(now=7.5, eager=15.0)
+    found = tsopt.check(Net(layers=3).eval(), X, baseline, **OPTIONS)
+    assert found.verdict == "slower"
+    assert found.slowdown.estimate == pytest.approx(0.5, abs=0.02)
+    assert "+50.0%" in found.text
+
+
+def test_the_outputs_must_be_as_near_to_eager(model, baseline, paces):
+    paces(now=5.0)
+    found = tsopt.check(model, X, baseline, candidate=lambda x: model(x) + torch.tensor([1.0, -1, 1, -1]), **OPTIONS)
+    assert (found.verdict, found.accuracy, found.ok) == ("less accurate", "less accurate", False)
+    paces(now=9.0)
+    found = tsopt.check(model, X, baseline, candidate=lambda x: -model(x), **OPTIONS)
+    assert found.verdict == "slower and less accurate"
+
+
+def test_a_metric_of_the_users_own_is_compared(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    score = 0.9
+
+    def accuracy(called):
+        called(X)
+        return score
+
+    given = {"metric": accuracy, "max_drop": 0.01, **OPTIONS}
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **given)
+    score = 0.895
+    assert tsopt.check(model, X, tmp_path / "b.json", **given).verdict == "ok"
+    score = 0.88
+    found = tsopt.check(model, X, tmp_path / "b.json", **given)
+    assert found.verdict == "less accurate"
+    assert found.drop == pytest.approx(0.02)
+    other = tsopt.check(model, X, tmp_path / "b.json", **OPTIONS)
+    assert (other.verdict, other.accuracy) == ("ok", "")
+    assert "accuracy is not compared: the metric of the baseline is accuracy" in other.remarks
+
+
+def test_a_bundle_is_timed_in_the_same_sessions(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    tsopt.optimize(model, X, **OPTIONS).save(tmp_path / "b.tsopt")
+    timed = paces(now=5.6, before=5.0, eager=30.0)
+    found = tsopt.check(model, X, tmp_path / "b.tsopt", trust=True, **OPTIONS)
+    assert found.verdict == "slower"
+    assert found.slowdown.estimate == pytest.approx(0.12, abs=0.01)
+    assert timed[0] == ["eager", sessions.NOW, sessions.BEFORE]
+    assert found.baseline.speedups == (pytest.approx(6.0),) * len(timed)
+    paces(now=5.0, before=5.0)
+    assert tsopt.check(model, X, tmp_path / "b.tsopt", trust=True, **OPTIONS).verdict == "ok"
+
+
+def test_a_baseline_can_be_a_value(model, baseline, paces):
+    found = tsopt.check(model, X, module.read_baseline(baseline), update=False, **OPTIONS)
+    assert found.baseline == module.read_baseline(baseline)
+
+
+def test_each_session_has_a_compiled_model_of_its_own(model, baseline, monkeypatch):
+    seen = []
+    original = sessions.benchmark
+    monkeypatch.setattr(sessions, "benchmark", lambda *args, **k: (seen.append(args[1]), original(*args, **k))[1])
+    tsopt.check(model, X, baseline, **OPTIONS)
+    assert len({id(calls[sessions.NOW]) for calls in seen}) == len(seen) >= sessions.FEWEST
+
+
+def test_threads_are_those_that_were_asked_for(model, baseline, paces, monkeypatch):
+    paces(now=5.0)
+    seen, original = [], sessions.benchmark
+    monkeypatch.setattr(
+        sessions, "benchmark", lambda *args, **k: (seen.append(torch.get_num_threads()), original(*args, **k))[1]
+    )
+    before = torch.get_num_threads()
+    tsopt.check(model, X, baseline, threads=1, **OPTIONS)
+    assert set(seen) == {1}
+    assert torch.get_num_threads() == before
+
+
+def test_a_reader_is_told_what_else_has_changed(model, baseline, paces):
+    then = module.read_baseline(baseline)
+    found = tsopt.check(model, X, replace(then, winner="OpenVINO", machine="a fast one"), **OPTIONS)
+    assert found.remarks == (
+        "TorchScript runs now; in the baseline it was OpenVINO",
+        "the baseline is from another machine or other versions: a fast one",
+    )
+
+
+def test_it_can_be_read_in_a_terminal_in_a_pull_request_and_by_programs(model, baseline, paces):
+    paces(now=5.6)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert str(found) == found.text
+    assert found.text.startswith("Net: slower\n")
+    row = next(line for line in found.markdown.splitlines() if line.startswith("| speed-up"))
+    assert "2.00x, TorchScript, 10 sessions" in row
+    assert row.endswith("| 5.0% slower | slower |")
+    assert "| million MACs | 3.2e-05 | 3.2e-05 | +0.0% |" in found.markdown
+    data = json.loads(json.dumps(found.to_json()))
+    assert (data["verdict"], data["ok"], data["max_slowdown"]) == ("slower", False, 0.05)
+
+
+def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
+    class Looks(nn.Module):
+        def forward(self, x):
+            return x if float(x.sum()) > 1e9 else -x
+
+    paces(now=9.9)
+    options = OPTIONS | {"backends": ("eager",)}
+    found = tsopt.check(Looks().eval(), X, tmp_path / "b.json", update=True, **options)
+    assert found.now.macs is None
+    assert tsopt.check(Looks().eval(), X, tmp_path / "b.json", **options).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_slowdown": -0.1}, "max_slowdown must be 0 or more"),
+        ({"max_slowdown": float("nan")}, "max_slowdown must be 0 or more"),
+        ({"compare_seconds": 0}, "compare_seconds must be positive"),
+        ({"max_drop": -1.0}, "max_drop must be 0 or more"),
+        ({"metric": "f1"}, "unknown metric 'f1'"),
+        ({"metric": lambda called: float("nan")}, "the metric returns nan"),
+    ],
+)
+def test_invalid_options_are_refused(model, baseline, paces, options, said):
+    with pytest.raises(UsageError, match=said):
+        tsopt.check(model, X, baseline, **options, **OPTIONS)
+
+
+def test_a_directory_that_is_no_bundle_is_refused(model, tmp_path):
+    with pytest.raises(UsageError, match="a directory, and not a bundle"):
+        tsopt.check(model, X, tmp_path, **OPTIONS)
+
+
+def test_a_baseline_that_cannot_be_written_is_an_error(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BundleError):
+        tsopt.check(model, X, tmp_path / "file" / "b.json", update=True, **OPTIONS)
+
+
+def test_what_fails_while_it_is_timed_is_an_error(model, baseline, paces):
+    paces(now=5.0, error="RuntimeError: no")
+    with pytest.raises(BackendError, match="now cannot be timed") as caught:
+        tsopt.check(model, X, baseline, **OPTIONS)
+    assert "RuntimeError: no" in caught.value.why

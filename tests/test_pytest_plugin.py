@@ -1,0 +1,89 @@
+"""The plug-in for pytest, in runs of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+TEST = """
+import torch, tsopt
+
+class Telling:
+    def __init__(self, verdict):
+        self.ok, self.verdict, self.slowdown = verdict != "slower", verdict, None
+        self.sentence = self.text = f"net: {verdict}"
+
+def test_it(tsopt_check):
+    tsopt_check(None, None)
+    tsopt_check(None, None, max_slowdown=0.1)
+"""
+CHECK = """
+import pytest
+from tsopt.regression import check
+
+VERDICT = "ok"
+CALLS = []
+
+@pytest.fixture(autouse=True)
+def _told(monkeypatch):
+    def told(model, example, place, *, update, **options):
+        from test_it import Telling
+        if update:
+            place.parent.mkdir(exist_ok=True)
+            place.write_text("{}")
+        print("CALLED", place.name, update, options)
+        return Telling(VERDICT)
+    monkeypatch.setattr(check, "check", told)
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """pytest on TEST, where each check has this verdict."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(test_it=TEST)
+
+    def ran(*options, verdict="ok"):
+        pytester.makeconftest(CHECK.replace('"ok"', repr(verdict)))
+        return pytester.runpytest_inprocess("-p", "tsopt.pytest_plugin", "-s", "-W", "always", *options)
+
+    return ran
+
+
+def test_without_a_baseline_it_is_skipped(run):
+    found = run("-rs")
+    found.assert_outcomes(skipped=1)
+    found.stdout.fnmatch_lines(["*pass --tsopt-baseline DIRECTORY*"])
+
+
+def test_a_baseline_that_is_missing_fails_and_says_what_to_do(run):
+    found = run("--tsopt-baseline", "base")
+    found.assert_outcomes(failed=1)
+    found.stdout.fnmatch_lines(["no baseline at base/test_it-test_it.json: create it with --tsopt-update"])
+
+
+def test_each_call_has_a_file_of_its_own(run, pytester):
+    run("--tsopt-baseline", "base", "--tsopt-update").assert_outcomes(passed=1)
+    assert sorted(item.name for item in (pytester.path / "base").iterdir()) == [
+        "test_it-test_it-2.json",
+        "test_it-test_it.json",
+    ]
+    found = run("--tsopt-baseline", "base")
+    found.assert_outcomes(passed=1)
+    found.stdout.fnmatch_lines(["*CALLED test_it-test_it-2.json False {'max_slowdown': 0.1}", "*tsopt*", "net: ok"])
+
+
+def test_a_regression_fails_the_test_and_noise_warns(run):
+    run("--tsopt-baseline", "base", "--tsopt-update").assert_outcomes(passed=1)
+    found = run("--tsopt-baseline", "base", verdict="slower")
+    found.assert_outcomes(failed=1)
+    found.stdout.fnmatch_lines(["net: slower"])
+    found = run("--tsopt-baseline", "base", verdict="undecided")
+    found.assert_outcomes(passed=1, warnings=2)
+
+
+def test_it_imports_nothing_heavy():
+    import subprocess
+    import sys
+
+    program = "import sys, tsopt.pytest_plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

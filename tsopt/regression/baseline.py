@@ -1,0 +1,139 @@
+"""A baseline: what was measured of an optimized model at one time, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tsopt.errors import UsageError
+from tsopt.runtime.bundles.staging import staged
+
+FORMAT = 1
+MOST_BYTES = 1 << 24  # of a file
+MOST_SESSIONS = 1000
+CREATE = "create one: `tsopt check MODEL --baseline FILE --update`, or tsopt.check(model, x, FILE, update=True)"
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What was measured of an optimized model.
+
+    Attributes:
+        winner: the title of the candidate that ran, such as `ONNX Runtime`.
+        speedups: how many times as fast as eager it was, in each session.
+        eager_ms: milliseconds of a call in eager mode, the median over sessions; None if unknown.
+        macs: multiply-accumulates of a call; None if unknown.
+        metric: what `score` is: `cosine`, or the name of the user's function; empty if unknown.
+        machine: where it was measured, with the versions of the packages.
+    """
+
+    model: str
+    winner: str
+    speedups: tuple[float, ...]
+    eager_ms: float | None = None
+    macs: int | None = None
+    metric: str = ""
+    score: float | None = None
+    machine: str = ""
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the baseline as JSON; the file is complete or not written at all.
+
+        Raises:
+            BundleError: the place cannot be written.
+        """
+        target = Path(path)
+        with staged(target, unpack=True) as directory:
+            (directory / target.name).write_text(json.dumps({"tsopt_baseline": FORMAT} | asdict(self), indent=1) + "\n")
+        return target
+
+
+def read_baseline(path: str | Path) -> Baseline:
+    """Reads what `Baseline.save` wrote, or the JSON of a report, whose winner counts as one session.
+
+    Raises:
+        UsageError: the file cannot be read, or is neither of these.
+    """
+    place = Path(path)
+    try:
+        with place.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise UsageError(
+            "the baseline cannot be read", where=str(place), why=error.strerror or str(error), fix=CREATE
+        ) from error
+    try:
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"the file has more than {MOST_BYTES >> 20} MB")
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError("it is not a JSON object")
+        return _of_report(data) if "rows" in data else _of_baseline(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            "the file is not a baseline",
+            where=str(place),
+            why=str(error)[:300] or "it is nested too deeply",
+            fix=CREATE,
+        ) from error
+
+
+def _of_baseline(data: Mapping[str, Any]) -> Baseline:
+    if data.get("tsopt_baseline") != FORMAT:
+        raise ValueError(f"'tsopt_baseline' is not {FORMAT}")
+    speedups = data.get("speedups")
+    if not isinstance(speedups, list) or not 1 <= len(speedups) <= MOST_SESSIONS:
+        raise ValueError(f"'speedups' is not a list of 1 to {MOST_SESSIONS} numbers")
+    texts = {key: _text(data, key) for key in ("model", "winner", "metric", "machine")}
+    macs = data.get("macs")
+    if macs is not None and (type(macs) is not int or macs < 0):
+        raise ValueError("'macs' is not a whole number")
+    score = data.get("score")
+    return Baseline(
+        speedups=tuple(_positive(value, "speedups") for value in speedups),
+        eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
+        macs=macs,
+        score=None if score is None else _finite(score, "score"),
+        **texts,
+    )
+
+
+def _of_report(data: Mapping[str, Any]) -> Baseline:
+    rows = data["rows"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("'rows' is not a list of objects")
+    named = {row.get("name"): row for row in rows if isinstance(row.get("name"), str)}
+    winner, eager = _text(data, "winner"), named.get("eager", {})
+    if winner not in named:
+        raise ValueError("it has no row for its winner")
+    found = named[winner].get("speedup")
+    ratio = 1.0 if winner == "eager" else found.get("ratio") if isinstance(found, dict) else None
+    return Baseline(
+        model=_text(data, "model"),
+        winner=winner,
+        speedups=(_positive(ratio, "speedup"),),
+        eager_ms=None if eager.get("p50_ms") is None else _positive(eager["p50_ms"], "p50_ms"),
+    )
+
+
+def _text(data: Mapping[str, Any], key: str) -> str:
+    value = data.get(key, "")
+    if not isinstance(value, str):
+        raise ValueError(f"{key!r} is not a text")
+    return value
+
+
+def _finite(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key!r} is not a finite number")
+    return float(value)
+
+
+def _positive(value: Any, key: str) -> float:
+    if (number := _finite(value, key)) <= 0:
+        raise ValueError(f"{key!r} is not positive")
+    return number

@@ -1,0 +1,132 @@
+"""The outcome of a check: its verdict, and the table of it for a terminal and for a pull request."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from tsopt.regression.baseline import Baseline
+from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown
+from tsopt.runtime.rendering import markdown_table, text_table
+from tsopt.runtime.untrusted_text import markdown_cell, printable
+
+COLUMNS = ("", "baseline", "now", "change", "limit", "verdict")
+LESS_ACCURATE = "less accurate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """An optimized model compared with a baseline.
+
+    Attributes:
+        baseline, slowdown: None if the baseline was written and not compared with.
+        speed: ok, slower or undecided.
+        max_slowdown: the largest slowdown that is accepted, as a fraction.
+        max_drop: how far the score may be below that of the baseline.
+        remarks: what else has changed, and why the speed is undecided.
+    """
+
+    now: Baseline
+    baseline: Baseline | None
+    slowdown: Slowdown | None
+    speed: str
+    max_slowdown: float
+    max_drop: float
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def drop(self) -> float | None:
+        """How far the score is below that of the baseline; None if it was not compared."""
+        then = self.baseline
+        if then is None or then.score is None or self.now.score is None or then.metric != self.now.metric:
+            return None
+        return then.score - self.now.score
+
+    @property
+    def accuracy(self) -> str:
+        """ok or less accurate; empty if it was not compared."""
+        return "" if self.drop is None else LESS_ACCURATE if self.drop > self.max_drop else OK
+
+    @property
+    def verdict(self) -> str:
+        """ok, slower, less accurate, both of these, or undecided."""
+        found = [item for item in (self.speed, self.accuracy) if item in (SLOWER, LESS_ACCURATE)]
+        return " and ".join(found) or self.speed
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no regression. One that noise leaves undecided does not count."""
+        return self.verdict in (OK, UNDECIDED)
+
+    @property
+    def sentence(self) -> str:
+        """`resnet18: ok`, for example."""
+        return f"{self.now.model}: {'saved as the baseline' if self.baseline is None else self.verdict}"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows of a table with COLUMNS."""
+        then, now = self.baseline, self.now
+        rows: list[tuple[str, ...]] = [
+            (
+                "speed-up over eager",
+                "" if then is None else _speed(then),
+                _speed(now),
+                "" if self.slowdown is None else str(self.slowdown),
+                f"{self.max_slowdown:.1%} slower",
+                "" if then is None else self.speed,
+            )
+        ]
+        if now.macs is not None:
+            before = None if then is None else then.macs
+            change = "" if not before else f"{now.macs / before - 1:+.1%}"
+            rows.append(
+                ("million MACs", "" if before is None else _millions(before), _millions(now.macs), change, "", "")
+            )
+        if now.score is not None:
+            before_score = "" if self.drop is None or then is None else f"{then.score:.6g}"
+            change = "" if self.drop is None else f"{-self.drop:+.3g}"
+            rows.append((now.metric, before_score, f"{now.score:.6g}", change, f"{-self.max_drop:+g}", self.accuracy))
+        return rows
+
+    @property
+    def text(self) -> str:
+        """The comparison for a terminal."""
+        table = text_table(COLUMNS, self.cells())
+        return printable("\n".join([self.sentence, "", *table, *(["", *self.remarks] if self.remarks else [])]))
+
+    @property
+    def markdown(self) -> str:
+        """The comparison as GitHub markdown, for the summary of a pull request."""
+        cells = [tuple(markdown_cell(cell) for cell in row) for row in self.cells()]
+        said = [*self.remarks, f"on {self.now.machine}"]
+        lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, cells), ""]
+        return printable("\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "speed": self.speed,
+            "accuracy": self.accuracy,
+            "slowdown": None if self.slowdown is None else asdict(self.slowdown),
+            "max_slowdown": self.max_slowdown,
+            "drop": self.drop,
+            "max_drop": self.max_drop,
+            "remarks": list(self.remarks),
+            "now": asdict(self.now),
+            "baseline": None if self.baseline is None else asdict(self.baseline),
+        }
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _speed(measured: Baseline) -> str:
+    count = len(measured.speedups)
+    sessions = f"{count} {'session' if count == 1 else 'sessions'}"
+    return f"{median(measured.speedups):.2f}x, {measured.winner}, {sessions}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:,.4g}" if count < 1e10 else f"{count / 1e6:,.0f}"

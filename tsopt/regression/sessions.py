@@ -1,0 +1,87 @@
+"""Sessions: the optimized model is opened anew, and timed beside eager and, if there is one, a baseline's bundle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tsopt.compiler.calls.example import Example
+from tsopt.errors import BackendError
+from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.racing.race import benchmark
+from tsopt.runtime.racing.speedup import Timing, ratio
+from tsopt.runtime.report import EAGER, Benchmark
+
+LEAST = 3  # whatever time is left: fewer do not tell how much they scatter
+FEWEST, MOST = 5, 20  # until the slowdown may be called decided, and at most
+SECONDS = 2.0  # of timing, in each
+NOW, BEFORE = "now", "the baseline"
+
+
+class Sessions:
+    """What was measured in each session so far.
+
+    Attributes:
+        speedups: of what is checked, over eager.
+        before: of the baseline's bundle, over eager; empty without one.
+        ratios: how many times as long calls take as in that bundle.
+        eager_ms: milliseconds of a call in eager mode.
+        longest: seconds that a session took.
+
+    Args:
+        fast: what is checked. What `optimize` returns is compiled anew for each session; anything else is called as it
+            is.
+        bundle: the earlier model.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        example: Example,
+        fast: Callable[..., Any],
+        bundle: Callable[..., Any] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._model, self._example, self._fast, self._bundle, self._seed = model, example, fast, bundle, seed
+        self.speedups: list[float] = []
+        self.before: list[float] = []
+        self.ratios: list[float] = []
+        self.eager_ms: list[float] = []
+        self.longest = 0.0
+
+    def __len__(self) -> int:
+        return len(self.speedups)
+
+    def add(self) -> None:
+        """Runs one more session.
+
+        Raises:
+            BackendError: what is checked, or the bundle, fails on the example.
+        """
+        start = time.monotonic()
+        calls = {NOW: _anew(self._fast)} | ({} if self._bundle is None else {BEFORE: self._bundle})
+        found = benchmark(self._model, calls, self._example, seconds=SECONDS, seed=self._seed)
+        eager, now = _timing(found, EAGER), _timing(found, NOW)
+        self.speedups.append(ratio(now, eager))
+        self.eager_ms.append(eager.p50)
+        if self._bundle is not None:
+            before = _timing(found, BEFORE)
+            self.before.append(ratio(before, eager))
+            self.ratios.append(ratio(before, now))
+        self.longest = max(self.longest, time.monotonic() - start)
+
+
+def _anew(fast: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(fast, Optimized) or fast.executable is None:
+        return fast
+    program = fast.program if fast.quantized is None else fast.quantized[1]
+    return compile(program, fast.report.winner_key)
+
+
+def _timing(found: Benchmark, name: str) -> Timing:
+    row = found.row(name)
+    if row.timing is None or row.timing.error:
+        raise BackendError(f"{name} cannot be timed", why=row.reason)
+    return row.timing
