@@ -8,7 +8,7 @@ QUICK := tests/test_layering.py tests/test_errors.py tests/test_messages.py test
 	tests/passes/test_algebra.py tests/passes/test_cse.py tests/runtime/test_rendering.py tests/runtime/backends/test_candidate.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow quick lint types fuzz bench clean
+.PHONY: help demo test slow quick lint types fuzz bench vendor clean
 
 help: ## show this help
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,15 @@ bench: $(READY) ## benchmark real models, eager against compiled and pass by pas
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m bench.trained
 	$(BIN)/python -m bench.coverage
+
+PAGE := tsopt/runtime/page
+vendor: ## fetch the scripts of others that pages contain, from the npm registry
+	npm pack --silent --pack-destination $(PAGE) @dagrejs/dagre@3.1.3 uplot@1.6.32
+	tar -xzf $(PAGE)/dagrejs-dagre-3.1.3.tgz -C $(PAGE) --strip-components 2 package/dist/dagre.min.js
+	tar -xzOf $(PAGE)/dagrejs-dagre-3.1.3.tgz package/LICENSE > $(PAGE)/dagre.LICENSE
+	tar -xzf $(PAGE)/uplot-1.6.32.tgz -C $(PAGE) --strip-components 2 package/dist/uPlot.iife.min.js package/dist/uPlot.min.css
+	tar -xzOf $(PAGE)/uplot-1.6.32.tgz package/LICENSE > $(PAGE)/uPlot.LICENSE
+	rm $(PAGE)/*.tgz
 
 clean: ## remove all generated files, including .venv
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,8 @@ Usage: python -m bench.memory [MODEL ...]; writes bench/results/memory.{json,md}
 
 Proportional set sizes (each page divided by the number of processes that have it) are sampled ten times a second, in
 the whole tree of processes; files in shared memory count as far as a process has mapped and read them.
-`decoder_1500mb` runs in a control group of 6.5 GB where this process may create one.
+`decoder_1500mb` runs in a control group of 6.5 GB where this process may create one. `NAME, quantization` is the peak
+of calibration, measuring and choice alone, in one process that has captured the model before.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 import tsopt
+from bench.int8 import drawn_like
 from bench.models import MODELS, Case, tokens
 from bench.process import Rows, measure_each
+from tsopt.quantization import Int8Options, quantize
+from tsopt.runtime.layer_table import summary
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.sandbox.processes import descendants
 
@@ -51,6 +55,9 @@ def decoder() -> Case:
 CASES: dict[str, Case] = {name: MODELS[name] for name in ("mlp", "resnet18", "resnet50", "bert_base", "gpt2")}
 CASES["decoder_1500mb"] = decoder()
 LIMITED = {"decoder_1500mb"}
+QUANTIZATION = ", quantization"
+CASES |= {f"{name}{QUANTIZATION}": MODELS[name] for name in ("resnet50", "bert_base")}
+VARIANTS = ("int8-static", "int8-weights", "int8")
 
 CHILD = """
 import sys
@@ -68,12 +75,35 @@ def child(name: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     model, example = CASES[name].load()
+    work = quantized(model, example) if name.endswith(QUANTIZATION) else optimized(model, example)
     weights = sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
     print(json.dumps({"weights": weights}), flush=True)
     sys.stdin.readline()
-    fast = tsopt.optimize(model, example, cache=False)
-    rows = {row.name: row.status for row in fast.report.rows}
-    print(json.dumps({"winner": fast.report.winner, "rows": rows}), flush=True)
+    print(json.dumps(work()), flush=True)
+
+
+def optimized(model: Any, example: tsopt.Example) -> Callable[[], dict[str, Any]]:
+    def work() -> dict[str, Any]:
+        report = tsopt.optimize(model, example, cache=False).report
+        return {"winner": report.winner, "rows": {row.name: row.status for row in report.rows}}
+
+    return work
+
+
+def quantized(model: Any, example: tsopt.Example) -> Callable[[], dict[str, Any]]:
+    program = tsopt.transform(tsopt.capture(model, example))
+    data, _ = drawn_like(example)
+
+    def work() -> dict[str, Any]:
+        start = time.perf_counter()
+        found = quantize(model, program, example, VARIANTS, Int8Options(calibration=data))
+        spent = time.perf_counter() - start
+        return {
+            "winner": f"{len(data)} inputs, {spent:.0f} s",
+            "rows": {name: summary(r) for name, r in found.layers.items()},
+        }
+
+    return work
 
 
 def one(name: str) -> dict[str, Any]:
@@ -159,10 +189,11 @@ def control_group(limit: int | None) -> Iterator[tuple[Any, int | None]]:
 
 def line(name: str, row: dict[str, Any]) -> str:
     weights, peak = row["weights"] / 1e6, row["peak"] / 1e6
-    limit = f"{row['limit'] / 1e9:.1f} GB" if row["limit"] else ""
     ended = row["winner"] or f"ended with {row['code']}"
-    numbers = f"{weights:.0f} | {peak:.0f} | {max(0.0, peak - 800) / weights:.1f}"
-    return f"| {name} | {numbers} | {limit} | {ended} |"
+    if name.endswith(QUANTIZATION):
+        return f"| {name.removesuffix(QUANTIZATION)} | {weights:.0f} | {peak:.0f} | {peak / weights:.1f} | {ended} |"
+    limit = f"{row['limit'] / 1e9:.1f} GB" if row["limit"] else ""
+    return f"| {name} | {weights:.0f} | {peak:.0f} | {max(0.0, peak - 800) / weights:.1f} | {limit} | {ended} |"
 
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
@@ -171,7 +202,14 @@ def page(environment: Environment, rows: Rows) -> Iterator[str]:
     yield ""
     yield "| model | weights | peak | times the weights | limit | winner |"
     yield "|---|--:|--:|--:|--:|---|"
-    yield from (line(name, row) for name, row in rows.items())
+    yield from (line(name, row) for name, row in rows.items() if not name.endswith(QUANTIZATION))
+    if any(name.endswith(QUANTIZATION) for name in rows):
+        yield ""
+        yield "Peak memory of quantization in MB, for the three int8 variants, above that of the captured program:"
+        yield ""
+        yield "| model | weights | peak | times the weights | calibration |"
+        yield "|---|--:|--:|--:|---|"
+        yield from (line(name, row) for name, row in rows.items() if name.endswith(QUANTIZATION))
 
 
 if __name__ == "__main__":

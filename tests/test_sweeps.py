@@ -146,3 +146,26 @@ def test_bad_settings_are_refused_before_the_work(options, text):
 def test_inputs_without_a_common_batch_cannot_be_resized(second):
     with pytest.raises(tsopt.UsageError, match="no common batch axis"):
         tsopt.sweep(lambda x, y: x.sum() + y, (X, second), batch_sizes=(1, 2), **QUICK)
+
+
+def test_the_page_has_a_line_for_each_candidate_over_the_batch_size(found):
+    latency, throughput = found.charts
+    assert (latency.x, latency.y, throughput.y) == ("batch size", "ms of a call", "samples/s")
+    assert {series.name for series in latency.series} == {
+        f"{name}, {threads} threads" for name in ("eager", "eager + passes") for threads in (1, 2)
+    }
+    assert all([x for x, *_ in series.points] == [1, 3] for series in latency.series)
+    assert found.html.count("<tr>") == 9
+    assert "Fastest: eager (cpu, 1 thread, batch 1)" in found.html
+    assert "iframe" in found._repr_html_()
+
+
+def test_over_threads_where_the_batch_size_is_one(monkeypatch):
+    found = tsopt.sweep(MODEL, X, threads=(1, 2), **QUICK)
+    assert found.charts[0].x == "threads"
+    assert [x for x, *_ in found.charts[0].series[0].points] == [1, 2]
+
+
+def test_of_a_single_race_it_is_the_page_of_the_report():
+    found = tsopt.sweep(MODEL, X, **QUICK)
+    assert found.html == found.results[0].report.html

@@ -15,6 +15,7 @@ from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
+from tsopt.pipelines import model_in
 from tsopt.quantization import Int8Options
 from tsopt.request import Request
 from tsopt.runtime.backends.backend import Backend, get_backend
@@ -177,6 +178,11 @@ def optimize(
         UsageError: an option is invalid, or a CUDA graph is being recorded.
         BackendError: a kernel has failed on the GPU, which this process can no longer use.
     """
+    if model_in(model) is not None:
+        raise UsageError(
+            f"a {type(model).__name__} is a pipeline, which does more than its model",
+            fix="use tsopt.hybridize(pipeline), which optimizes the model in it at the first call",
+        )
     examples = as_examples(example_input)
     check_not_recording(examples[0])
     if type(warmup) is not int or warmup < 0:

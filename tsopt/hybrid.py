@@ -13,6 +13,7 @@ from torch import nn
 from tsopt.background.in_background import InBackground
 from tsopt.errors import UsageError
 from tsopt.hybrid_state import Compiled
+from tsopt.pipelines import model_in, with_model
 from tsopt.runtime.calling.model_reads import HOOKS
 from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
@@ -38,8 +39,10 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     `audit` of `optimize`). The model runs in eager, with one warning, in training mode, when gradients are required
     (call it under `torch.no_grad()`), under another default dtype, and if it cannot be captured.
 
+    A pipeline of transformers is returned as a pipeline whose model is a hybrid.
+
     Args:
-        model: an nn.Module or a function; None for use as a decorator with options.
+        model: an nn.Module, a function or a pipeline; None for use as a decorator with options.
         active: False returns the original model of a hybrid.
         background: compile in another process. Eager serves calls until the compiled form is ready; a later call then
             takes it over. The model is sent with cloudpickle. `tsopt.wait` blocks until it is ready.
@@ -50,6 +53,9 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     """
     if model is None:
         return functools.partial(hybridize, active=active, background=background, **options)
+    inside = model_in(model)
+    if inside is not None:
+        return with_model(model, hybridize(inside, active=active, background=background, **options))
     original = original_of(model)
     if not active:
         return original
@@ -107,7 +113,9 @@ def original_of(model: Any) -> Any:
 
 
 def compiled_of(model: Any) -> Compiled | None:
-    """The state behind a hybrid; None for anything else."""
+    """The state behind a hybrid, or behind the model of a pipeline; None for anything else."""
+    inside = model_in(model)
+    model = model if inside is None else inside
     found = getattr(type(model) if isinstance(model, nn.Module) else model, "_tsopt_compiled", None)
     return found if isinstance(found, Compiled) else None
 

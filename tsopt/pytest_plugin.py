@@ -9,6 +9,7 @@ writes them. Without `--tsopt-baseline` such tests are skipped. Imports nothing 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tsopt.regression.outcome import Check
 
 FOUND = pytest.StashKey[list["Check"]]()
+DIRECTORY = pytest.StashKey[Path]()  # of the baselines
+READABLE = 80  # characters of a test's name in that of its file
 
 
 class Undecided(UserWarning):
@@ -38,10 +41,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--tsopt-update", action="store_true", help="Measure, and write these baselines.")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    directory, update = config.getoption("--tsopt-baseline"), config.getoption("--tsopt-update")
+    if update and directory is None:
+        raise pytest.UsageError("--tsopt-update needs --tsopt-baseline DIRECTORY")
+    if directory is not None and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--tsopt-baseline cannot be combined with -n: models must not be timed side by side")
+    if directory is not None:
+        config.stash[DIRECTORY] = config.invocation_params.dir / directory
+
+
 @pytest.fixture
 def tsopt_check(request: pytest.FixtureRequest) -> Callable[..., Check]:
     """`tsopt.check` with a baseline for each call of each test: `tsopt_check(model, example_input, **options)`."""
-    directory: Path | None = request.config.getoption("--tsopt-baseline")
+    directory = request.config.stash.get(DIRECTORY, None)
     if directory is None:
         pytest.skip("pass --tsopt-baseline DIRECTORY to compare with the baselines there")
     update: bool = request.config.getoption("--tsopt-update")
@@ -52,7 +65,7 @@ def tsopt_check(request: pytest.FixtureRequest) -> Callable[..., Check]:
         from tsopt.regression.check import check
 
         count += 1
-        place = directory / f"{_file_name(request.node.nodeid)}{'' if count == 1 else f'-{count}'}.json"
+        place = directory / _file_name(request.node.nodeid, count)
         if not update and not place.exists():
             pytest.fail(f"no baseline at {place}: create it with --tsopt-update", pytrace=False)
         found = check(model, example_input, place, update=update, **options)
@@ -75,6 +88,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             terminalreporter.write_line(f"{item.sentence}{slowdown}")
 
 
-def _file_name(node: str) -> str:
-    """`tests/test_model.py::test_it[2]` as a name of a file."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", node.removesuffix("]").replace(".py::", "-")).strip("-")
+def _file_name(node: str, count: int) -> str:
+    """`tests-test_model-test_it-2-1f0c52ab.json`: with a digest, because other names may look the same."""
+    readable = re.sub(r"[^A-Za-z0-9_]+", "-", node.replace(".py::", "-")).strip("-")[-READABLE:]
+    digest = hashlib.sha256(f"{node} {count}".encode()).hexdigest()[:8]
+    return f"{readable}-{count}-{digest}.json"

@@ -35,6 +35,7 @@ from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
 from tsopt.runtime.checking.custom_ops import made_up
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
@@ -88,6 +89,11 @@ class Quantization:
     criterion: Criterion | None = None
     layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
     calibration: str = ""
+
+    def program_of(self, candidate: Candidate | None) -> Program | None:
+        """The int8 variant that a candidate runs; None if it runs none."""
+        found = None if candidate is None else self.variants.get(candidate.variant)
+        return found if isinstance(found, Program) else None
 
     def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
         """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""

@@ -20,6 +20,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.devices import is_on_gpu
+from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
@@ -71,6 +72,7 @@ class _Prepared:
         reference: the program as captured, for all its sizes.
         captured: the same at the sizes of the example.
         optimized: for all sizes, correct at every size that was tried.
+        drawing: of the reference.
     """
 
     reference: Program
@@ -79,6 +81,7 @@ class _Prepared:
     records: tuple[PassRecord, ...]
     ranges: ValidatedRanges
     pass_seconds: float
+    drawing: tuple[Drawn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,7 @@ class Request:
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
             quantization=quantized.layers_in(outcome.candidate.variant if outcome.candidate is not None else FP32),
             calibration=quantized.calibration,
+            graphs=(made.drawing, drawing_of(quantized.program_of(outcome.candidate) or made.optimized)),
         )
         return self._served(example, rehearsal, made, outcome, report, quantized)
 
@@ -185,9 +189,11 @@ class Request:
             wanted = self.dynamic or {}
             ranges = validate_ranges(rehearsal.model, captured, *examples, seed=self.race.seed, wanted=wanted)
             captured = specialize(captured, sizes_in(captured.signature, examples[0]))
+        before = drawing_of(ranges.program)  # which names its values; the passes keep these names
         start = time.perf_counter()
         optimized, records, checked = self._transformed(ranges)
-        return _Prepared(ranges.program, captured, optimized, tuple(records), checked, time.perf_counter() - start)
+        spent = time.perf_counter() - start
+        return _Prepared(ranges.program, captured, optimized, tuple(records), checked, spent, before)
 
     def _served(
         self,
@@ -205,8 +211,7 @@ class Request:
         program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(made.reference), program.state.values()
         shares = self.race.share_weights
-        variant = outcome.candidate.variant if outcome.candidate is not None else FP32
-        int8 = quantized.variants.get(variant)
+        int8 = quantized.program_of(outcome.candidate)
         if executable is not None:
             executable.reference, executable.limits = reference, made.ranges.limits
         specialize_call = partial(self.specialized, self._ranked(outcome))
@@ -216,7 +221,7 @@ class Request:
             audits=audits,
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
-            quantized=(variant, rehearsal.program(int8)) if isinstance(int8, Program) else None,
+            quantized=(outcome.candidate.variant, rehearsal.program(int8)) if outcome.candidate and int8 else None,
         )
 
     @staticmethod

@@ -19,6 +19,9 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
 from tsopt.compiler.sizes.dims import resized as with_sizes
 from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime.page.chart import Chart, Series
+from tsopt.runtime.page.document import framed
+from tsopt.runtime.page.table import page_of
 from tsopt.runtime.rendering import markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.untrusted_text import markdown_cell, printable
@@ -88,6 +91,54 @@ class Sweep:
         """The table as GitHub markdown."""
         lines = markdown_table(COLUMNS, self.cells())
         return "\n".join([*lines, "", *(f"- {markdown_cell(reason)}" for reason in self.reasons), *self.machine])
+
+    @property
+    def charts(self) -> list[Chart]:
+        """Milliseconds of a call and samples per second, over what differs between the settings."""
+        settings = [result.setting for result in self.results]
+        over_batches = len({setting.batch for setting in settings}) > 1
+        lines: dict[str, list[tuple[float, float, float]]] = {}
+        for record in self.records():
+            if record["p50_ms"] is not None and (record["batch"] is not None or not over_batches):
+                kept = [record["candidate"]]
+                if over_batches and len({setting.threads for setting in settings}) > 1:
+                    kept.append(f"{record['threads']} threads")
+                if len({setting.device for setting in settings}) > 1:
+                    kept.append(record["device"])
+                x = record["batch"] if over_batches else record["threads"]
+                lines.setdefault(", ".join(kept), []).append((x, record["p50_ms"], record["samples_per_second"]))
+        axis = "batch size" if over_batches else "threads"
+        made = []
+        for title, unit, column in (("Latency", "ms of a call", 1), ("Throughput", "samples/s", 2)):
+            series = (
+                Series(
+                    name,
+                    tuple((p[0], p[column], f"{name}: {p[column]:.4g} {unit}, {axis} {p[0]}") for p in points),
+                    True,
+                )
+                for name, points in lines.items()
+            )
+            made.append(Chart(f"{title} over {axis}", axis, unit, tuple(series)))
+        return made
+
+    @property
+    def html(self) -> str:
+        """The sweep as one HTML page with charts, which loads nothing; of a single race, the page of its report."""
+        if len(self.results) == 1 and (only := self.results[0].report) is not None:
+            return only.html
+        wins = [
+            f"{record['candidate']} ({result.setting})"
+            for result in self.results
+            for record in result.records()
+            if record["wins"]
+        ]
+        rows = [_cells(record, True) for record in self.records()]
+        remarks = [*self.reasons, "* winner in its setting", *self.machine]
+        title = next((result.report.model for result in self.results if result.report is not None), "sweep")
+        return page_of(title, f"Fastest: {', '.join(wins)}.", self.charts, COLUMNS, rows, remarks)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html, "tsopt sweep")
 
     @property
     def machine(self) -> list[str]:

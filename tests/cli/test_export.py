@@ -252,3 +252,11 @@ def test_the_report_is_saved_too(tsopt, write, tmp_path, name):
     assert f"report: new/{name}" in ran.out
     assert "eager" in (tmp_path / "new" / name).read_text()
     assert tsopt("export", "m.py", "--report", "r.txt").code == 2
+
+
+def test_a_page_for_a_browser_is_saved_with_the_program_in_it(tsopt, write, tmp_path):
+    write()
+    ran = tsopt("export", "m.py", "--html", "new/r.html")
+    assert ran.code == 0, ran.err
+    assert "page: new/r.html" in ran.out
+    assert 'id="graphs"' in (tmp_path / "new" / "r.html").read_text()

@@ -79,3 +79,20 @@ def test_mistakes_are_told_before_the_work_and_leave_nothing(tsopt, write, tmp_p
     assert found.code == 2
     assert message in found.err
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"m.py"}
+
+
+def test_a_page_for_a_browser_is_saved(ran, tmp_path):
+    found = ran("--html", "new/p.html", "-o", "p.json")
+    assert found.code == 0, found.err
+    assert found.out.splitlines()[-2:] == ["saved: p.json", "saved: new/p.html"]
+    text = (tmp_path / "new" / "p.html").read_text()
+    assert "Roofline" in text
+    assert "Time over working set" in text
+
+
+def test_a_page_has_the_suffix_of_one(tsopt, write):
+    write()
+    for command in ("profile", "export", "quantize", "bench"):
+        found = tsopt(command, "m.py", "--html", "p.txt")
+        assert found.code == 2
+        assert "--html p.txt has an unknown suffix" in found.err

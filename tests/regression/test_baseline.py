@@ -10,10 +10,10 @@ import pytest
 
 from tests.runtime.reports import FULL
 from tsopt.errors import BundleError, UsageError
-from tsopt.regression.baseline import Baseline, read_baseline
+from tsopt.regression.baseline import Baseline, machine_of, read_baseline, versions_of
 from tsopt.runtime.report import MODEL
 
-BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), 10.0, 12, "cosine", 1.0, "a machine")
+BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 12, "cosine", 1.0, "a machine", "torch 2")
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
@@ -25,13 +25,17 @@ def test_what_is_written_is_what_is_read(tmp_path):
 def test_the_winner_of_a_report_counts_as_one_session(tmp_path):
     place = tmp_path / "r.json"
     place.write_text(json.dumps(FULL.to_json()))
-    assert read_baseline(place) == Baseline(FULL.model, "ONNX Runtime", (2.0,), 2.0)
+    found = read_baseline(place)
+    where = machine_of(FULL.environment), versions_of(FULL.environment)
+    assert found == Baseline(FULL.model, "ONNX Runtime", (2.0,), eager_ms=2.0, machine=where[0], versions=where[1])
+    assert all(where)
 
 
 def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
     place = tmp_path / "r.json"
     place.write_text(json.dumps(replace(FULL, winner_key=MODEL).to_json()))
-    assert read_baseline(place) == Baseline(FULL.model, "eager", (1.0,), 2.0)
+    found = read_baseline(place)
+    assert (found.winner, found.speedups, found.eager_ms) == ("eager", (1.0,), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +49,15 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"speedups": []}, "'speedups' is not a list"),
         ({"speedups": [1.0] * 1001}, "'speedups' is not a list"),
         ({"speedups": [0]}, "'speedups' is not positive"),
-        ({"speedups": [True]}, "'speedups' is not a finite number"),
-        ({"speedups": [float("nan")]}, "'speedups' is not a finite number"),
-        ({"eager_ms": "10"}, "'eager_ms' is not a finite number"),
+        ({"speedups": [True]}, "'speedups' is not a number"),
+        ({"speedups": [float("nan")]}, "'speedups' is not a number"),
+        ({"speedups": [1e-300]}, "'speedups' is not positive"),
+        ({"eager_ms": "10"}, "'eager_ms' is not a number"),
         ({"eager_ms": -1}, "'eager_ms' is not positive"),
-        ({"macs": 1.5}, "'macs' is not a whole number"),
-        ({"score": float("inf")}, "'score' is not a finite number"),
+        ({"macs": 1.5}, "'macs' is not a number"),
+        ({"macs": 10**400}, "'macs' is not a number"),
+        ({"score": float("inf")}, "'score' is not a number"),
+        ({"score": 10**400}, "'score' is not a number"),
         ({"winner": 3}, "'winner' is not a text"),
         ({"tsopt_baseline": 2}, "'tsopt_baseline' is not 1"),
     ],
@@ -72,10 +79,25 @@ def test_a_report_that_says_nothing_of_its_winner_is_refused(tmp_path, rows):
         read_baseline(place)
 
 
+def test_an_environment_that_is_none_is_refused(tmp_path):
+    place = tmp_path / "r.json"
+    place.write_text(json.dumps(FULL.to_json() | {"environment": {"cpu": 3}}))
+    with pytest.raises(UsageError, match="not a baseline"):
+        read_baseline(place)
+
+
+def test_texts_are_lines_that_a_table_can_hold(tmp_path):
+    found = read_baseline(replace(BASELINE, winner="a\nb | \u202e" + "x" * 10_000).save(tmp_path / "b.json"))
+    assert found.winner.startswith("a b | ?")
+    assert len(found.winner) <= 400
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="the baseline cannot be read") as caught:
         read_baseline(tmp_path / "none.json")
     assert caught.value.why == "No such file or directory"
+    with pytest.raises(UsageError, match="the baseline cannot be read"):
+        read_baseline("a\0b")
     monkeypatch.setattr("tsopt.regression.baseline.MOST_BYTES", 10)
     with pytest.raises(UsageError, match="not a baseline") as caught:
         read_baseline(BASELINE.save(tmp_path / "b.json"))

@@ -14,6 +14,7 @@ from tests.runtime.racing.helpers import fast_timings
 from tsopt.errors import BackendError, BundleError, UsageError
 from tsopt.regression import check as module
 from tsopt.regression import sessions
+from tsopt.regression.outcome import Check
 
 OPTIONS = {"backends": ("torchscript",), "isolate": False, "cache": False, "seconds": 0.05}
 X = torch.ones(1, 4)
@@ -45,7 +46,7 @@ def baseline(model, paces, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("now", "verdict", "code"),
-    [(5.0, "ok", True), (5.1, "ok", True), (5.6, "slower", False), (3.0, "ok", True)],
+    [(5.0, "ok", True), (5.03, "ok", True), (5.6, "slower", False), (3.0, "ok", True)],
 )
 def test_a_call_that_takes_longer_is_a_regression(model, baseline, paces, now, verdict, code):
     paces(now=now)
@@ -61,9 +62,11 @@ def test_the_limit_is_the_users(model, baseline, paces):
 
 
 def test_another_machine_is_compared_by_the_speedup(model, baseline, paces):
-    slow = {key: value * 3 for key, value in {"now": 5.0, "eager": 10.0}.items()}
-    paces(**slow)
-    assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "ok"
+    other = replace(module.read_baseline(baseline), machine="another")
+    paces(now=15.0, eager=30.0)
+    assert tsopt.check(model, X, other, **OPTIONS).verdict == "ok"
+    paces(now=18.0, eager=30.0)
+    assert tsopt.check(model, X, other, **OPTIONS).verdict == "slower"
 
 
 def test_noise_leaves_it_undecided_and_that_is_no_regression(model, baseline, paces):
@@ -86,28 +89,47 @@ def test_sessions_end_with_the_time(model, baseline, paces):
     assert (len(timed), found.verdict) == (sessions.LEAST, "undecided")
 
 
-def test_the_same_machine_in_another_state_leaves_it_undecided(model, baseline, paces):
-    paces(now=11.5, eager=20.0)
+@pytest.mark.parametrize("now", [11.5, 10.0])
+def test_the_same_machine_in_another_state_leaves_it_undecided(model, baseline, paces, now):
+    paces(now=now, eager=20.0)
     found = tsopt.check(model, X, baseline, **OPTIONS)
     assert found.verdict == "undecided"
     assert "takes 20 ms, and took 10 ms for the baseline" in found.remarks[0]
 
 
-def test_multiply_accumulates_that_eager_has_gained_too_count(baseline, paces):
+def test_a_slowdown_by_which_only_eager_gained_is_none(model, baseline, paces):
+    paces(now=5.0, eager=8.5)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert found.slowdown.estimate > 0.1
+    assert found.verdict == "undecided"
+    assert "it is eager that has become faster" in found.remarks[0]
+
+
+def test_multiply_accumulates_that_eager_has_gained_too_are_a_regression(baseline, paces):
     paces(now=7.5, eager=15.0)
     found = tsopt.check(Net(layers=3).eval(), X, baseline, **OPTIONS)
-    assert found.verdict == "slower"
-    assert found.slowdown.estimate == pytest.approx(0.5, abs=0.02)
+    assert (found.verdict, found.speed, found.ok) == ("more work", "ok", False)
+    assert found.growth == pytest.approx(0.5)
     assert "+50.0%" in found.text
 
 
 def test_the_outputs_must_be_as_near_to_eager(model, baseline, paces):
     paces(now=5.0)
-    found = tsopt.check(model, X, baseline, candidate=lambda x: model(x) + torch.tensor([1.0, -1, 1, -1]), **OPTIONS)
+    found = tsopt.check(model, X, baseline, candidate=lambda x: model(x) + torch.tensor([1.0, -1, 1, -1]))
     assert (found.verdict, found.accuracy, found.ok) == ("less accurate", "less accurate", False)
     paces(now=9.0)
-    found = tsopt.check(model, X, baseline, candidate=lambda x: -model(x), **OPTIONS)
+    found = tsopt.check(model, X, baseline, candidate=lambda x: -model(x))
     assert found.verdict == "slower and less accurate"
+
+
+def test_a_drop_to_the_limit_is_within_it(model, baseline):
+    then = module.read_baseline(baseline)
+    limits = {"max_slowdown": 0.05, "max_drop": 0.005}
+    made = Check(
+        now=replace(then, score=0.975), baseline=replace(then, score=0.98), slowdown=None, speed="ok", **limits
+    )
+    assert made.drop > 0.005
+    assert made.accuracy == "ok"
 
 
 def test_a_metric_of_the_users_own_is_compared(model, paces, monkeypatch, tmp_path):
@@ -132,15 +154,39 @@ def test_a_metric_of_the_users_own_is_compared(model, paces, monkeypatch, tmp_pa
     assert "accuracy is not compared: the metric of the baseline is accuracy" in other.remarks
 
 
-def test_a_bundle_is_timed_in_the_same_sessions(model, paces, monkeypatch, tmp_path):
+def test_a_metric_may_use_the_methods_of_a_module_and_larger_batches(model, baseline, paces):
+    paces(now=5.0)
+
+    def metric(called):
+        return float(called.eval()(torch.ones(8, 4)).shape[0])
+
+    found = tsopt.check(model, X, baseline, metric=metric, **OPTIONS)
+    assert found.now.score == 8.0
+
+
+def test_a_baseline_without_a_score_is_compared_with_eager(model, baseline, paces):
+    paces(now=5.0)
+    then = replace(module.read_baseline(baseline), score=None, metric="")
+    assert tsopt.check(model, X, then, **OPTIONS).accuracy == "ok"
+    found = tsopt.check(model, X, then, candidate=lambda x: -model(x))
+    assert found.accuracy == "less accurate"
+    assert "the baseline has no score: accuracy is compared with that of eager" in found.remarks
+
+
+def test_a_bundle_is_opened_anew_and_timed_in_the_same_sessions(model, paces, monkeypatch, tmp_path):
     fast_timings(monkeypatch, wins="TorchScript")
     tsopt.optimize(model, X, **OPTIONS).save(tmp_path / "b.tsopt")
+    opened, original = [], module.load
+    monkeypatch.setattr(module, "load", lambda *args, **k: (opened.append(args), original(*args, **k))[1])
     timed = paces(now=5.6, before=5.0, eager=30.0)
     found = tsopt.check(model, X, tmp_path / "b.tsopt", trust=True, **OPTIONS)
     assert found.verdict == "slower"
     assert found.slowdown.estimate == pytest.approx(0.12, abs=0.01)
     assert timed[0] == ["eager", sessions.NOW, sessions.BEFORE]
+    assert len(opened) >= len(timed) >= sessions.FEWEST
     assert found.baseline.speedups == (pytest.approx(6.0),) * len(timed)
+    assert found.accuracy == "ok"
+    assert found.remarks == ()
     paces(now=5.0, before=5.0)
     assert tsopt.check(model, X, tmp_path / "b.tsopt", trust=True, **OPTIONS).verdict == "ok"
 
@@ -150,12 +196,14 @@ def test_a_baseline_can_be_a_value(model, baseline, paces):
     assert found.baseline == module.read_baseline(baseline)
 
 
-def test_each_session_has_a_compiled_model_of_its_own(model, baseline, monkeypatch):
-    seen = []
-    original = sessions.benchmark
-    monkeypatch.setattr(sessions, "benchmark", lambda *args, **k: (seen.append(args[1]), original(*args, **k))[1])
+def test_each_session_has_a_compiled_model_of_its_own(model, baseline, paces, monkeypatch):
+    paces(now=5.0)
+    seen, told = [], sessions.benchmark
+    monkeypatch.setattr(
+        sessions, "benchmark", lambda *args, **k: (seen.append(args[1][sessions.NOW]), told(*args, **k))[1]
+    )
     tsopt.check(model, X, baseline, **OPTIONS)
-    assert len({id(calls[sessions.NOW]) for calls in seen}) == len(seen) >= sessions.FEWEST
+    assert len(set(map(id, seen))) == len(seen) >= sessions.FEWEST
 
 
 def test_threads_are_those_that_were_asked_for(model, baseline, paces, monkeypatch):
@@ -170,12 +218,61 @@ def test_threads_are_those_that_were_asked_for(model, baseline, paces, monkeypat
     assert torch.get_num_threads() == before
 
 
-def test_a_reader_is_told_what_else_has_changed(model, baseline, paces):
+def test_a_lower_precision_is_compiled_in_it(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="eager + passes, precision bf16")
+    paces(now=5.0)
+    options = OPTIONS | {"backends": ("eager",), "precision": "bf16"}
+    found = tsopt.check(model, X, tmp_path / "b.json", update=True, **options)
+    assert "bf16" in found.now.winner
+
+
+def test_dropout_is_off_in_eager_too_where_it_was_asked_for(paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
+    found = tsopt.check(model, X, tmp_path / "b.json", update=True, eval_mode=True, **OPTIONS)
+    assert found.now.score == pytest.approx(1.0)
+    assert model.training
+
+
+def test_several_examples_are_one_program(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    found = tsopt.check(model, [X, torch.ones(3, 4)], tmp_path / "b.json", update=True, **OPTIONS)
+    assert found.now.inputs == "float32[1, 4]"
+
+
+def test_other_inputs_than_those_of_the_baseline_are_refused(model, baseline):
+    with pytest.raises(UsageError, match="other inputs") as caught:
+        tsopt.check(model, torch.ones(2, 4), baseline, **OPTIONS)
+    assert "float32[1, 4]" in caught.value.why
+
+
+def test_a_race_that_this_machine_stopped_makes_no_baseline(model, baseline, paces, monkeypatch, tmp_path):
+    paces(now=5.0)
+    monkeypatch.setattr(module, "_stopped", lambda fast: "out of memory")
+    with pytest.raises(UsageError, match="no baseline was written"):
+        tsopt.check(model, X, tmp_path / "new.json", update=True, **OPTIONS)
+    assert not (tmp_path / "new.json").exists()
+    assert "no candidate could be tried: out of memory" in tsopt.check(model, X, baseline, **OPTIONS).remarks
+
+
+def test_a_reader_is_told_what_else_has_changed_and_what_was_not_compared(model, baseline, paces):
+    paces(now=5.0)
     then = module.read_baseline(baseline)
-    found = tsopt.check(model, X, replace(then, winner="OpenVINO", machine="a fast one"), **OPTIONS)
-    assert found.remarks == (
+    changed = replace(
+        then, winner="OpenVINO", machine="a fast one", versions="torch 1", model="other", macs=None, speedups=(2.0,)
+    )
+    assert tsopt.check(model, X, changed, **OPTIONS).remarks == (
+        "the baseline was measured on another machine (a fast one); speed-ups carry over roughly",
+        "the baseline was measured with other versions: torch 1",
+        "the baseline is a single session, so its own scatter is not known",
+        "the baseline is of a model with another name, other",
+        "multiply-accumulates are not compared: the baseline does not have them",
         "TorchScript runs now; in the baseline it was OpenVINO",
-        "the baseline is from another machine or other versions: a fast one",
+    )
+    assert "the baseline does not say on which machine it was measured" in (
+        tsopt.check(model, X, replace(then, machine=""), **OPTIONS).remarks
     )
 
 
@@ -187,7 +284,7 @@ def test_it_can_be_read_in_a_terminal_in_a_pull_request_and_by_programs(model, b
     row = next(line for line in found.markdown.splitlines() if line.startswith("| speed-up"))
     assert "2.00x, TorchScript, 10 sessions" in row
     assert row.endswith("| 5.0% slower | slower |")
-    assert "| million MACs | 3.2e-05 | 3.2e-05 | +0.0% |" in found.markdown
+    assert "| million MACs | 3.2e-05 | 3.2e-05 | +0.0% | +5.0% | ok |" in found.markdown
     data = json.loads(json.dumps(found.to_json()))
     assert (data["verdict"], data["ok"], data["max_slowdown"]) == ("slower", False, 0.05)
 
@@ -200,7 +297,7 @@ def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
     paces(now=9.9)
     options = OPTIONS | {"backends": ("eager",)}
     found = tsopt.check(Looks().eval(), X, tmp_path / "b.json", update=True, **options)
-    assert found.now.macs is None
+    assert found.now.macs == 0
     assert tsopt.check(Looks().eval(), X, tmp_path / "b.json", **options).verdict == "ok"
 
 
@@ -213,6 +310,8 @@ def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
         ({"max_drop": -1.0}, "max_drop must be 0 or more"),
         ({"metric": "f1"}, "unknown metric 'f1'"),
         ({"metric": lambda called: float("nan")}, "the metric returns nan"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"candidate": abs}, "backends, cache, isolate, seconds cannot be combined with candidate"),
     ],
 )
 def test_invalid_options_are_refused(model, baseline, paces, options, said):
@@ -223,6 +322,8 @@ def test_invalid_options_are_refused(model, baseline, paces, options, said):
 def test_a_directory_that_is_no_bundle_is_refused(model, tmp_path):
     with pytest.raises(UsageError, match="a directory, and not a bundle"):
         tsopt.check(model, X, tmp_path, **OPTIONS)
+    with pytest.raises(UsageError, match="it is a directory"):
+        tsopt.check(model, X, tmp_path, update=True, **OPTIONS)
 
 
 def test_a_baseline_that_cannot_be_written_is_an_error(model, paces, monkeypatch, tmp_path):
@@ -235,6 +336,6 @@ def test_a_baseline_that_cannot_be_written_is_an_error(model, paces, monkeypatch
 
 def test_what_fails_while_it_is_timed_is_an_error(model, baseline, paces):
     paces(now=5.0, error="RuntimeError: no")
-    with pytest.raises(BackendError, match="now cannot be timed") as caught:
+    with pytest.raises(BackendError, match="the optimized model cannot be timed") as caught:
         tsopt.check(model, X, baseline, **OPTIONS)
     assert "RuntimeError: no" in caught.value.why

@@ -14,6 +14,7 @@ from tsopt.cli.options import (
     AsJson,
     Eval,
     Format,
+    Html,
     Input,
     MaxSlowdown,
     Quiet,
@@ -63,6 +64,7 @@ def export(
     report: Annotated[
         Path | None, typer.Option("--report", help="Also save the report as a .html, .md or .json file.")
     ] = None,
+    html: Html = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the model's ops and which backends support them; time and write nothing."),
@@ -73,7 +75,7 @@ def export(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import export, quantize
-    from tsopt.cli.saved import check_saved
+    from tsopt.cli.saved import PAGE, check_saved
 
     export.check_frontend(subject)
     if dry_run:
@@ -85,7 +87,10 @@ def export(
     places = export.targets(subject.model, formats, output)
     export.check_formats(formats, opset)
     check_saved("--report", report, quantize.WRITERS)
-    made = export.run(out, subject, timing, places, threads=threads, cache=cache, opset=opset, report=report)
+    check_saved("--html", html, PAGE)
+    made = export.run(
+        out, subject, timing, places, threads=threads, cache=cache, opset=opset, saved={"report": report, "page": html}
+    )
     _check_tried(out, made.stopped)
 
 
@@ -102,19 +107,22 @@ def quantize(
         Path | None,
         typer.Option("--report", help="Also save the report, layers included, as a .html, .md or .json file."),
     ] = None,
+    html: Html = None,
     cache: UseCache = True,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import export, quantize
-    from tsopt.cli.saved import check_saved
+    from tsopt.cli.saved import PAGE, check_saved
 
     export.check_frontend(subject)
     places = export.targets(subject.model, ["tsopt"], output)
     check_saved("--report", report, quantize.WRITERS)
+    check_saved("--html", html, PAGE)
     timing = replace(timing, precision=timing.precision or "int8")
-    made = export.run(out, subject, timing, places, threads=threads, cache=cache, report=report, layer_times=True)
+    saved = {"report": report, "page": html}
+    made = export.run(out, subject, timing, places, threads=threads, cache=cache, saved=saved, layer_times=True)
     quantize.show(out, made)
     _check_tried(out, made.stopped)
 
@@ -127,8 +135,9 @@ def profile(
     threads: Threads = None,
     top: Annotated[int, typer.Option("--top", min=1, metavar="N", help="How many layers to show.")] = 20,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Also save all layers as a .json or .md file.")
+        Path | None, typer.Option("-o", "--output", help="Also save all layers as a .json, .md or .html file.")
     ] = None,
+    html: Html = None,
     training: Annotated[
         str | None,
         typer.Option(
@@ -141,13 +150,14 @@ def profile(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import profile
-    from tsopt.cli.saved import check_saved
+    from tsopt.cli.saved import PAGE, check_saved
     from tsopt.runtime.profiling.training import parse_training
 
     profile.check_frontend(subject)
     check_saved("-o", output, profile.WRITERS)
+    check_saved("--html", html, PAGE)
     asked = None if training is None else parse_training(training)
-    profile.run(out, subject, timing, threads=threads, cache=cache, top=top, training=asked, output=output)
+    profile.run(out, subject, timing, threads=threads, cache=cache, top=top, training=asked, outputs=(output, html))
 
 
 @app.command(help="Time eager and every candidate side by side, in each requested setting.")
@@ -170,23 +180,26 @@ def bench(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Also save the table as a .json, .csv or .md file.")
+        Path | None, typer.Option("-o", "--output", help="Also save the table as a .json, .csv, .md or .html file.")
     ] = None,
+    html: Html = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import bench
     from tsopt.cli.export import directories
-    from tsopt.cli.saved import check_saved, save
+    from tsopt.cli.saved import PAGE, check_saved, save
 
     new: list[Path] = []
+    places = [path for path in (output, html) if path is not None]
     settings: dict[str, list[Any]] = {
         "threads": bench.numbers(threads, "--threads"),
         "batch_sizes": bench.numbers(batch_sizes, "--batch-sizes"),
         "devices": bench.words(devices, "--devices"),
     }
     check_saved("-o", output, bench.WRITERS)
+    check_saved("--html", html, PAGE)
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
@@ -197,10 +210,10 @@ def bench(
         given = {name: values for name, values in settings.items() if values}
         options |= load_data(timing)
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
-        if output is not None:
-            with directories([output]) as new:
-                save(found, output, bench.WRITERS)
-            process.State.written += (str(output),)
+        with directories(places) as new:
+            for path in places:
+                save(found, path, bench.WRITERS)
+                process.State.written += (str(path),)
     report = found.results[0].report
     if len(found.results) == 1 and report is not None:
         out.report(report)
@@ -208,8 +221,8 @@ def bench(
         bench.show(out, found)
     for directory in new:
         out.say(f"created the directory {directory}")
-    if output is not None:
-        out.say(f"saved: {output}")
+    for path in places:
+        out.say(f"saved: {path}")
     _check_tried(out, next((item.report.stopped for item in found.results if item.report and item.report.stopped), ""))
 
 
@@ -239,6 +252,14 @@ def inspect(
         str | None,
         typer.Option("--why", metavar="RULE", help="Show where a rule or pass was applied, where it was not, and why."),
     ] = None,
+    graph: Annotated[
+        Path | None,
+        typer.Option(
+            "--graph",
+            metavar="FILE",
+            help="Also draw the program before and after the passes: .html, .svg, .png or .dot.",
+        ),
+    ] = None,
     debug: Annotated[
         bool,
         typer.Option(
@@ -249,7 +270,14 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     out = process.output(json)
-    with out.progress(Path(subject.model).name) as tell:
+    from tsopt.cli.export import directories
+    from tsopt.cli.saved import save
+
+    if graph is not None:
+        from tsopt.cli.graph import WRITERS, Graphs, check_graph
+
+        check_graph(graph)
+    with directories([graph] if graph is not None else []) as new, out.progress(Path(subject.model).name) as tell:
         from tsopt.cli import inspect
 
         inspect.check_passes(only or ())
@@ -273,6 +301,12 @@ def inspect(
         if why is not None:
             check_name(why, [*names_of(STANDARD), *inspect.names_in(records)])
             reasons = inspect.explain(why, captured, records, subject.level, subject.without or ())
+        if graph is not None:
+            from tsopt.compiler.graph.drawing import drawing_of
+
+            tell(f"draw {graph}")
+            save(Graphs(program.name, drawing_of(program), drawing_of(optimized)), graph, WRITERS)
+            process.State.written += (str(graph),)
     shown = [record for record in records if not only or record.name in only]
     if json:
         out.json(inspect.to_json(captured, optimized, shown, reasons, debugged))
@@ -284,6 +318,10 @@ def inspect(
         inspect.show_debug(out, debugged)
     if reasons is None and debugged is None and not passes:
         inspect.show_texts(out, captured, records, diff=diff, only=only or ())
+    for directory in new:
+        out.say(f"created the directory {directory}")
+    if graph is not None:
+        out.say(f"saved: {graph}")
     if debugged is not None and debugged.findings:
         raise typer.Exit(1)
 

@@ -16,6 +16,7 @@ WRITERS: Writers = {
     ".json": lambda sweep: json.dumps(sweep.to_json(), indent=1) + "\n",
     ".csv": lambda sweep: sweep.to_csv(),
     ".md": lambda sweep: sweep.markdown + "\n",
+    ".html": lambda sweep: sweep.html,
 }
 
 

@@ -12,6 +12,7 @@ from tsopt.cli.model_file import load_data
 from tsopt.cli.model_sources import load_model
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.cli.saved import save
+from tsopt.errors import UsageError
 
 if TYPE_CHECKING:
     from tsopt.cli.saved import Writers
@@ -32,10 +33,10 @@ def run(
         output: where the comparison is also saved.
         given: further options of `tsopt.check`.
     """
+    if output is not None and output.resolve() == baseline.resolve():
+        raise UsageError(f"-o {output} is the baseline", fix="choose another name for the comparison")
     written = [*([baseline] if given["update"] else []), *([output] if output is not None else [])]
     options = race_options(subject, timing) | given
-    if options["max_drop"] is None:
-        del options["max_drop"]
     with directories(written) as new, out.progress(Path(subject.model).name) as tell:
         tell("import torch")
         loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
@@ -43,11 +44,14 @@ def run(
 
         options |= {"trust": subject.trust, "progress": tell} | load_data(timing)
         found = check(loaded.model, loaded.example_input, baseline, **options)
+        process.State.written += (str(baseline),) if given["update"] else ()
         if output is not None:
             save(found, output, WRITERS)
-        process.State.written += tuple(map(str, written))
+            process.State.written += (str(output),)
     out.json(found.to_json())
     out.say(found.text)
+    if not found.ok:
+        out.warn(found.sentence)
     for directory in new:
         out.say(f"created the directory {directory}")
     for path in written:

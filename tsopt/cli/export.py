@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tsopt.cli import process
@@ -39,22 +40,22 @@ def run(
     threads: int | None,
     cache: bool,
     opset: int | None = None,
-    report: Path | None = None,
+    saved: Mapping[str, Path | None] = MappingProxyType({}),
     layer_times: bool = False,
 ) -> Report:
     """Optimizes a model, writes the winner, and shows the report.
 
     Args:
         places: the path for each format.
-        report: where the report is also saved.
+        saved: where the report is also saved, by what it is called there.
         layer_times: time each layer in float32 and in int8, if int8 wins.
     """
     from tsopt.cli.quantize import WRITERS
     from tsopt.cli.saved import save
 
     options = race_options(subject, timing)
-    saved = {"report": report} if report is not None else {}
-    with directories([*places.values(), *saved.values()]) as new, out.progress(Path(subject.model).name) as tell:
+    reports = {kind: path for kind, path in saved.items() if path is not None}
+    with directories([*places.values(), *reports.values()]) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
         fast = optimized_as_one_graph(out, subject, timing, options)
         if layer_times and "int8" in fast.report.winner_key:
@@ -64,10 +65,10 @@ def run(
             tell(f"write {path}")
             write(fast, kind, path, opset)
             process.State.written += (str(path),)
-        for path in saved.values():
+        for path in reports.values():
             save(fast.report, path, WRITERS)
             process.State.written += (str(path),)
-    made = fast.report.with_files((kind, str(path)) for kind, path in (places | saved).items())
+    made = fast.report.with_files((kind, str(path)) for kind, path in (places | reports).items())
     out.report(made)
     for directory in new:
         out.say(f"created the directory {directory}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -198,6 +199,9 @@ BestSoFar = Annotated[
 Isolate = Annotated[bool, typer.Option("--isolate/--no-isolate", help="Run each candidate in a separate process.")]
 UseCache = Annotated[
     bool, typer.Option("--cache/--no-cache", help="Reuse the results of earlier races on this machine.")
+]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Also save a page for a browser, complete in one file.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors.")]

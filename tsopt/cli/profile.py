@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 WRITERS: Writers = {
     ".json": lambda profile: json.dumps(profile.to_json(), indent=1) + "\n",
     ".md": lambda profile: profile.markdown + "\n",
+    ".html": lambda profile: profile.html,
 }
 
 
@@ -37,31 +39,32 @@ def run(
     cache: bool,
     top: int,
     training: tuple[int, int] | None,
-    output: Path | None,
+    outputs: Sequence[Path | None],
 ) -> None:
     """Optimizes a model, times each layer, and shows and saves the result.
 
     Args:
         top: layers to show.
         training: samples and epochs to estimate the time of.
+        outputs: where the profile is also saved.
     """
-    options = race_options(subject, timing)
-    with directories([output] if output is not None else []) as new, out.progress(Path(subject.model).name) as tell:
+    options, places = race_options(subject, timing), [path for path in outputs if path is not None]
+    with directories(places) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
         fast = optimized_as_one_graph(out, subject, timing, options)
         tell("profile")
         found = fast.profile()
         if training is not None:
             found = found.with_training(*training)
-        if output is not None:
-            save(found, output, WRITERS)
-            process.State.written += (str(output),)
+        for path in places:
+            save(found, path, WRITERS)
+            process.State.written += (str(path),)
     _show(out, found, top)
     out.say(f"{fast.report.winner} wins, {fast.report.why}")
     for directory in new:
         out.say(f"created the directory {directory}")
-    if output is not None:
-        out.say(f"saved: {output}")
+    for path in places:
+        out.say(f"saved: {path}")
 
 
 def _show(out: Any, found: Profile, top: int) -> None:

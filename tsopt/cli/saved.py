@@ -9,7 +9,10 @@ from typing import Any
 from tsopt.cli.export import check_place
 from tsopt.errors import UsageError
 
-Writers = Mapping[str, Callable[[Any], str]]  # by suffix
+Writers = Mapping[str, Callable[[Any], str | bytes]]  # by suffix
+
+
+PAGE: Writers = {".html": lambda result: result.html}  # of what `--html` saves
 
 
 def check_saved(option: str, path: Path | None, writers: Writers) -> None:
@@ -26,4 +29,5 @@ def save(result: Any, path: Path, writers: Writers) -> None:
     from tsopt.runtime.bundles.staging import staged
 
     with staged(path, unpack=True) as directory:
-        (directory / path.name).write_text(writers[path.suffix](result))
+        made = writers[path.suffix](result)
+        (directory / path.name).write_bytes(made.encode() if isinstance(made, str) else made)

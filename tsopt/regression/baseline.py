@@ -11,10 +11,15 @@ from typing import Any
 
 from tsopt.errors import UsageError
 from tsopt.runtime.bundles.staging import staged
+from tsopt.runtime.racing.environment import Environment
+from tsopt.runtime.untrusted_text import printable
 
 FORMAT = 1
 MOST_BYTES = 1 << 24  # of a file
 MOST_SESSIONS = 1000
+LONGEST = 400  # characters of a text
+LARGEST = 1e9  # a speed-up, milliseconds, or a score; the smallest speed-up or time is its inverse
+MOST_MACS = 10**18
 CREATE = "create one: `tsopt check MODEL --baseline FILE --update`, or tsopt.check(model, x, FILE, update=True)"
 
 
@@ -25,20 +30,24 @@ class Baseline:
     Attributes:
         winner: the title of the candidate that ran, such as `ONNX Runtime`.
         speedups: how many times as fast as eager it was, in each session.
+        inputs: the types of the inputs; empty if unknown.
         eager_ms: milliseconds of a call in eager mode, the median over sessions; None if unknown.
-        macs: multiply-accumulates of a call; None if unknown.
+        macs: multiply-accumulates of a call in eager mode; None if unknown.
         metric: what `score` is: `cosine`, or the name of the user's function; empty if unknown.
-        machine: where it was measured, with the versions of the packages.
+        machine: CPU, cores and threads; empty if unknown.
+        versions: of the packages.
     """
 
     model: str
     winner: str
     speedups: tuple[float, ...]
+    inputs: str = ""
     eager_ms: float | None = None
     macs: int | None = None
     metric: str = ""
     score: float | None = None
     machine: str = ""
+    versions: str = ""
 
     def save(self, path: str | Path) -> Path:
         """Writes the baseline as JSON; the file is complete or not written at all.
@@ -62,10 +71,9 @@ def read_baseline(path: str | Path) -> Baseline:
     try:
         with place.open("rb") as file:
             text = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise UsageError(
-            "the baseline cannot be read", where=str(place), why=error.strerror or str(error), fix=CREATE
-        ) from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError("the baseline cannot be read", where=printable(str(place)), why=why, fix=CREATE) from error
     try:
         if len(text) > MOST_BYTES:
             raise ValueError(f"the file has more than {MOST_BYTES >> 20} MB")
@@ -73,7 +81,7 @@ def read_baseline(path: str | Path) -> Baseline:
         if not isinstance(data, dict):
             raise ValueError("it is not a JSON object")
         return _of_report(data) if "rows" in data else _of_baseline(data)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         raise UsageError(
             "the file is not a baseline",
             where=str(place),
@@ -82,41 +90,56 @@ def read_baseline(path: str | Path) -> Baseline:
         ) from error
 
 
+def machine_of(found: Environment) -> str:
+    """CPU, cores and threads, in one line."""
+    return ", ".join(filter(None, (found.gpu, found.cpu, f"cores: {found.cores}", f"threads: {found.threads}")))
+
+
+def versions_of(found: Environment) -> str:
+    """`torch 2.13.0, numpy 2.4.6`, for example."""
+    return ", ".join(f"{name} {version}" for name, version in found.versions.items())
+
+
 def _of_baseline(data: Mapping[str, Any]) -> Baseline:
     if data.get("tsopt_baseline") != FORMAT:
         raise ValueError(f"'tsopt_baseline' is not {FORMAT}")
     speedups = data.get("speedups")
     if not isinstance(speedups, list) or not 1 <= len(speedups) <= MOST_SESSIONS:
         raise ValueError(f"'speedups' is not a list of 1 to {MOST_SESSIONS} numbers")
-    texts = {key: _text(data, key) for key in ("model", "winner", "metric", "machine")}
     macs = data.get("macs")
-    if macs is not None and (type(macs) is not int or macs < 0):
-        raise ValueError("'macs' is not a whole number")
-    score = data.get("score")
+    if macs is not None and (type(macs) is not int or not 0 <= macs <= MOST_MACS):
+        raise ValueError("'macs' is not a number of multiply-accumulates")
     return Baseline(
         speedups=tuple(_positive(value, "speedups") for value in speedups),
         eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
         macs=macs,
-        score=None if score is None else _finite(score, "score"),
-        **texts,
+        score=None if data.get("score") is None else _number(data["score"], "score"),
+        **{key: _text(data, key) for key in ("model", "winner", "inputs", "metric", "machine", "versions")},
     )
 
 
 def _of_report(data: Mapping[str, Any]) -> Baseline:
-    rows = data["rows"]
+    rows, found = data["rows"], data.get("environment")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("'rows' is not a list of objects")
     named = {row.get("name"): row for row in rows if isinstance(row.get("name"), str)}
     winner, eager = _text(data, "winner"), named.get("eager", {})
     if winner not in named:
         raise ValueError("it has no row for its winner")
-    found = named[winner].get("speedup")
-    ratio = 1.0 if winner == "eager" else found.get("ratio") if isinstance(found, dict) else None
+    speedup = named[winner].get("speedup")
+    ratio = 1.0 if winner == "eager" else speedup.get("ratio") if isinstance(speedup, dict) else None
+    try:
+        where = Environment(**found) if isinstance(found, dict) else None
+        machine, versions = ("", "") if where is None else (machine_of(where), versions_of(where))
+    except (TypeError, AttributeError) as error:
+        raise ValueError("'environment' is not that of a report") from error
     return Baseline(
         model=_text(data, "model"),
         winner=winner,
         speedups=(_positive(ratio, "speedup"),),
         eager_ms=None if eager.get("p50_ms") is None else _positive(eager["p50_ms"], "p50_ms"),
+        machine=_line(machine),
+        versions=_line(versions),
     )
 
 
@@ -124,16 +147,21 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     value = data.get(key, "")
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is not a text")
-    return value
+    return _line(value)
 
 
-def _finite(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{key!r} is not a finite number")
+def _line(text: str) -> str:
+    """One line of a length that a table can hold."""
+    return " ".join(printable(text).split())[:LONGEST]
+
+
+def _number(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"{key!r} is not a number, or not a plausible one")
     return float(value)
 
 
 def _positive(value: Any, key: str) -> float:
-    if (number := _finite(value, key)) <= 0:
+    if (number := _number(value, key)) < 1 / LARGEST or not math.isfinite(number):
         raise ValueError(f"{key!r} is not positive")
     return number

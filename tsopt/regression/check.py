@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,25 +16,28 @@ from typing import Any
 import torch
 
 from tsopt.api import optimize
-from tsopt.compiler.calls.example import Example, as_example
-from tsopt.compiler.graph.values import flat_inputs
+from tsopt.compiler.calls.example import Example, as_examples
+from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
-from tsopt.regression.baseline import CREATE, Baseline, read_baseline
+from tsopt.regression.baseline import CREATE, Baseline, machine_of, read_baseline, versions_of
 from tsopt.regression.outcome import Check
+from tsopt.regression.score import Score
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.store import load
-from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.checking.criterion import COSINE, check_metric, value_of
-from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, input_sets
-from tsopt.runtime.profiling.work import OpWork
+from tsopt.runtime.checking.criterion import check_metric
+from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
 
 SESSIONS_OF_A_BASELINE = 10
+MAX_DROP = 0.005
 OTHER_STATE = 1.3  # times as long as eager took on the same machine: the machine is in another state
+FOR_A_CANDIDATE = {"seed", "threads"}  # the options of `optimize` that have a meaning beside `candidate`
 
 
 def check(
@@ -42,27 +48,28 @@ def check(
     candidate: Callable[..., Any] | None = None,
     max_slowdown: float = 0.05,
     metric: Callable[[Any], Any] | str | None = None,
-    max_drop: float = 0.005,
+    max_drop: float | None = None,
     compare_seconds: float = 60.0,
     update: bool = False,
     trust: bool = False,
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Check:
-    """Compares the optimized form of a model with a baseline: its speed, measured anew, and its accuracy.
+    """Compares the optimized form of a model with a baseline: its speed, measured anew, its work, and its accuracy.
 
-    Speed is compared as a speed-up over eager, so that a baseline from another machine says something here. Because
-    eager cannot show that the model itself has become larger, multiply-accumulates that it has gained count as time.
-    Sessions of two seconds are added until the slowdown is decided or the time is over.
+    Speed is compared as a speed-up over eager, so that a baseline from another machine can be compared with. Eager does
+    not show that the model itself has become larger, so its multiply-accumulates are compared as well. Sessions of two
+    seconds are added until the slowdown is decided or the time is over.
 
     Args:
         baseline: what `update` wrote; the JSON of a report; or the bundle of the earlier model, which is timed in the
-            same moments and is the safest of the three.
+            same moments.
         candidate: what is compared with eager; by default, what `optimize` returns.
-        max_slowdown: the largest fraction by which a call may take longer.
+        max_slowdown: the largest fraction by which a call may take longer, or have more multiply-accumulates.
         metric: more is better. The name of a built-in one, or a function of what is called like the model; the cosine
             of the outputs with eager's by default.
-        max_drop: how far the metric may be below that of the baseline.
+        max_drop: how far the metric may be below that of the baseline, or of the model where the baseline has none;
+            0.005 by default.
         compare_seconds: time limit for the sessions, of which there are three at least; `seconds` is that of the
             race, as in `optimize`.
         update: write the baseline instead of comparing with it.
@@ -71,56 +78,100 @@ def check(
         options: options of `optimize`.
 
     Raises:
-        UsageError: the baseline cannot be read, or an option is invalid.
+        UsageError: the baseline cannot be read, is that of other inputs, or an option is invalid.
         BundleError: the bundle cannot be opened, or the baseline cannot be written.
         BackendError: what is compared fails on the example.
     """
-    check_metric(metric, max_drop)
-    _check_numbers(max_slowdown, compare_seconds)
-    tell = progress or (lambda text: None)
-    example, seed = as_example(example_input), options.get("seed", 0)
+    tell, examples = progress or (lambda text: None), as_examples(example_input)
+    example, seed = examples[0], options.get("seed", 0)
+    _check_options(max_slowdown, metric, max_drop, compare_seconds, candidate, options)
+    if update and not isinstance(baseline, Baseline) and Path(baseline).is_dir():
+        raise UsageError("the baseline cannot be written: it is a directory", where=str(baseline), fix="name a file")
     then, bundle = (None, None) if update else _opened(baseline, trust)
-    fast = candidate
+    if then is not None and then.inputs not in ("", _inputs(example)):
+        raise UsageError(
+            "the baseline was measured with other inputs",
+            why=f"they were {then.inputs}, and are {_inputs(example)}",
+            fix="pass the same example, or measure a new baseline (--update, update=True)",
+        )
+    fast: Any = candidate
     if fast is None:
-        lossy: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if options.get("precision") else {}
-        fast = optimize(model, example, progress=progress, **lossy, **options)
-    sessions = Sessions(model, example, fast, bundle, seed)
-    macs = _macs(fast, example)
-    work = macs / then.macs if macs and then is not None and then.macs else 1.0
-    end, slowdown = time.monotonic() + compare_seconds, None
+        lossy = options.get("precision") not in (None, FP32)
+        judged: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if lossy else {}
+        fast = optimize(model, example_input, progress=progress, **judged, **options)
+    eager = getattr(fast, "model", model) if candidate is None else model
+    tell("accuracy")
+    state = list(fast.program.state.values()) if isinstance(fast, Optimized) else []
+    score = Score(metric, eager, example, seed, state)
+    scores = score.of(fast), None if bundle is None else score.of(bundle())
+    of_eager = score.of(eager) if then is not None and then.score is None else None
+    sessions = Sessions(eager, example, fast, bundle, seed)
+    slowdown: Slowdown | None = None
     with _threads(options.get("threads")):
+        where = environment()
+        end = time.monotonic() + compare_seconds
         while not _is_enough(sessions, slowdown, max_slowdown, end, update=update):
             tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
             sessions.add()
             if not update:
-                slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups, work)
-    tell("accuracy")
-    score = _Score(metric, model, example, seed)
+                slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups)
     now = Baseline(
         model=_name(model, fast),
         winner=_title(fast),
         speedups=tuple(sessions.speedups),
+        inputs=_inputs(example),
         eager_ms=median(sessions.eager_ms),
-        macs=macs,
+        macs=_macs(eager, example, state),
         metric=score.name,
-        score=score.of(fast),
-        machine=str(environment()),
+        score=scores[0],
+        machine=machine_of(where),
+        versions=versions_of(where),
     )
-    limits: dict[str, Any] = {"max_slowdown": max_slowdown, "max_drop": max_drop}
+    limits: dict[str, Any] = {"max_slowdown": max_slowdown, "max_drop": MAX_DROP if max_drop is None else max_drop}
+    stopped = _stopped(fast)
     if update:
+        if stopped:
+            raise UsageError("no baseline was written, because no candidate could be tried", why=stopped)
         if not isinstance(baseline, Baseline):
             now.save(baseline)
         return Check(now=now, baseline=None, slowdown=None, speed=OK, **limits)
-    if then is None and bundle is not None:
-        found = (now.model, _title(bundle), tuple(sessions.before), now.eager_ms, None, score.name, score.of(bundle))
-        then = Baseline(*found, machine=now.machine)
-    assert then is not None
     assert slowdown is not None
-    speed, remarks = _judged(now, then, slowdown, max_slowdown, paired=bundle is not None)
-    return Check(now=now, baseline=then, slowdown=slowdown, speed=speed, remarks=remarks, **limits)
+    remarks = [f"no candidate could be tried: {stopped}"] if stopped else []
+    if then is None:
+        then = Baseline(
+            model=now.model,
+            winner=_winner_of(Path(str(baseline))),
+            speedups=tuple(sessions.before),
+            metric=score.name,
+            score=scores[1],
+            machine=now.machine,
+        )
+        speed = slowdown.verdict(max_slowdown)
+    else:
+        speed, said = _judged(now, then, slowdown, max_slowdown)
+        remarks += said
+        if of_eager is not None:
+            then = replace(then, metric=score.name, score=of_eager)
+            remarks.append("the baseline has no score: accuracy is compared with that of eager")
+    if then.winner != now.winner:
+        remarks.append(f"{now.winner} runs now; in the baseline it was {then.winner}")
+    if speed == UNDECIDED and not remarks:
+        remarks.append(
+            f"the {len(now.speedups)} sessions differ too much to decide; give them more time (compare_seconds), or a"
+            " quiet machine"
+        )
+    return Check(now=now, baseline=then, slowdown=slowdown, speed=speed, remarks=tuple(remarks), **limits)
 
 
-def _check_numbers(max_slowdown: float, compare_seconds: float) -> None:
+def _check_options(
+    max_slowdown: float,
+    metric: Callable[[Any], Any] | str | None,
+    max_drop: float | None,
+    compare_seconds: float,
+    candidate: Callable[..., Any] | None,
+    options: dict[str, Any],
+) -> None:
+    check_metric(metric, max_drop)
     if not 0 <= max_slowdown < math.inf:
         raise UsageError(
             f"max_slowdown must be 0 or more, got {max_slowdown}", fix="pass a fraction, e.g. 0.05 for 5 %"
@@ -129,18 +180,34 @@ def _check_numbers(max_slowdown: float, compare_seconds: float) -> None:
         raise UsageError(
             f"compare_seconds must be positive and finite, got {compare_seconds}", fix="pass a number greater than 0"
         )
+    useless = sorted(set(options) - FOR_A_CANDIDATE) if candidate is not None else []
+    if useless:
+        raise UsageError(
+            f"{', '.join(useless)} cannot be combined with candidate",
+            why="they are options of optimize, which is not called",
+            fix="leave out one of them",
+        )
+    threads = options.get("threads")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise UsageError(f"threads must be at least 1, got {threads!r}", fix="pass threads=1 or more")
 
 
-def _opened(baseline: str | Path | Baseline, trust: bool) -> tuple[Baseline | None, Executable | None]:
-    """The numbers of a baseline, or its bundle."""
+def _opened(
+    baseline: str | Path | Baseline, trust: bool
+) -> tuple[Baseline | None, Callable[[], Callable[..., Any]] | None]:
+    """The numbers of a baseline, or what opens its bundle."""
     if isinstance(baseline, Baseline):
         return baseline, None
     place = Path(baseline)
-    if not place.is_dir():
+    try:
+        if not place.is_dir():
+            return read_baseline(place), None
+    except ValueError:  # a name that no file can have
         return read_baseline(place), None
     if not (place / MANIFEST).is_file():
         raise UsageError("the baseline is a directory, and not a bundle", where=str(place), fix=CREATE)
-    return None, load(place, trust=trust)
+    load(place, trust=trust)
+    return None, partial(load, place, trust=trust)
 
 
 def _is_enough(sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, end: float, *, update: bool) -> bool:
@@ -153,33 +220,37 @@ def _is_enough(sessions: Sessions, slowdown: Slowdown | None, max_slowdown: floa
     return count >= (SESSIONS_OF_A_BASELINE if update else MOST)
 
 
-def _judged(
-    now: Baseline, then: Baseline, slowdown: Slowdown, limit: float, *, paired: bool
-) -> tuple[str, tuple[str, ...]]:
-    """The verdict on the speed, and what a reader should know beside it."""
+def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> tuple[str, list[str]]:
+    """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
     speed, remarks = slowdown.verdict(limit), []
-    same_machine = then.machine == now.machine
-    if speed == SLOWER and same_machine and not paired and then.eager_ms and now.eager_ms:
+    is_same, is_as_large = then.machine == now.machine, then.macs == now.macs
+    if is_same and is_as_large and then.eager_ms and now.eager_ms:
         times = now.eager_ms / then.eager_ms
-        if not 1 / OTHER_STATE < times < OTHER_STATE and then.macs == now.macs:
+        calls = f"a call in eager mode takes {now.eager_ms:.3g} ms, and took {then.eager_ms:.3g} ms for the baseline"
+        if not 1 / OTHER_STATE < times < OTHER_STATE:
             speed = UNDECIDED
             remarks.append(
-                f"a call in eager mode takes {now.eager_ms:.3g} ms, and took {then.eager_ms:.3g} ms for the baseline:"
-                " this machine is in another state than then. Check again later, or against a bundle, which is timed in"
-                " the same moments"
+                f"{calls}: this machine is in another state than then. Check again later, or against a bundle, which is"
+                " timed in the same moments"
             )
-    if speed == UNDECIDED and not remarks:
-        remarks.append(
-            f"the {len(now.speedups)} sessions differ too much to decide; give them more time (compare_seconds), or a"
-            " quiet machine"
-        )
-    if then.winner and then.winner != now.winner:
-        remarks.append(f"{now.winner} runs now; in the baseline it was {then.winner}")
-    if then.machine and not same_machine:
-        remarks.append(f"the baseline is from another machine or other versions: {then.machine}")
-    if then.metric and then.metric != now.metric:
+        elif speed == SLOWER and (1 + slowdown.estimate) * times <= 1 + limit:
+            speed = UNDECIDED
+            remarks.append(f"{calls}: it is eager that has become faster, and not the optimized model slower")
+    if not then.machine:
+        remarks.append("the baseline does not say on which machine it was measured")
+    elif not is_same:
+        remarks.append(f"the baseline was measured on another machine ({then.machine}); speed-ups carry over roughly")
+    if then.versions not in ("", now.versions):
+        remarks.append(f"the baseline was measured with other versions: {then.versions}")
+    if len(then.speedups) == 1:
+        remarks.append("the baseline is a single session, so its own scatter is not known")
+    if then.model != now.model:
+        remarks.append(f"the baseline is of a model with another name, {then.model}")
+    if then.metric not in ("", now.metric):
         remarks.append(f"accuracy is not compared: the metric of the baseline is {then.metric}")
-    return speed, tuple(remarks)
+    if then.macs is None:
+        remarks.append("multiply-accumulates are not compared: the baseline does not have them")
+    return speed, remarks
 
 
 @contextmanager
@@ -193,35 +264,34 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class _Score:
-    """The metric of what is called like the model."""
-
-    def __init__(self, metric: Callable[[Any], Any] | str | None, model: Any, example: Example, seed: int) -> None:
-        self._metric, self._model = metric or COSINE, model
-        self.name = self._metric if isinstance(self._metric, str) else getattr(self._metric, "__name__", "metric")
-        kinds = ("example", *OF_THE_SAME_SIZE)
-        self._data = [item.example for item in input_sets(example, seed) if item.kind.startswith(kinds)]
-
-    def of(self, called: Callable[..., Any]) -> float:
-        with protected(self._model):
-            return value_of(self._metric, self._model, called, self._data)
+def _macs(model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> int:
+    call = InputSet("example", example).clone()
+    with protected(model, written=state):
+        return macs_of_call(model, *call.args, **call.kwargs)
 
 
-def _macs(fast: Callable[..., Any], example: Example) -> int | None:
-    if not isinstance(fast, Optimized):
-        return None
-    with protected(fast.model, written=fast.program.state.values()):
-        work = OpWork(fast.program, [value.clone() for value in flat_inputs(fast.program, example)])
-    return work.of(list(work)).macs
+def _inputs(example: Example) -> str:
+    """`float32[1, 3, 224, 224]`, for each input."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
 
 
-def _name(model: Callable[..., Any], fast: Callable[..., Any]) -> str:
+def _name(model: Callable[..., Any], fast: Any) -> str:
     report = getattr(fast, "report", None)
     return str(getattr(report, "model", None) or getattr(model, "__name__", type(model).__name__))
 
 
-def _title(called: Callable[..., Any]) -> str:
-    """Who runs: the title of a race's winner, the backend of a bundle, or the name of something of the user's own."""
-    report = getattr(called, "report", None)
-    found = getattr(report, "winner", None) or getattr(called, "backend", None)
-    return str(found or getattr(called, "__name__", type(called).__name__))
+def _title(called: Any) -> str:
+    """The title of a race's winner, or the name of a callable of the user's own."""
+    winner = getattr(getattr(called, "report", None), "winner", None)
+    return str(winner or getattr(called, "__name__", type(called).__name__))
+
+
+def _stopped(fast: Any) -> str:
+    return str(getattr(getattr(fast, "report", None), "stopped", ""))
+
+
+def _winner_of(bundle: Path) -> str:
+    """Which candidate a bundle says it is of."""
+    claims = json.loads((bundle / MANIFEST).read_text()).get("claims", {})
+    return str(claims.get("winner", ""))

@@ -8,11 +8,12 @@ from typing import Any
 
 from tsopt.regression.baseline import Baseline
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown
+from tsopt.runtime.checking.criterion import ROUNDING
 from tsopt.runtime.rendering import markdown_table, text_table
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("", "baseline", "now", "change", "limit", "verdict")
-LESS_ACCURATE = "less accurate"
+LESS_ACCURATE, MORE_WORK = "less accurate", "more work"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +23,9 @@ class Check:
     Attributes:
         baseline, slowdown: None if the baseline was written and not compared with.
         speed: ok, slower or undecided.
-        max_slowdown: the largest slowdown that is accepted, as a fraction.
+        max_slowdown: the largest slowdown that is accepted, as a fraction; of multiply-accumulates as well.
         max_drop: how far the score may be below that of the baseline.
-        remarks: what else has changed, and why the speed is undecided.
+        remarks: what else has changed, what was not compared, and why the speed is undecided.
     """
 
     now: Baseline
@@ -46,13 +47,24 @@ class Check:
     @property
     def accuracy(self) -> str:
         """ok or less accurate; empty if it was not compared."""
-        return "" if self.drop is None else LESS_ACCURATE if self.drop > self.max_drop else OK
+        return "" if self.drop is None else LESS_ACCURATE if self.drop > self.max_drop + ROUNDING else OK
+
+    @property
+    def growth(self) -> float | None:
+        """By which fraction a call has more multiply-accumulates; None if that is not known."""
+        then = self.baseline
+        return None if then is None or not then.macs or self.now.macs is None else self.now.macs / then.macs - 1
+
+    @property
+    def work(self) -> str:
+        """ok or more work; empty if it was not compared."""
+        return "" if self.growth is None else MORE_WORK if self.growth > self.max_slowdown else OK
 
     @property
     def verdict(self) -> str:
-        """ok, slower, less accurate, both of these, or undecided."""
-        found = [item for item in (self.speed, self.accuracy) if item in (SLOWER, LESS_ACCURATE)]
-        return " and ".join(found) or self.speed
+        """ok, undecided, or what is wrong: slower, more work, less accurate."""
+        wrong = [item for item in (self.speed, self.work, self.accuracy) if item in (SLOWER, MORE_WORK, LESS_ACCURATE)]
+        return " and ".join(wrong) or self.speed
 
     @property
     def ok(self) -> bool:
@@ -78,15 +90,13 @@ class Check:
             )
         ]
         if now.macs is not None:
-            before = None if then is None else then.macs
-            change = "" if not before else f"{now.macs / before - 1:+.1%}"
-            rows.append(
-                ("million MACs", "" if before is None else _millions(before), _millions(now.macs), change, "", "")
-            )
+            before = "" if then is None or then.macs is None else _millions(then.macs)
+            change = "" if self.growth is None else f"{self.growth:+.1%}"
+            rows.append(("million MACs", before, _millions(now.macs), change, f"{self.max_slowdown:+.1%}", self.work))
         if now.score is not None:
-            before_score = "" if self.drop is None or then is None else f"{then.score:.6g}"
+            before = "" if self.drop is None or then is None else f"{then.score:.6g}"
             change = "" if self.drop is None else f"{-self.drop:+.3g}"
-            rows.append((now.metric, before_score, f"{now.score:.6g}", change, f"{-self.max_drop:+g}", self.accuracy))
+            rows.append((now.metric, before, f"{now.score:.6g}", change, f"{-self.max_drop:+g}", self.accuracy))
         return rows
 
     @property
@@ -99,7 +109,7 @@ class Check:
     def markdown(self) -> str:
         """The comparison as GitHub markdown, for the summary of a pull request."""
         cells = [tuple(markdown_cell(cell) for cell in row) for row in self.cells()]
-        said = [*self.remarks, f"on {self.now.machine}"]
+        said = [*self.remarks, f"on {self.now.machine}; {self.now.versions}"]
         lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, cells), ""]
         return printable("\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)]))
 
@@ -108,8 +118,10 @@ class Check:
             "verdict": self.verdict,
             "ok": self.ok,
             "speed": self.speed,
+            "work": self.work,
             "accuracy": self.accuracy,
             "slowdown": None if self.slowdown is None else asdict(self.slowdown),
+            "growth": self.growth,
             "max_slowdown": self.max_slowdown,
             "drop": self.drop,
             "max_drop": self.max_drop,

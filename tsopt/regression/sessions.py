@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
+from tsopt.api import compile
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
-from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.backends.backend import compile as compile_by
+from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.race import benchmark
 from tsopt.runtime.racing.speedup import Timing, ratio
 from tsopt.runtime.report import EAGER, Benchmark
+from tsopt.runtime.sandbox.processes import give_back_memory
 
 LEAST = 3  # whatever time is left: fewer do not tell how much they scatter
 FEWEST, MOST = 5, 20  # until the slowdown may be called decided, and at most
 SECONDS = 2.0  # of timing, in each
-NOW, BEFORE = "now", "the baseline"
+NOW, BEFORE = "the optimized model", "the baseline"
 
 
 class Sessions:
@@ -31,9 +35,10 @@ class Sessions:
         longest: seconds that a session took.
 
     Args:
+        model: what eager calls.
         fast: what is checked. What `optimize` returns is compiled anew for each session; anything else is called as it
             is.
-        bundle: the earlier model.
+        bundle: opens the earlier model.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class Sessions:
         model: Callable[..., Any],
         example: Example,
         fast: Callable[..., Any],
-        bundle: Callable[..., Any] | None = None,
+        bundle: Callable[[], Callable[..., Any]] | None = None,
         seed: int = 0,
     ) -> None:
         self._model, self._example, self._fast, self._bundle, self._seed = model, example, fast, bundle, seed
@@ -61,7 +66,7 @@ class Sessions:
             BackendError: what is checked, or the bundle, fails on the example.
         """
         start = time.monotonic()
-        calls = {NOW: _anew(self._fast)} | ({} if self._bundle is None else {BEFORE: self._bundle})
+        calls = {NOW: _anew(self._fast)} | ({} if self._bundle is None else {BEFORE: self._bundle()})
         found = benchmark(self._model, calls, self._example, seconds=SECONDS, seed=self._seed)
         eager, now = _timing(found, EAGER), _timing(found, NOW)
         self.speedups.append(ratio(now, eager))
@@ -70,18 +75,21 @@ class Sessions:
             before = _timing(found, BEFORE)
             self.before.append(ratio(before, eager))
             self.ratios.append(ratio(before, now))
+        calls.clear()
+        gc.collect()  # engines are in cycles, each with a copy of the weights
+        give_back_memory()
         self.longest = max(self.longest, time.monotonic() - start)
 
 
 def _anew(fast: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(fast, Optimized) or fast.executable is None:
         return fast
-    program = fast.program if fast.quantized is None else fast.quantized[1]
-    return compile(program, fast.report.winner_key)
+    key = fast.report.winner_key
+    return compile(fast.program, key) if fast.quantized is None else compile_by(fast.quantized[1], Candidate.parse(key))
 
 
 def _timing(found: Benchmark, name: str) -> Timing:
     row = found.row(name)
-    if row.timing is None or row.timing.error:
-        raise BackendError(f"{name} cannot be timed", why=row.reason)
+    if row.timing is None or not row.timing.is_sound:
+        raise BackendError(f"{name} cannot be timed", why=row.reason or "the clock gave no times")
     return row.timing

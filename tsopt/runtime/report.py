@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from tsopt.compiler.graph.drawing import Drawn
 from tsopt.compiler.rewriting.pass_base import Declined, Done
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.errors import UsageError
@@ -113,6 +114,7 @@ class Report:
         audits: what was found since, in calls.
         quantization: a record for each layer that can run in int8, where int8 was asked for.
         calibration: what was made of the calibration data.
+        graphs: drawings of the program before and after the passes; None where a model is not one program.
     """
 
     model: str
@@ -136,6 +138,7 @@ class Report:
     audits: tuple[str, ...] = ()
     quantization: tuple[LayerRecord, ...] = ()
     calibration: str = ""
+    graphs: tuple[tuple[Drawn, ...], tuple[Drawn, ...]] | None = field(default=None, repr=False, compare=False)
 
     def row(self, name: str) -> Row:
         """The row with a title, such as `ONNX Runtime`."""
@@ -238,13 +241,13 @@ class Report:
 
     @property
     def html(self) -> str:
-        """The report as one HTML page, which loads nothing and runs nothing."""
-        from tsopt.runtime.report_page import page
+        """The report as one HTML page, which loads nothing."""
+        from tsopt.runtime.page.report import page
 
         return page(self)
 
     def _repr_html_(self) -> str:
-        from tsopt.runtime.report_page import in_notebook
+        from tsopt.runtime.page.report import in_notebook
 
         return in_notebook(self)
 

@@ -195,3 +195,26 @@ def test_json_has_every_layer(made):
     assert [item["layer"] for item in found["layers"]] == ["block", "head", "stem.0"]
     assert found["layers"][0]["kernels"] == {"torch": ["aten.conv2d"], "engine": ["fused"]}
     assert found["call_ms"] == {"torch": 6.0, "engine": 4.0}
+
+
+def test_charts_have_a_point_for_each_layer_and_the_limit_of_the_machine(made):
+    limits = Limits(macs=1e11, moved=((1 << 14, 1e11), (1 << 26, 1e10)))
+    wall, roof = replace(made, limits=limits).charts
+    assert [series.name for series in wall.series] == list(made.engines)
+    timed = [layer for layer in made.layers if made.engines[0] in layer.ms]
+    assert len(wall.series[0].points) == len(timed)
+    megabytes, ms, said = wall.series[0].points[0]
+    assert megabytes == timed[0].work.bytes / 1e6
+    assert ms == timed[0].ms[made.engines[0]]
+    assert said.startswith(f"{timed[0].layer} ({timed[0].op}) in {made.engines[0]}: ")
+    limit = roof.series[-1]
+    assert limit.is_line
+    below, ridge, above = limit.points
+    assert ridge[:2] == (10.0, 100.0)
+    assert below[1] < 100.0 == above[1]
+    assert replace(made, limits=None).charts[1].series[-1].name == made.engines[-1]
+
+
+def test_a_profile_is_a_page(made):
+    assert made.model in made.html
+    assert "iframe" in made._repr_html_()

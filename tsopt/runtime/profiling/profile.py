@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -10,6 +11,9 @@ from torch import fx
 
 from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.errors import UsageError
+from tsopt.runtime.page.chart import Chart, Series
+from tsopt.runtime.page.document import framed
+from tsopt.runtime.page.table import page_of
 from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.training import TrainingEstimate
@@ -159,6 +163,37 @@ class Profile:
             [printable(f"### {self.model}"), "", *markdown_table(self.header, self.cells()), *self.remarks]
         )
 
+    @property
+    def charts(self) -> list[Chart]:
+        """The memory wall, and the roofline: both over the layers, for each engine."""
+        times: list[Series] = []
+        rates: list[Series] = []
+        for engine in self.engines:
+            timed = [item for item in self.layers if engine in item.ms]
+            wall = ((item.work.bytes / 1e6, item.ms[engine], _told(item, engine)) for item in timed)
+            roof = (
+                (item.work.intensity or 0.0, item.work.macs / 1e6 / (item.ms[engine] or math.inf), _told(item, engine))
+                for item in timed
+            )
+            times.append(Series(engine, tuple(wall)))
+            rates.append(Series(engine, tuple(roof)))
+        if self.limits is not None:
+            rates.append(_roof(self.limits, [item.work.intensity or 0.0 for item in self.layers]))
+        return [
+            Chart("Time over working set", "MB read and written", "ms of a call", tuple(times)),
+            Chart("Roofline", "multiply-accumulates per byte", "GMAC/s", tuple(rates)),
+        ]
+
+    @property
+    def html(self) -> str:
+        """The profile as one HTML page with charts, which loads nothing."""
+        last = self.engines[-1]
+        said = f"A call takes {milliseconds(self.calls[last])} ms in {last} while its profiler is on."
+        return page_of(self.model, said, self.charts, self.header, self.cells(), self.remarks)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html, "tsopt profile")
+
     def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -258,6 +293,20 @@ def profile_of(
     elsewhere = {engine: max(calls[engine] - known[engine], 0.0) for engine in timed}
     whole = Work() if work is None else work.of(list(work))
     return Profile(model, tuple(timed), tuple(layers), elsewhere, calls, whole, limits, batch, tuple(notes))
+
+
+def _told(layer: LayerTime, engine: str) -> str:
+    return f"{layer.layer} ({layer.op}) in {engine}: {milliseconds(layer.ms[engine])} ms"
+
+
+def _roof(limits: Limits, intensities: Sequence[float]) -> Series:
+    """What no layer exceeds whose working set does not fit into a cache."""
+    known = [value for value in intensities if value > 0]
+    bandwidth = limits.moved[-1][1]
+    ridge = limits.macs / bandwidth
+    places = sorted({min([*known, ridge]) / 2, ridge, 2 * max([*known, ridge])})
+    rates = ((place, min(limits.macs, place * bandwidth) / 1e9) for place in places)
+    return Series("limit of this machine", tuple((x, y, f"at most {y:.4g} GMAC/s") for x, y in rates), is_line=True)
 
 
 def _millions(count: int) -> str:

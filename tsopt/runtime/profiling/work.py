@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,14 @@ class OpWork:
         weights = sum(size for source, size in read.items() if source.op == "get_attr")
         written = sum(self._ops[node].writes for node in own if self._readers.get(node, set()) - own)
         return Work(sum(op.macs for op in made), sum(read.values()) - weights, weights, written)
+
+
+def macs_of_call(model: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+    """Multiply-accumulates of a call in eager mode, by torch's FlopCounterMode."""
+    counter = FlopCounterMode(display=False, custom_mapping=MISSING)
+    with torch.no_grad(), counter:
+        model(*args, **kwargs)
+    return counter.get_total_flops() // 2
 
 
 class _Counted(fx.Interpreter):

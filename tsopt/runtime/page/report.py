@@ -1,28 +1,21 @@
-"""A report as one HTML page: complete in itself, without scripts, and safe whatever a model's names hold.
-
-The page loads nothing: its Content-Security-Policy allows one style sheet, which is part of it. Everything that comes
-from the model is escaped.
-"""
+"""A report as one page: the verdict, the race as a chart, the program, the passes, and where the time went."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tsopt.runtime.layer_table import layer_table
+from tsopt.runtime.page.document import framed, render
+from tsopt.runtime.page.graph import SCRIPTS, as_data
 from tsopt.runtime.rendering import amount, arrow, is_busy, milliseconds, ranked, said_of, tail
-from tsopt.runtime.untrusted_text import printable
 
 if TYPE_CHECKING:
     from tsopt.compiler.rewriting.pipeline import PassRecord
     from tsopt.runtime.report import Report, Row
 
-TEMPLATE, STYLE = "report_page.html.jinja", "report_page.css"
-WIDE = 600  # pixels of the page in a notebook
+TEMPLATE = "report.html.jinja"
 SHORT = 0.05  # seconds: stages that take less are not shown
 
 
@@ -71,53 +64,25 @@ class Stage:
 
 def page(report: Report) -> str:
     """The page of a report."""
-    style = _style()
-    return str(
-        _environment()
-        .get_template(TEMPLATE)
-        .render(
-            report=report,
-            style=style,
-            digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
-            verdict=_verdict(report),
-            bars=list(_bars(report)),
-            steps=list(_steps([record for record in report.passes if is_busy(record)])),
-            stages=list(_stages(report.stages)),
-            seconds=sum(seconds for _, seconds in report.stages),
-            layers=layer_table(report.quantization) if report.quantization else None,
-            remarks=list(tail(report, stages=False)),  # the page has a chart of them
-            again=_again(report),
-        )
+    return render(
+        TEMPLATE,
+        SCRIPTS if report.graphs else (),
+        report=report,
+        graphs=as_data(*report.graphs) if report.graphs else "",
+        verdict=_verdict(report),
+        bars=list(_bars(report)),
+        steps=list(_steps([record for record in report.passes if is_busy(record)])),
+        stages=list(_stages(report.stages)),
+        seconds=sum(seconds for _, seconds in report.stages),
+        layers=layer_table(report.quantization) if report.quantization else None,
+        remarks=list(tail(report, stages=False)),  # the page has a chart of them
+        again=_again(report),
     )
 
 
 def in_notebook(report: Report) -> str:
-    """The page in a frame of its own, for the output of a cell in a notebook."""
-    source = _environment().from_string(
-        '<iframe sandbox="" title="tsopt report" width="100%" height="{{ height }}" srcdoc="{{ page }}"></iframe>'
-    )
-    return str(source.render(page=page(report), height=WIDE))
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    made = Environment(
-        loader=PackageLoader("tsopt", "runtime"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: printable(value) if type(value) is str else value,
-    )
-    return made
-
-
-@cache
-def _style() -> str:
-    found: str = _environment().loader.get_source(_environment(), STYLE)[0]
-    return found
+    """The page for the output of a cell in a notebook."""
+    return framed(page(report), "tsopt report")
 
 
 def _verdict(report: Report) -> str:

@@ -1,0 +1,159 @@
+"""The pages in a real browser: no message on the console, every control does what it says, accessible.
+
+Skipped where Chromium is missing (`apt install chromium`), or Playwright.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.runtime.page.test_report import HOSTILE
+from tests.runtime.reports import FULL, record
+from tsopt.compiler.graph.drawing import Drawn, drawing_of
+from tsopt.runtime.page.graph import page_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="the pages were not opened: Playwright is missing")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is missing")
+expect = playwright.expect
+if CHROMIUM is None:
+    pytest.skip("the pages were not opened: Chromium is missing", allow_module_level=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.conv(x)) + x)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as running:
+        opened = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def report():
+    model = nn.Sequential(*(Block() for _ in range(12))).eval()
+    program = tsopt.capture(model, torch.ones(1, 4, 8, 8))
+    graphs = drawing_of(program), drawing_of(tsopt.transform(program))
+    return replace(FULL, graphs=graphs, passes=(record("fuse", "conv_batch_norm"),), stages=(("capture", 1.0),))
+
+
+@pytest.fixture
+def opened(browser, tmp_path: Path):
+    """Opens a page; whatever a browser says on its console fails the test."""
+    said: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+
+    def show(text: str, **media):
+        (tmp_path / "page.html").write_text(text)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if not request.url.startswith("file:") else None)
+        page.emulate_media(**media)
+        page.goto((tmp_path / "page.html").as_uri())
+        return page
+
+    yield show
+    context.close()
+    assert said == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_is_accessible(opened, report, scheme):
+    page = opened(report.html, color_scheme=scheme)
+    found = axe.Axe().run(page).response["violations"]
+    assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == []
+
+
+def test_every_control_does_what_it_says(opened, report):
+    page = opened(report.html)
+    before, after = page.locator("figure.graph").all()
+    values = before.locator(".thing:not(.frame)")
+    shown = values.count()
+    before.get_by_role("button", name="fold all").click()
+    assert 0 < values.count() < shown
+    before.get_by_role("button", name="unfold, before").click()
+    assert values.count() == len(report.graphs[0])
+    width = float(before.locator("svg").get_attribute("width"))
+    before.get_by_role("button", name="larger").click()
+    assert float(before.locator("svg").get_attribute("width")) == pytest.approx(1.25 * width)
+    before.get_by_role("button", name="smaller").click()
+    assert float(before.locator("svg").get_attribute("width")) == pytest.approx(width)
+    before.get_by_role("button", name="fit").click()
+    assert after.locator(".made").count() > 0
+    assert before.locator(".gone").count() > 0
+
+
+def test_a_module_is_unfolded_and_folded_by_keys_and_keeps_the_focus(opened, report):
+    page = opened(report.html)
+    figure = page.locator("figure.graph").first
+    figure.get_by_role("button", name="fold all").click()
+    values = figure.locator(".thing:not(.frame)")
+    folded = values.count()
+    figure.locator(".module").first.focus()
+    page.keyboard.press("Enter")
+    assert values.count() > folded
+    assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
+    page.keyboard.press(" ")
+    assert values.count() == folded
+
+
+def test_a_value_tells_where_it_comes_from(opened, report):
+    page = opened(report.html)
+    after = page.locator("figure.graph").last
+    after.locator(".made").first.click()
+    text = after.locator(".details").inner_text()
+    assert "conv_batch_norm" in text
+    assert "test_in_browser.py" in text
+    assert "f32[1, 4, 8, 8]" in text
+
+
+def test_what_is_looked_for_is_found_wherever_it_is_folded(opened, report):
+    page = opened(report.html)
+    page.get_by_role("button", name="fold all, before").click()
+    page.get_by_label("Find").fill("batch_norm")
+    expect(page.locator("#found")).to_have_text("12 before the passes, 12 after them")
+    assert page.locator("figure.graph").first.locator(".match:not(.frame)").count() == 12
+    page.get_by_label("Find").fill("")
+    expect(page.locator("#found")).to_have_text("")
+    assert page.locator(".match").count() == 0
+
+
+def test_hostile_names_are_shown_and_not_run(opened):
+    hostile = (Drawn(HOSTILE, HOSTILE, HOSTILE, HOSTILE + ".a", (HOSTILE,), HOSTILE, (HOSTILE,), ()), Drawn("b", "b"))
+    page = opened(page_of(HOSTILE, hostile, hostile))
+    page.locator(".thing").nth(1).click()
+    assert page.locator("figure.graph .thing").count() == 4
+    assert "<script>alert(1)" in page.locator(".details").first.inner_text()
+
+
+def test_five_thousand_values_are_shown_folded_within_two_seconds(opened):
+    drawing = [Drawn("x", "input")]
+    for number in range(5000):
+        module = f"stage{number // 500}.block{number // 25}.layer{number // 5}"
+        drawing.append(Drawn(f"value_{number}", "aten.add", "f32[1]", module, reads=(number,)))
+    text = page_of("large", drawing, drawing)
+    assert len(text) < 4e6
+    page = opened(text)
+    assert 0 < page.locator("figure.graph").first.locator(".thing").count() <= 60
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(opened, report):
+    page = opened(report.html)
+    page.set_viewport_size({"width": 375, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375

@@ -1,0 +1,1 @@
+"""Pages for a browser: complete in themselves, and safe whatever a model's names hold."""
