@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -82,10 +83,15 @@ def _interval(shift: float, parts: Sequence[_Part]) -> Slowdown:
     # Welch and Satterthwaite's degrees of freedom.
     terms = sum(part.variance**2 / part.freedom for part in parts)
     freedom = variance**2 / terms if terms else float(sum(part.freedom for part in parts))
-    drawn = np.random.default_rng(0).standard_t(freedom, DRAWN)
-    quantile = float(np.quantile(drawn, (1 + CONFIDENCE) / 2))
-    reach = quantile * math.sqrt(variance + BETWEEN_CHECKS**2)
+    reach = _quantile(round(freedom, 1)) * math.sqrt(variance + BETWEEN_CHECKS**2)
     return Slowdown(*(math.expm1(min(value, 100.0)) for value in (shift, shift - reach, shift + reach)))
+
+
+@cache
+def _quantile(freedom: float) -> float:
+    """Of Student's t; drawn, because it has no closed form."""
+    drawn = np.random.default_rng(0).standard_t(freedom, DRAWN)
+    return float(np.quantile(drawn, (1 + CONFIDENCE) / 2))
 
 
 def _logarithms(values: Sequence[float]) -> np.ndarray:
