@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt import quantization
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain, UsageError
@@ -186,6 +189,31 @@ def test_progress_says_what_is_done():
     assert "quantize: observe 4 of 4" in said
     assert "quantize: measure 2 of 2" in said
     assert said[-1] == "quantize: 3 of 3 layers"
+
+
+def test_the_weights_of_one_trial_are_gone_when_the_next_one_begins(monkeypatch):
+    trials: list[weakref.ref] = []
+    alive: list[int] = []
+
+    def simulated(program):
+        alive.append(sum(weight() is not None for weight in trials))
+        made = original(program)
+        trials.extend(
+            weakref.ref(weight) for name, weight in (made.weights | program.weights).items() if "int8" in name
+        )
+        return made
+
+    original = quantization.simulated
+    monkeypatch.setattr(quantization, "simulated", simulated)
+    monkeypatch.setattr(quantization, "WORTH_FREEING", 0)
+    gc.disable()  # what it would find in the meantime is a matter of chance
+    try:
+        quantized(hard(), rows(1)[0], calibration=rows(16))
+    finally:
+        gc.enable()
+    assert len(alive) > 1
+    assert trials
+    assert set(alive) == {0}
 
 
 def test_the_model_is_left_as_it_was():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -40,6 +41,7 @@ from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_
 from tsopt.runtime.checking.custom_ops import made_up
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 from tsopt.runtime.layer_table import LayerRecord
+from tsopt.runtime.sandbox.processes import give_back_memory
 
 log = logging.getLogger("tsopt")
 Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
@@ -47,6 +49,7 @@ LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
 TRIED = 8  # calls that each choice of layers is tried on
 JUDGED = 16  # calls that candidates are judged by
+WORTH_FREEING = 1 << 24  # bytes of weights: a collection takes a tenth of a second
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
 
 
@@ -323,13 +326,15 @@ class _Quantizer:
         """
         calls = [flat_inputs(self.program, call) for call in self.data.observed[:MEASURED]]
         with called_on_data(IndexError):
-            return losses_with_effects(
+            found = losses_with_effects(
                 *(self.program, layers, calls),
                 rounding=rounding,
                 largest=self.largest,
                 corrected=corrected,
                 progress=self._telling("measure"),
             )
+        _give_back(self.program)
+        return found
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
@@ -356,8 +361,10 @@ class _Quantizer:
         def is_accepted(kept: int) -> bool:
             nonlocal said
             self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
-            made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
-            judgement = self.criterion.judge(compile(simulated(made), "eager", share_weights=True))
+            trial = simulated(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0])
+            judgement = self.criterion.judge(compile(trial, "eager", share_weights=True))
+            del trial
+            _give_back(self.program)
             if expected is not None:
                 expected.correct(kept, judgement.error)
             if not judgement.ok or judgement.loss > SAFE * judgement.limit:
@@ -379,6 +386,13 @@ class _Quantizer:
             kept=kept,
             output_sqnr=None if loss is None or not loss.effect else -10 * math.log10(loss.effect),
         )
+
+
+def _give_back(program: Program) -> None:
+    """Frees the weights of a trial, which are in reference cycles, and what the allocator has kept of them."""
+    if sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING:
+        gc.collect()
+        give_back_memory()
 
 
 def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedError | None:

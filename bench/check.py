@@ -1,0 +1,127 @@
+"""Does `tsopt check` find a slowdown of 10 %, and is it quiet where nothing has changed?
+
+Usage: python -m bench.check [MODEL ...] [--idle]; writes bench/results/check.{json,md}. Beside a process that keeps a
+core busy half of the time, unless `--idle` is given. Each check is a fresh process, and compares with one baseline of
+its model. A slowdown is seeded by what spins for a tenth of the time that a call of the engine has taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tsopt
+from bench.choice import busy
+from bench.models import MODELS
+from bench.process import in_own_process
+from tsopt.regression import sessions
+from tsopt.runtime.racing.environment import environment
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = ("mlp", "resnet18")
+SAME, SLOWER = 25, 10  # checks of each model
+SEEDED = 0.1
+PLACE = "TSOPT_BENCH_BASELINE"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--idle", action="store_true")
+    asked = parser.parse_args()
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place, contextlib.nullcontext() if asked.idle else busy():
+        for name in asked.models or NAMES:
+            os.environ[PLACE] = str(Path(place) / f"{name}.json")
+            in_own_process("bench.check:measured", name)
+            rows[name] = {
+                "same": [in_own_process("bench.check:same", name) for _ in range(SAME)],
+                "slower": [in_own_process("bench.check:slower", name) for _ in range(SLOWER)],
+            }
+            print(*line(name, rows[name]), sep="\n", flush=True)
+            out = {"environment": environment().to_json(), "busy": not asked.idle, "models": rows}
+            (RESULTS / "check.json").write_text(json.dumps(out, indent=1) + "\n")
+            (RESULTS / "check.md").write_text("\n".join(page(rows, not asked.idle)) + "\n")
+
+
+def measured(name: str) -> None:
+    model, example = MODELS[name].load()
+    tsopt.check(model, example, os.environ[PLACE], update=True)
+
+
+def same(name: str) -> dict[str, Any]:
+    model, example = MODELS[name].load()
+    start = time.perf_counter()
+    found = tsopt.check(model, example, os.environ[PLACE])
+    assert found.slowdown is not None
+    return {
+        "verdict": found.verdict,
+        "slowdown": found.slowdown.estimate,
+        "sessions": len(found.now.speedups),
+        "seconds": time.perf_counter() - start,
+        "remarks": list(found.remarks),
+    }
+
+
+def slower(name: str) -> dict[str, Any]:
+    opened = sessions._anew
+    sessions._anew = lambda fast: slowed(opened(fast))
+    return same(name)
+
+
+def slowed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        end = start + (1 + SEEDED) * (time.perf_counter() - start)
+        while time.perf_counter() < end:
+            pass
+        return result
+
+    return run
+
+
+def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
+    beside = "beside a process that keeps a core busy half of the time" if is_busy else "on an idle machine"
+    return [
+        f"On {environment()}; {beside}.",
+        "",
+        "| model | checks | ok | undecided | slower | median slowdown | its deviation | median sessions | median s |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *(text for name, row in rows.items() for text in line(name, row)),
+        "",
+        f"- slower by {SEEDED:.0%}: what is compared spins for a tenth of the time of each call",
+        "- the limit is 5 %; each check is compared with one baseline of its model",
+    ]
+
+
+def line(name: str, row: dict[str, Any]) -> list[str]:
+    lines = []
+    for kind, title in (("same", name), ("slower", f"{name}, slower by {SEEDED:.0%}")):
+        checks = row[kind]
+        verdicts = Counter(item["verdict"] for item in checks)
+        slowdowns = [item["slowdown"] for item in checks]
+        cells = (
+            title,
+            *map(str, (len(checks), verdicts["ok"], verdicts["undecided"], verdicts["slower"])),
+            f"{np.median(slowdowns):+.1%}",
+            f"{np.std(slowdowns):.1%}",
+            f"{np.median([item['sessions'] for item in checks]):.0f}",
+            f"{np.median([item['seconds'] for item in checks]):.0f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
