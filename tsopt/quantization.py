@@ -297,6 +297,7 @@ class _Quantizer:
         if kept == len(order):
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
         made, _ = run(self.program, (pass_with(kept),), Limits(Numerics.LOSSY))
+        _give_back(self.program)
         return made, records
 
     def _smooth(self) -> None:
@@ -361,7 +362,11 @@ class _Quantizer:
         def is_accepted(kept: int) -> bool:
             nonlocal said
             self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
-            trial = simulated(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0])
+            made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
+            _give_back(self.program)
+            trial = simulated(made)
+            del made
+            _give_back(self.program)
             judgement = self.criterion.judge(compile(trial, "eager", share_weights=True))
             del trial
             _give_back(self.program)
@@ -389,7 +394,7 @@ class _Quantizer:
 
 
 def _give_back(program: Program) -> None:
-    """Frees the weights of a trial, which are in reference cycles, and what the allocator has kept of them."""
+    """Frees the weights of a trial, which are in reference cycles, and what the allocator has kept of other copies."""
     if sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING:
         gc.collect()
         give_back_memory()
