@@ -23,7 +23,7 @@ demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime 
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
 test: lint types ## lint, type check, and all tests except the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=25 --durations-min=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -rs --durations=25 --durations-min=2
 
 slow: $(READY) ## the slow tests, which `make test` skips
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow

@@ -39,6 +39,14 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def torch_threads():
+    """Sets torch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that torch.compile keeps from another test, or for the next one."""
     torch._dynamo.reset()

@@ -47,6 +47,7 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     assert net.x == 4, "the buffers that a call writes are those of the model"
 
 
+@pytest.mark.slow
 def test_weights_that_change_meanwhile_or_later_are_used():
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)

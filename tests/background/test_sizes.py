@@ -27,6 +27,7 @@ def test_calls_that_differ_in_their_sizes_get_one_program_for_all(monkeypatch):
         torch.testing.assert_close(net(rows_of(rows)), found)
 
 
+@pytest.mark.slow
 def test_a_call_that_the_program_for_its_sizes_refuses_is_left_to_the_model():
     net = tsopt.hybridize(Net().eval(), **QUICK)
     for rows in (4, 9):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tsopt.regression import sessions
+from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.racing.race import with_timing
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
@@ -21,12 +22,21 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     Args:
         scatter: times that little, for what is called `now`.
         error: what `now` fails with.
+        meeting: microseconds that threads take to meet.
 
     Returns:
         What was timed in each session.
     """
 
-    def told(*, now: float, eager: float = 10.0, before: float = 5.0, scatter: float = 1.0, error: str = ""):
+    def told(
+        *,
+        now: float,
+        eager: float = 10.0,
+        before: float = 5.0,
+        scatter: float = 1.0,
+        error: str = "",
+        meeting: float | None = 12.0,
+    ):
         timed: list[list[str]] = []
 
         def benchmark(model, calls, example, **_):
@@ -40,6 +50,9 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
             return Benchmark(tuple(with_timing(row, timings[row.name], timings[EAGER]) for row in rows))
 
         monkeypatch.setattr(sessions, "benchmark", benchmark)
+        monkeypatch.setattr(sessions, "rest", lambda: None)
+        monkeypatch.setattr(Meeting, "__init__", lambda self: None)
+        monkeypatch.setattr(Meeting, "microseconds", lambda self: meeting)
         monkeypatch.setattr(sessions.gc, "collect", lambda: 0)  # takes longer than all else here
         return timed
 

@@ -13,7 +13,7 @@ from tsopt.errors import BundleError, UsageError
 from tsopt.regression.baseline import Baseline, machine_of, read_baseline, versions_of
 from tsopt.runtime.report import MODEL
 
-BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 12, "cosine", 1.0, "a machine", "torch 2")
+BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, "cosine", 1.0, "a machine", "torch 2")
 
 
 def test_what_is_written_is_what_is_read(tmp_path):

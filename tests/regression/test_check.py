@@ -97,6 +97,15 @@ def test_the_same_machine_in_another_state_leaves_it_undecided(model, baseline, 
     assert "takes 20 ms, and took 10 ms for the baseline" in found.remarks[0]
 
 
+def test_threads_that_take_longer_to_meet_leave_it_undecided(model, baseline, paces):
+    paces(now=6.5, meeting=22.0)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert found.verdict == "undecided"
+    assert "threads take 22 us to meet, and took 12 us for the baseline" in found.remarks[0]
+    paces(now=6.5, meeting=None)
+    assert tsopt.check(model, X, baseline, **OPTIONS).verdict == "slower"
+
+
 def test_a_slowdown_by_which_only_eager_gained_is_none(model, baseline, paces):
     paces(now=5.0, eager=8.5)
     found = tsopt.check(model, X, baseline, **OPTIONS)

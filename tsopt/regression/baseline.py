@@ -32,6 +32,7 @@ class Baseline:
         speedups: how many times as fast as eager it was, in each session.
         inputs: the types of the inputs; empty if unknown.
         eager_ms: milliseconds of a call in eager mode, the median over sessions; None if unknown.
+        meeting_us: microseconds that threads took to meet, the median over sessions; None if unknown.
         macs: multiply-accumulates of a call in eager mode; None if unknown.
         metric: what `score` is: `cosine`, or the name of the user's function; empty if unknown.
         machine: CPU, cores and threads; empty if unknown.
@@ -43,6 +44,7 @@ class Baseline:
     speedups: tuple[float, ...]
     inputs: str = ""
     eager_ms: float | None = None
+    meeting_us: float | None = None
     macs: int | None = None
     metric: str = ""
     score: float | None = None
@@ -112,6 +114,7 @@ def _of_baseline(data: Mapping[str, Any]) -> Baseline:
     return Baseline(
         speedups=tuple(_positive(value, "speedups") for value in speedups),
         eager_ms=None if data.get("eager_ms") is None else _positive(data["eager_ms"], "eager_ms"),
+        meeting_us=None if data.get("meeting_us") is None else _positive(data["meeting_us"], "meeting_us"),
         macs=macs,
         score=None if data.get("score") is None else _number(data["score"], "score"),
         **{key: _text(data, key) for key in ("model", "winner", "inputs", "metric", "machine", "versions")},

@@ -36,7 +36,7 @@ from tsopt.runtime.racing.environment import environment
 
 SESSIONS_OF_A_BASELINE = 10
 MAX_DROP = 0.005
-OTHER_STATE = 1.3  # times as long as eager took on the same machine: the machine is in another state
+OTHER_STATE = 1.3  # times as long as eager took, or threads to meet, on the same machine: it is in another state
 FOR_A_CANDIDATE = {"seed", "threads"}  # the options of `optimize` that have a meaning beside `candidate`
 
 
@@ -106,21 +106,16 @@ def check(
     scores = score.of(fast), None if bundle is None else score.of(bundle())
     of_eager = score.of(eager) if then is not None and then.score is None else None
     sessions = Sessions(eager, example, fast, bundle, seed)
-    slowdown: Slowdown | None = None
     with _threads(options.get("threads")):
         where = environment()
-        end = time.monotonic() + compare_seconds
-        while not _is_enough(sessions, slowdown, max_slowdown, end, update=update):
-            tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
-            sessions.add()
-            if not update:
-                slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups)
+        slowdown = _run(sessions, then, max_slowdown, compare_seconds, tell, update=update)
     now = Baseline(
         model=_name(model, fast),
         winner=_title(fast),
         speedups=tuple(sessions.speedups),
         inputs=_inputs(example),
         eager_ms=median(sessions.eager_ms),
+        meeting_us=median(sessions.meetings) if sessions.meetings else None,
         macs=_macs(eager, example, state),
         metric=score.name,
         score=scores[0],
@@ -150,17 +145,36 @@ def check(
     else:
         speed, said = _judged(now, then, slowdown, max_slowdown)
         remarks += said
-        if of_eager is not None:
-            then = replace(then, metric=score.name, score=of_eager)
-            remarks.append("the baseline has no score: accuracy is compared with that of eager")
+    if of_eager is not None:
+        then = replace(then, metric=score.name, score=of_eager)
+        remarks.append("the baseline has no score: accuracy is compared with that of eager")
     if then.winner != now.winner:
         remarks.append(f"{now.winner} runs now; in the baseline it was {then.winner}")
-    if speed == UNDECIDED and not remarks:
+    if slowdown.verdict(max_slowdown) == UNDECIDED:
         remarks.append(
             f"the {len(now.speedups)} sessions differ too much to decide; give them more time (compare_seconds), or a"
             " quiet machine"
         )
     return Check(now=now, baseline=then, slowdown=slowdown, speed=speed, remarks=tuple(remarks), **limits)
+
+
+def _run(
+    sessions: Sessions,
+    then: Baseline | None,
+    max_slowdown: float,
+    compare_seconds: float,
+    tell: Callable[[str], None],
+    *,
+    update: bool,
+) -> Slowdown | None:
+    """Adds sessions until the slowdown is decided or the time is over; for an update, as many as a baseline has."""
+    end, slowdown = time.monotonic() + compare_seconds, None
+    while not _is_enough(sessions, slowdown, max_slowdown, end, update=update):
+        tell(f"session {len(sessions) + 1}" + ("" if slowdown is None else f", {slowdown}"))
+        sessions.add()
+        if not update:
+            slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups)
+    return slowdown
 
 
 def _check_options(
@@ -224,15 +238,19 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
     """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
     speed, remarks = slowdown.verdict(limit), []
     is_same, is_as_large = then.machine == now.machine, then.macs == now.macs
+    again = "check again later, or against a bundle, which is timed in the same moments"
+    if is_same and then.meeting_us and now.meeting_us and _is_another(now.meeting_us / then.meeting_us):
+        speed = UNDECIDED
+        remarks.append(
+            f"threads take {now.meeting_us:.3g} us to meet, and took {then.meeting_us:.3g} us for the baseline: this"
+            f" machine is in another state than then; {again}"
+        )
     if is_same and is_as_large and then.eager_ms and now.eager_ms:
         times = now.eager_ms / then.eager_ms
         calls = f"a call in eager mode takes {now.eager_ms:.3g} ms, and took {then.eager_ms:.3g} ms for the baseline"
-        if not 1 / OTHER_STATE < times < OTHER_STATE:
+        if _is_another(times):
             speed = UNDECIDED
-            remarks.append(
-                f"{calls}: this machine is in another state than then. Check again later, or against a bundle, which is"
-                " timed in the same moments"
-            )
+            remarks.append(f"{calls}: this machine is in another state than then; {again}")
         elif speed == SLOWER and (1 + slowdown.estimate) * times <= 1 + limit:
             speed = UNDECIDED
             remarks.append(f"{calls}: it is eager that has become faster, and not the optimized model slower")
@@ -251,6 +269,10 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
     if then.macs is None:
         remarks.append("multiply-accumulates are not compared: the baseline does not have them")
     return speed, remarks
+
+
+def _is_another(times: float) -> bool:
+    return not 1 / OTHER_STATE < times < OTHER_STATE
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from typing import Any
 from tsopt.api import compile
 from tsopt.compiler.calls.example import Example
 from tsopt.errors import BackendError
+from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.race import benchmark
 from tsopt.runtime.racing.speedup import Timing, ratio
+from tsopt.runtime.racing.timing import rest
 from tsopt.runtime.report import EAGER, Benchmark
 from tsopt.runtime.sandbox.processes import give_back_memory
 
@@ -32,6 +34,7 @@ class Sessions:
         before: of the baseline's bundle, over eager; empty without one.
         ratios: how many times as long calls take as in that bundle.
         eager_ms: milliseconds of a call in eager mode.
+        meetings: microseconds that threads take to meet, if that is known.
         longest: seconds that a session took.
 
     Args:
@@ -54,6 +57,8 @@ class Sessions:
         self.before: list[float] = []
         self.ratios: list[float] = []
         self.eager_ms: list[float] = []
+        self.meetings: list[float] = []
+        self._meeting = Meeting()
         self.longest = 0.0
 
     def __len__(self) -> int:
@@ -76,6 +81,9 @@ class Sessions:
             self.before.append(ratio(before, eager))
             self.ratios.append(ratio(before, now))
         calls.clear()
+        rest()
+        if (meeting := self._meeting.microseconds()) is not None:
+            self.meetings.append(meeting)
         gc.collect()  # engines are in cycles, each with a copy of the weights
         give_back_memory()
         self.longest = max(self.longest, time.monotonic() - start)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.runtime.helpers import candidates
 from tests.runtime.racing.helpers import Behaviour
@@ -70,11 +69,3 @@ def run_race(faulty_backend, mlp, mlp_input, mlp_program):
         )
 
     return go
-
-
-@pytest.fixture
-def torch_threads():
-    """Sets torch's number of threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
