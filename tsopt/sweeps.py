@@ -135,7 +135,8 @@ class Sweep:
         rows = [_cells(record, True) for record in self.records()]
         remarks = [*self.reasons, "* winner in its setting", *self.machine]
         title = next((result.report.model for result in self.results if result.report is not None), "sweep")
-        return page_of(title, f"Fastest: {', '.join(wins)}.", self.charts, COLUMNS, rows, remarks)
+        said = f"Fastest: {', '.join(wins)}." if wins else "The model ran in none of these settings."
+        return page_of(title, said, self.charts, COLUMNS, rows, remarks)
 
     def _repr_html_(self) -> str:
         return framed(self.html, "tsopt sweep")

@@ -97,6 +97,29 @@ def test_the_same_machine_in_another_state_leaves_it_undecided(model, baseline, 
     assert "takes 20 ms, and took 10 ms for the baseline" in found.remarks[0]
 
 
+def test_many_inputs_and_a_name_with_spaces_are_the_same_after_reading(paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    original = module.environment
+    monkeypatch.setattr(module, "environment", lambda: replace(original(), cpu="Xeon(R) CPU     X5650"))
+
+    class Sum(nn.Module):
+        def forward(self, *xs):
+            return torch.stack(xs).sum(0)
+
+    many = tuple(torch.ones(1, 2) for _ in range(60))
+    tsopt.check(Sum().eval(), many, tmp_path / "b.json", update=True, **OPTIONS)
+    found = tsopt.check(Sum().eval(), many, tmp_path / "b.json", **OPTIONS)
+    assert found.verdict == "ok"
+    assert not [remark for remark in found.remarks if "machine" in remark]
+
+
+def test_eager_that_has_become_faster_is_seen_beside_a_report_too(model, baseline, paces):
+    paces(now=5.0, eager=8.5)
+    then = replace(module.read_baseline(baseline), macs=None, meeting_us=None)
+    assert tsopt.check(model, X, then, **OPTIONS).verdict == "undecided"
+
+
 def test_threads_that_take_longer_to_meet_leave_it_undecided(model, baseline, paces):
     paces(now=6.5, meeting=22.0)
     found = tsopt.check(model, X, baseline, **OPTIONS)
@@ -221,6 +244,7 @@ def test_threads_are_those_that_were_asked_for(model, baseline, paces, monkeypat
     monkeypatch.setattr(
         sessions, "benchmark", lambda *args, **k: (seen.append(torch.get_num_threads()), original(*args, **k))[1]
     )
+    monkeypatch.setattr(sessions, "Meeting", lambda: seen.append(torch.get_num_threads()))
     before = torch.get_num_threads()
     tsopt.check(model, X, baseline, threads=1, **OPTIONS)
     assert set(seen) == {1}
@@ -263,7 +287,10 @@ def test_a_race_that_this_machine_stopped_makes_no_baseline(model, baseline, pac
     with pytest.raises(UsageError, match="no baseline was written"):
         tsopt.check(model, X, tmp_path / "new.json", update=True, **OPTIONS)
     assert not (tmp_path / "new.json").exists()
-    assert "no candidate could be tried: out of memory" in tsopt.check(model, X, baseline, **OPTIONS).remarks
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    assert (found.verdict, found.ok) == ("no candidate could be tried", False)
+    assert "out of memory" in found.text
+    assert "out of memory" in found.markdown
 
 
 def test_a_reader_is_told_what_else_has_changed_and_what_was_not_compared(model, baseline, paces):

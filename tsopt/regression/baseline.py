@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -94,12 +95,20 @@ def read_baseline(path: str | Path) -> Baseline:
 
 def machine_of(found: Environment) -> str:
     """CPU, cores and threads, in one line."""
-    return ", ".join(filter(None, (found.gpu, found.cpu, f"cores: {found.cores}", f"threads: {found.threads}")))
+    return line(", ".join(filter(None, (found.gpu, found.cpu, f"cores: {found.cores}", f"threads: {found.threads}"))))
 
 
 def versions_of(found: Environment) -> str:
     """`torch 2.13.0, numpy 2.4.6`, for example."""
-    return ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    return line(", ".join(f"{name} {version}" for name, version in found.versions.items()))
+
+
+def line(text: str) -> str:
+    """A text as a file keeps it: one line, of a length that a table can hold; a longer one ends with its digest."""
+    found = " ".join(printable(text).split())
+    if len(found) <= LONGEST:
+        return found
+    return f"{found[: LONGEST - 20]}... {hashlib.sha256(found.encode()).hexdigest()[:16]}"
 
 
 def _of_baseline(data: Mapping[str, Any]) -> Baseline:
@@ -141,8 +150,8 @@ def _of_report(data: Mapping[str, Any]) -> Baseline:
         winner=winner,
         speedups=(_positive(ratio, "speedup"),),
         eager_ms=None if eager.get("p50_ms") is None else _positive(eager["p50_ms"], "p50_ms"),
-        machine=_line(machine),
-        versions=_line(versions),
+        machine=machine,
+        versions=versions,
     )
 
 
@@ -150,12 +159,7 @@ def _text(data: Mapping[str, Any], key: str) -> str:
     value = data.get(key, "")
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is not a text")
-    return _line(value)
-
-
-def _line(text: str) -> str:
-    """One line of a length that a table can hold."""
-    return " ".join(printable(text).split())[:LONGEST]
+    return line(value)
 
 
 def _number(value: Any, key: str) -> float:

@@ -21,7 +21,7 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
-from tsopt.regression.baseline import CREATE, Baseline, machine_of, read_baseline, versions_of
+from tsopt.regression.baseline import CREATE, Baseline, line, machine_of, read_baseline, versions_of
 from tsopt.regression.outcome import Check
 from tsopt.regression.score import Score
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
@@ -105,9 +105,8 @@ def check(
     score = Score(metric, eager, example, seed, state)
     scores = score.of(fast), None if bundle is None else score.of(bundle())
     of_eager = score.of(eager) if then is not None and then.score is None else None
-    sessions = Sessions(eager, example, fast, bundle, seed)
     with _threads(options.get("threads")):
-        where = environment()
+        sessions, where = Sessions(eager, example, fast, bundle, seed), environment()
         slowdown = _run(sessions, then, max_slowdown, compare_seconds, tell, update=update)
     now = Baseline(
         model=_name(model, fast),
@@ -131,7 +130,7 @@ def check(
             now.save(baseline)
         return Check(now=now, baseline=None, slowdown=None, speed=OK, **limits)
     assert slowdown is not None
-    remarks = [f"no candidate could be tried: {stopped}"] if stopped else []
+    remarks: list[str] = []
     if then is None:
         then = Baseline(
             model=now.model,
@@ -155,7 +154,9 @@ def check(
             f"the {len(now.speedups)} sessions differ too much to decide; give them more time (compare_seconds), or a"
             " quiet machine"
         )
-    return Check(now=now, baseline=then, slowdown=slowdown, speed=speed, remarks=tuple(remarks), **limits)
+    return Check(
+        now=now, baseline=then, slowdown=slowdown, speed=speed, remarks=tuple(remarks), stopped=stopped, **limits
+    )
 
 
 def _run(
@@ -237,7 +238,7 @@ def _is_enough(sessions: Sessions, slowdown: Slowdown | None, max_slowdown: floa
 def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> tuple[str, list[str]]:
     """The verdict on the speed by a yardstick, and what a reader should know of the yardstick."""
     speed, remarks = slowdown.verdict(limit), []
-    is_same, is_as_large = then.machine == now.machine, then.macs == now.macs
+    is_same, is_as_large = then.machine == now.machine, then.macs in (None, now.macs)
     again = "check again later, or against a bundle, which is timed in the same moments"
     if is_same and then.meeting_us and now.meeting_us and _is_another(now.meeting_us / then.meeting_us):
         speed = UNDECIDED
@@ -295,18 +296,18 @@ def _macs(model: Callable[..., Any], example: Example, state: list[torch.Tensor]
 def _inputs(example: Example) -> str:
     """`float32[1, 3, 224, 224]`, for each input."""
     leaves, _ = flatten((example.args, example.kwargs))
-    return ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves)
+    return line(", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves))
 
 
 def _name(model: Callable[..., Any], fast: Any) -> str:
     report = getattr(fast, "report", None)
-    return str(getattr(report, "model", None) or getattr(model, "__name__", type(model).__name__))
+    return line(str(getattr(report, "model", None) or getattr(model, "__name__", type(model).__name__)))
 
 
 def _title(called: Any) -> str:
     """The title of a race's winner, or the name of a callable of the user's own."""
     winner = getattr(getattr(called, "report", None), "winner", None)
-    return str(winner or getattr(called, "__name__", type(called).__name__))
+    return line(str(winner or getattr(called, "__name__", type(called).__name__)))
 
 
 def _stopped(fast: Any) -> str:
@@ -316,4 +317,4 @@ def _stopped(fast: Any) -> str:
 def _winner_of(bundle: Path) -> str:
     """Which candidate a bundle says it is of."""
     claims = json.loads((bundle / MANIFEST).read_text()).get("claims", {})
-    return str(claims.get("winner", ""))
+    return line(str(claims.get("winner", "")))

@@ -13,7 +13,7 @@ from tsopt.runtime.rendering import markdown_table, text_table
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("", "baseline", "now", "change", "limit", "verdict")
-LESS_ACCURATE, MORE_WORK = "less accurate", "more work"
+LESS_ACCURATE, MORE_WORK, NOT_TRIED = "less accurate", "more work", "no candidate could be tried"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Check:
         max_slowdown: the largest slowdown that is accepted, as a fraction; of multiply-accumulates as well.
         max_drop: how far the score may be below that of the baseline.
         remarks: what else has changed, what was not compared, and why the speed is undecided.
+        stopped: why this machine could try no candidate; empty if it could.
     """
 
     now: Baseline
@@ -35,6 +36,7 @@ class Check:
     max_slowdown: float
     max_drop: float
     remarks: tuple[str, ...] = ()
+    stopped: str = ""
 
     @property
     def drop(self) -> float | None:
@@ -62,7 +64,9 @@ class Check:
 
     @property
     def verdict(self) -> str:
-        """ok, undecided, or what is wrong: slower, more work, less accurate."""
+        """ok, undecided, or what is wrong: slower, more work, less accurate, or that no candidate could be tried."""
+        if self.stopped:
+            return NOT_TRIED
         wrong = [item for item in (self.speed, self.work, self.accuracy) if item in (SLOWER, MORE_WORK, LESS_ACCURATE)]
         return " and ".join(wrong) or self.speed
 
@@ -102,14 +106,15 @@ class Check:
     @property
     def text(self) -> str:
         """The comparison for a terminal."""
+        said = [*filter(None, [self.stopped]), *self.remarks]
         table = text_table(COLUMNS, self.cells())
-        return printable("\n".join([self.sentence, "", *table, *(["", *self.remarks] if self.remarks else [])]))
+        return printable("\n".join([self.sentence, "", *table, *(["", *said] if said else [])]))
 
     @property
     def markdown(self) -> str:
         """The comparison as GitHub markdown, for the summary of a pull request."""
         cells = [tuple(markdown_cell(cell) for cell in row) for row in self.cells()]
-        said = [*self.remarks, f"on {self.now.machine}; {self.now.versions}"]
+        said = [*filter(None, [self.stopped]), *self.remarks, f"on {self.now.machine}; {self.now.versions}"]
         lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, cells), ""]
         return printable("\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)]))
 
@@ -126,6 +131,7 @@ class Check:
             "drop": self.drop,
             "max_drop": self.max_drop,
             "remarks": list(self.remarks),
+            "stopped": self.stopped,
             "now": asdict(self.now),
             "baseline": None if self.baseline is None else asdict(self.baseline),
         }

@@ -9,6 +9,7 @@ from typing import Any
 
 from tsopt.api import compile
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.errors import BackendError
 from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.backends.backend import compile as compile_by
@@ -58,7 +59,7 @@ class Sessions:
         self.ratios: list[float] = []
         self.eager_ms: list[float] = []
         self.meetings: list[float] = []
-        self._meeting = Meeting()
+        self._meeting = None if is_on_gpu(example) else Meeting()
         self.longest = 0.0
 
     def __len__(self) -> int:
@@ -82,7 +83,8 @@ class Sessions:
             self.ratios.append(ratio(before, now))
         calls.clear()
         rest()
-        if (meeting := self._meeting.microseconds()) is not None:
+        meeting = None if self._meeting is None else self._meeting.microseconds()
+        if meeting is not None:
             self.meetings.append(meeting)
         gc.collect()  # engines are in cycles, each with a copy of the weights
         give_back_memory()

@@ -17,7 +17,9 @@ import tsopt
 from tests.runtime.page.test_report import HOSTILE
 from tests.runtime.reports import FULL, record
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
+from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.graph import page_of
+from tsopt.runtime.page.table import page_of as table_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 playwright = pytest.importorskip("playwright.sync_api", reason="the pages were not opened: Playwright is missing")
@@ -151,6 +153,56 @@ def test_five_thousand_values_are_shown_folded_within_two_seconds(opened):
     assert len(text) < 4e6
     page = opened(text)
     assert 0 < page.locator("figure.graph").first.locator(".thing").count() <= 60
+
+
+@pytest.mark.parametrize("module", ["", "layers.{}", "{}", "layers.{}.inner"])
+def test_many_of_a_kind_are_shown_in_groups(opened, module):
+    drawing = [
+        Drawn("x", "input"),
+        *(Drawn(f"v{i}", "aten.add", "f32[1]", module.format(i // 2), reads=(i,)) for i in range(2000)),
+    ]
+    page = opened(page_of("wide", drawing, drawing))
+    figure = page.locator("figure.graph").first
+    things = figure.locator(".thing:not(.frame)")
+    assert 0 < things.count() <= 62
+    figure.locator(".module").first.click()
+    assert things.count() <= 124
+    page.get_by_label("Find").fill("v1234")
+    expect(page.locator("#found")).to_have_text("1 before the passes, 1 after them")
+    assert figure.locator(".match:not(.frame)").count() == 1
+
+
+def test_a_table_is_sorted_by_numbers_or_by_names(opened):
+    rows = [("2.conv", "1,024", "-"), ("10.conv", "9.5", "3"), ("1.conv", "80", "x")]
+    page = opened(table_page("net", "", [], ("layer", "ms", "mixed"), rows, []))
+
+    def column(number: int) -> list[str]:
+        return page.locator(f"tbody td:nth-child({number})").all_inner_texts()
+
+    page.get_by_role("button", name="layer").click()
+    assert column(1) == ["1.conv", "2.conv", "10.conv"]
+    assert page.locator("th").first.get_attribute("aria-sort") == "ascending"
+    page.get_by_role("button", name="ms").click()
+    assert column(2) == ["1,024", "80", "9.5"]
+    assert page.locator("th").nth(1).get_attribute("aria-sort") == "descending"
+    page.get_by_role("button", name="ms").click()
+    assert column(2) == ["9.5", "80", "1,024"]
+    page.get_by_label("Find").fill("10.")
+    assert page.locator("tbody tr:visible").count() == 1
+    assert page.locator("#rows").inner_text() == "1 of 3 rows"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_charts_are_drawn_and_accessible(opened, scheme):
+    series = tuple(Series(f"engine {n}", ((1.0, 2.0 + n, "one"), (8.0, 9.0, "eight")), n % 2 == 0) for n in range(10))
+    page = opened(table_page("net", "", [Chart("A", "x", "y", series)], ("a",), [("1",)], ["b"]), color_scheme=scheme)
+    assert page.get_by_role("img", name="A: y over x").count() == 1
+    found = axe.Axe().run(page).response["violations"]
+    assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == []
+    box = page.locator("canvas").bounding_box()
+    page.mouse.move(box["x"] + 75, box["y"] + 200)
+    page.set_viewport_size({"width": 375, "height": 700})
+    expect(page.locator("canvas")).to_be_visible()
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(opened, report):

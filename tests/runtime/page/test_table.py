@@ -29,8 +29,8 @@ def test_the_page_has_the_table_the_charts_and_the_remarks():
         "y": "ms",
         "series": [{"name": "eager", "points": [[1, 2.0, "one"], [8, 9.0, "eight"]], "line": True}],
     }
-    (holder,) = [item for item in found.of("div") if item.get("role") == "img"]
-    assert holder["aria-label"] == "Latency: ms over batch size. The numbers are in the table."
+    (holder,) = [item for item in found.of("div") if item.get("class") == "plot"]
+    assert holder["data-label"] == "Latency: ms over batch size. The numbers are in the table."
 
 
 def test_what_a_logarithmic_axis_cannot_show_is_left_out():

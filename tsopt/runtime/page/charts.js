@@ -58,6 +58,9 @@ function drawChart(figure, chart) {
       }],
     },
   }, [points.map(({ x }) => x), ...columns], holder);
+  const canvas = holder.querySelector("canvas");
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", holder.dataset.label);
   new ResizeObserver(() => plot.setSize({ width: holder.clientWidth, height: CHART_HEIGHT })).observe(holder);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
 }

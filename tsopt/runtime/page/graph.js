@@ -60,6 +60,23 @@ function treeOf(values) {
   return root;
 }
 
+// Where a module holds very many things of a kind, they are put into modules of their own, and these into others.
+function grouped(place, things, put, keep) {
+  if (things.length <= IN_A_MODULE) return keep(things);
+  const size = Math.max(IN_A_MODULE, Math.ceil(things.length / IN_A_MODULE));
+  const kind = things[0] instanceof Module ? "modules" : "values";
+  const groups = [];
+  for (let start = 0; start < things.length; start += size) {
+    const part = things.slice(start, start + size);
+    const path = `${place.path} ${kind} ${start + 1}\u2013${start + part.length}`.trim();
+    const group = new Module(path, place);
+    put(group, part);
+    settle(group);
+    groups.push(group);
+  }
+  for (const group of groups) place.modules.set(group.path, group);
+}
+
 function settle(place) {
   for (const [part, module] of place.modules) {
     settle(module);
@@ -70,18 +87,12 @@ function settle(place) {
       else place.values.push(only);
     }
   }
-  if (place.values.length > IN_A_MODULE) {
-    const values = place.values.splice(0);
-    // Groups of groups, where there are very many.
-    const size = Math.max(IN_A_MODULE, Math.ceil(values.length / IN_A_MODULE));
-    for (let start = 0; start < values.length; start += size) {
-      const part = values.slice(start, start + size);
-      const group = new Module(`${place.path} ${start + 1}\u2013${start + part.length}`.trim(), place);
-      group.values = part;
-      settle(group);
-      place.modules.set(group.path, group);
-    }
-  }
+  grouped(place, place.values.splice(0), (group, part) => group.values.push(...part),
+    (values) => place.values.push(...values));
+  const modules = [...place.modules.values()];
+  place.modules.clear();
+  grouped(place, modules, (group, part) => part.forEach((module) => group.modules.set(module.path, module)),
+    (kept) => kept.forEach((module) => place.modules.set(module.path, module)));
   for (const child of place.children) child.parent = place;
   place.size = place.values.length + [...place.modules.values()].reduce((sum, module) => sum + module.size, 0);
 }

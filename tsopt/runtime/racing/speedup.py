@@ -123,8 +123,8 @@ def ratio(candidate: Timing, baseline: Timing) -> float:
 def fastest_first(timings: Mapping[Name, Timing]) -> list[Name]:
     """The names, in the order of their worst `ratio` over any of the others (Simpson and Kramer's rule of voting).
 
-    Who is faster than each of the others in the rounds that they share comes first. The gain over the baseline gives
-    no such order: it contains the baseline's noise, and who left early may have met the baseline in its slow moments.
+    A candidate that beats each of the others in the rounds that they share comes first. The gain over the baseline
+    gives no such order: it contains the baseline's noise, and one that left early may have met it in its slow moments.
     """
 
     def worst(name: Name) -> float:

@@ -133,14 +133,7 @@ def measure(
                 out(name)
         names = left_in
         settled = rounds >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
-        open_ones = names[1:]
-        if until_decided:  # nobody waits for what is known of the others
-            open_ones = fastest_first({name: lanes[name].timing for name in open_ones})[:1]
-        if (
-            settled
-            or now > last
-            or (now > end and not _any_undecided([lanes[name] for name in open_ones], lanes[baseline]))
-        ):
+        if settled or now > last or (now > end and not _any_undecided(lanes, names, only_the_fastest=until_decided)):
             break
     return {name: lane.timing for name, lane in lanes.items()}
 
@@ -231,5 +224,10 @@ def _scatters(samples: Sequence[float]) -> bool:
     return bool(high - low > SCATTER * middle)
 
 
-def _any_undecided(lanes: Sequence[_Lane], baseline: _Lane) -> bool:
-    return any(speedup(lane.timing, baseline.timing).verdict == UNDECIDED for lane in lanes)
+def _any_undecided(lanes: Mapping[str, _Lane], names: Sequence[str], *, only_the_fastest: bool) -> bool:
+    """Whether the speed-up over the first, the baseline, is undecided for one of the others."""
+    baseline, *others = names
+    if only_the_fastest:  # what is known of the others is enough
+        others = fastest_first({name: lanes[name].timing for name in others})[:1]
+    base = lanes[baseline].timing
+    return any(speedup(lanes[name].timing, base).verdict == UNDECIDED for name in others)
