@@ -23,8 +23,8 @@ MOST_DRAWN = 3000  # values in a picture: Graphviz takes minutes for more
 BY_RULE = ("#b3e2cd", "#fdcdac", "#cbd5e8", "#f4cae4", "#e6f5c9", "#fff2ae", "#f1e2cc")
 OTHER, GONE_FILL = "#dddddd", "#fbb4ae"
 INSTALL = (
-    "pip install 'torch-tsopt[graph]', and the program `dot` from https://graphviz.org; or write a .html file,"
-    " which needs neither"
+    "pip install graphviz, and install the program `dot` from https://graphviz.org; or write a .html file, which needs"
+    " neither"
 )
 
 
