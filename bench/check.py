@@ -44,14 +44,15 @@ def main() -> None:
         for name in asked.models or NAMES:
             os.environ[PLACE] = str(Path(place) / f"{name}.json")
             in_own_process("bench.check:measured", name)
-            rows[name] = {
-                "same": [in_own_process("bench.check:same", name) for _ in range(SAME)],
-                "slower": [in_own_process("bench.check:slower", name) for _ in range(SLOWER)],
-            }
+            rows[name] = {"same": [], "slower": []}
+            for number in range(SAME):  # both kinds in turn: a run may be ended early
+                kinds = ("same", "slower") if number < SLOWER else ("same",)
+                for kind in kinds:
+                    rows[name][kind].append(in_own_process(f"bench.check:{kind}", name))
+                out = {"environment": environment().to_json(), "busy": not asked.idle, "models": rows}
+                (RESULTS / "check.json").write_text(json.dumps(out, indent=1) + "\n")
+                (RESULTS / "check.md").write_text("\n".join(page(rows, not asked.idle)) + "\n")
             print(*line(name, rows[name]), sep="\n", flush=True)
-            out = {"environment": environment().to_json(), "busy": not asked.idle, "models": rows}
-            (RESULTS / "check.json").write_text(json.dumps(out, indent=1) + "\n")
-            (RESULTS / "check.md").write_text("\n".join(page(rows, not asked.idle)) + "\n")
 
 
 def measured(name: str) -> None:
