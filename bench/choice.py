@@ -7,8 +7,8 @@ The regret of a race is how many times as long the chosen candidate takes as the
 engines in a process of their own, interleaved, compared with each other round by round. 0 % is the best choice; a
 choice that is slower than eager would be a broken promise. One oracle runs before the race and one after it, beside the
 same load, because a shared machine changes its speed for minutes at a time, and one thread, which loses to two now,
-wins then. Where the two do not agree about the engines in question, whoever was chosen, all three are repeated: the
-machine has changed in between, which says nothing about the race.
+wins then. If the two disagree about engines that are close to the best, the race and both oracles are repeated,
+whatever was chosen: the machine has changed in the meantime, and its oracles cannot judge the race.
 """
 
 from __future__ import annotations

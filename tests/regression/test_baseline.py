@@ -1,4 +1,4 @@
-"""The file of a baseline: what is written is what is read, and what is no baseline is refused."""
+"""Baseline files: they are read as they were written, and other files are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_report_that_eager_won_is_a_baseline_too(tmp_path):
         ({"tsopt_baseline": 2}, "'tsopt_baseline' is not 1"),
     ],
 )
-def test_what_is_no_baseline_is_refused(tmp_path, text, said):
+def test_other_files_are_refused(tmp_path, text, said):
     place = BASELINE.save(tmp_path / "b.json")
     place.write_text(text if isinstance(text, str) else json.dumps(json.loads(place.read_text()) | text))
     with pytest.raises(UsageError, match="the file is not a baseline") as caught:

@@ -1,4 +1,4 @@
-"""`tsopt.check`: measures an optimized model anew, and compares it with a baseline."""
+"""`tsopt.check`: measures an optimized model again and compares it with a baseline."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Check:
-    """Compares the optimized form of a model with a baseline: its speed, measured anew, its work, and its accuracy.
+    """Compares the speed, work and accuracy of an optimized model with a baseline. Speed is measured again.
 
     Speed is compared as a speed-up over eager, so that a baseline from another machine can be compared with. Eager does
     not show that the model itself has become larger, so its multiply-accumulates are compared as well. Sessions of two
@@ -226,7 +226,7 @@ def _opened(
 
 
 def _is_enough(sessions: Sessions, slowdown: Slowdown | None, max_slowdown: float, end: float, *, update: bool) -> bool:
-    """Whether more sessions would say nothing, or there is no time for one more."""
+    """Whether the slowdown is decided, or no time is left for another session."""
     count = len(sessions)
     if count >= LEAST and time.monotonic() + sessions.longest > end:
         return True

@@ -72,7 +72,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no regression. One that noise leaves undecided does not count."""
+        """Whether no regression was found. An undecided slowdown does not count as one."""
         return self.verdict in (OK, UNDECIDED)
 
     @property

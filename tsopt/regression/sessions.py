@@ -1,4 +1,4 @@
-"""Sessions: the optimized model is opened anew, and timed beside eager and, if there is one, a baseline's bundle."""
+"""Sessions: each recompiles the optimized model and times it alternately with eager and with the baseline's bundle."""
 
 from __future__ import annotations
 
