@@ -56,7 +56,7 @@ class Graph(TorchDispatchMode):
 
 
 def imitate(monkeypatch) -> SimpleNamespace:
-    """Puts the imitation in the place of torch.cuda; what is returned can be changed."""
+    """Replaces torch.cuda with the imitation, and returns it so that a test can change it."""
     made = SimpleNamespace(
         Stream=Stream,
         Event=Event,

@@ -1,6 +1,6 @@
 """The pages in a real browser: no message on the console, every control does what it says, accessible.
 
-Skipped where Chromium is missing (`apt install chromium`), or Playwright.
+Skipped where Chromium is not installed (`apt install chromium`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from axe_playwright_python import sync_playwright as axe
+from playwright import sync_api as playwright
 from torch import nn
 
 import tsopt
@@ -22,11 +24,9 @@ from tsopt.runtime.page.graph import page_of
 from tsopt.runtime.page.table import page_of as table_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api", reason="the pages were not opened: Playwright is missing")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is missing")
 expect = playwright.expect
 if CHROMIUM is None:
-    pytest.skip("the pages were not opened: Chromium is missing", allow_module_level=True)
+    pytest.skip("the pages were not opened: Chromium is not installed", allow_module_level=True)
 
 
 class Block(nn.Module):
