@@ -58,7 +58,21 @@ def test_the_candidates_take_turns_in_an_order_that_rotates_and_turns_round(cloc
     measure({n: clock.taking(25e-3, log, n) for n in "abc"}, INPUTS, seconds=1e-9)
     timed = [name for name, *_ in log][3 * 6 :]
     rounds = ["".join(timed[i : i + 6 : 2]) for i in range(0, len(timed), 6)]
-    assert rounds == ["abc", "acb", "cab", "cba", "bca", "bac", "abc"]
+    assert rounds == ["abc", "cba", "bca", "acb", "cab", "bac", "abc"]
+
+
+def test_of_two_candidates_each_is_the_first_in_every_other_round(clock):
+    log: list = []
+    measure({n: clock.taking(25e-3, log, n) for n in "ab"}, INPUTS, seconds=1e-9)
+    timed = [name for name, *_ in log][2 * 6 :]
+    assert "".join(timed[::2]) == "abbaabbaabbaab"
+
+
+def test_a_candidate_that_is_next_again_is_not_left_to_rest(clock, monkeypatch):
+    rests: list = []
+    monkeypatch.setattr(tournament, "rest", lambda: rests.append(clock.now))
+    measure({"a": clock.taking(6e-3), "b": clock.taking(6e-3)}, INPUTS, seconds=1e-9)
+    assert len(rests) == 1 + 7  # before the first round, and within each round; none between rounds
 
 
 def test_every_round_takes_the_next_input_so_that_a_cache_gains_nothing(clock):

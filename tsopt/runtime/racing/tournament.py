@@ -68,9 +68,9 @@ def measure(
 ) -> dict[str, Timing]:
     """Times callables side by side.
 
-    In every round each of them is called untimed for a moment, then timed, then left until its threads are at rest; on
-    the inputs in turn (a candidate that remembers its last answer gains nothing), in an order that rotates and turns
-    round.
+    In every round each of them is called untimed for a moment, then timed; its threads are at rest before another
+    one is called; on the inputs in turn (a candidate that remembers its last answer gains nothing), in an
+    order that turns round and rotates.
 
     Args:
         inputs: calls to make, of one signature.
@@ -101,18 +101,18 @@ def measure(
     end = time.perf_counter() + seconds
     last = end + (seconds if extra is None else extra)
     names = list(lanes)
-    look = MIN_ROUNDS
+    look, last_timed = MIN_ROUNDS, ""
     for number in range(MAX_BUSY_ROUNDS):
         if progress:
             progress(_standing(number, {name: lanes[name] for name in names}, end - time.perf_counter()))
         names = [name for name in names if not lanes[name].error]
-        turn = number % len(names)
         first = number % len(inputs)
         turned = [*inputs[first:], *inputs[:first]]
-        order = names[turn:] + names[:turn]
-        # Backwards every other round: who comes after whom must not be the same all the time.
-        for name in order[:: -1 if number % 2 else 1]:
+        for name in order_of(names, number):
+            if last_timed not in ("", name) and not isinstance(lanes[last_timed].call, Remote):
+                rest()
             _attempt(_sample, lanes[name], turned, wait, is_baseline=name == baseline)
+            last_timed = name
             if number and stop():  # each candidate has been timed at least once
                 return {name: lane.timing for name, lane in lanes.items()}
         rounds = number + 1
@@ -169,6 +169,17 @@ def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True, sure:
     return all(speedup(best, item, confidence=sure).low >= 1 / LEVEL for item in behind)
 
 
+def order_of(names: Sequence[str], number: int) -> list[str]:
+    """Who is timed after whom in a round: forwards, then backwards, then one place further, and so on.
+
+    So none of them always follows the same one. Two take turns as in abba, which slows both alike while the machine
+    gets slower, and the one that ends a round begins the next one without a rest.
+    """
+    turn = number // 2 % len(names) if len(names) > 2 else 0
+    order = [*names[turn:], *names[:turn]]
+    return order[::-1] if number % 2 else order
+
+
 def _standing(rounds: int, lanes: Mapping[str, _Lane], left: float) -> str:
     """`round 9, ONNX Runtime ahead of 2 others, at most 4 s left`."""
     timed = {name: lane.timing.p50 for name, lane in lanes.items() if lane.samples and not lane.error}
@@ -209,8 +220,6 @@ def _sample(lane: _Lane, inputs: Sequence[Example], wait: Callable[[], None]) ->
     counts = lane.group, lane.untimed, lane.in_a_row
     found = positive(lambda: median(seconds_of_calls(lane.call, inputs, *counts, wait)))
     lane.samples.append(found / lane.group)
-    if not isinstance(lane.call, Remote):
-        rest()
 
 
 def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
