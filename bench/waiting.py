@@ -86,7 +86,7 @@ def _cell(seconds: list[float]) -> str:
 
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
-    yield f"Seconds until there is a result, default settings: median, lowest and highest of {RUNS} fresh processes, without z3."
+    yield f"Seconds until there is a result, default settings: median, lowest and highest of {RUNS} fresh processes."
     yield ""
     yield "| model | `optimize` | from the cache | first call of `hybridize` | only `torch.export.export` |"
     yield "|---|---|---|---|---|"
