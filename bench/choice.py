@@ -147,6 +147,7 @@ def busy() -> Iterator[None]:
 def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
     races = [race for row in rows.values() for race in row["races"]]
     good = sum(race["regret"] <= SMALL for race in races)
+    mean = np.mean([race["regret"] for race in races])
     slower = sum(race["oracle"][race["winner"]] > race["oracle"][EAGER] for race in races)
     changed = [race.get("changed", False) for race in races]
     repeated = sum(race.get("repeats", 0) for race in races)
@@ -154,8 +155,9 @@ def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
     return [
         f"On {environment()}; {beside}.",
         "",
-        f"Regret at most {SMALL:.0%} in {good} of {len(races)} races; slower than eager in {slower}. Repeated because"
-        f" the oracles before and after a race disagreed: {repeated}; in the last repeat as well: {sum(changed)}.",
+        f"Regret at most {SMALL:.0%} in {good} of {len(races)} races, {mean:.1%} on average; slower than eager in"
+        f" {slower}. Repeated because the oracles before and after a race disagreed: {repeated}; in the last repeat"
+        f" as well: {sum(changed)}.",
         "",
         "| model | best, times | chosen, times | median regret | largest regret | median seconds of `optimize` |",
         "|---|---|---|---|---|---|",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tests.runtime.page.test_report import HOSTILE, Parsed
 from tests.runtime.reports import FULL
 from tsopt.compiler.graph.drawing import INPUT, OUTPUT, Drawn, states_of
-from tsopt.runtime.page.graph import as_data, page_of
+from tsopt.runtime.page.graph import compared, page_of, with_times
 
 DRAWING = (
     Drawn("x", INPUT, "f32[1,4]"),
@@ -23,13 +23,13 @@ DRAWING = (
 
 def of(page: str) -> list[list[list[object]]]:
     """The drawings in a page."""
-    return json.loads(re.search(r'<script type="application/json" id="graphs">(.*?)</script>', page)[1])
+    return json.loads(re.search(r'<script type="application/json" id="graphs">(.*?)</script>', page)[1])["drawings"]
 
 
 def test_the_page_has_both_programs():
     found = of(page_of("net", DRAWING, DRAWING[:3]))
     assert [len(drawing) for drawing in found] == [4, 3]
-    assert found[0][1] == ["fc", "aten.linear", "f32[1,8]", "fc", ["fc, m.py:3"], "", ["fc.weight"], [0], "kept"]
+    assert found[0][1] == ["fc", "aten.linear", "f32[1,8]", "fc", ["fc, m.py:3"], "", ["fc.weight"], [0], "kept", 0.0]
 
 
 def test_what_became_of_a_value_is_told():
@@ -64,7 +64,14 @@ def test_names_that_are_hostile_are_data():
     (drawn,) = of(page)[0]
     assert drawn[0].startswith("<script>alert(1)</script>")
     assert "\u202e" not in json.dumps(drawn, ensure_ascii=False)
-    assert "<" not in as_data(hostile, hostile)
+    assert "<" not in compared(hostile, hostile)["graphs"]
+
+
+def test_times_are_told_with_the_whole_call():
+    (drawn,) = json.loads(with_times([replace(DRAWING[1], ms=1.23456)], 4.0, "eager")["graphs"])["drawings"]
+    assert drawn[0][-1] == 1.235
+    assert json.loads(with_times(DRAWING, 4.0, "eager")["graphs"])["call"] == 4.0
+    assert with_times(DRAWING, 4.0, "eager")["figures"] == ("as eager runs it",)
 
 
 def test_libraries_are_in_it_with_their_licences():

@@ -20,7 +20,7 @@ from tests.runtime.page.test_report import HOSTILE
 from tests.runtime.reports import FULL, record
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.runtime.page.chart import Chart, Series
-from tsopt.runtime.page.graph import page_of
+from tsopt.runtime.page.graph import page_of, with_times
 from tsopt.runtime.page.table import page_of as table_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -134,6 +134,52 @@ def test_what_is_looked_for_is_found_wherever_it_is_folded(opened, report):
     page.get_by_label("Find").fill("")
     expect(page.locator("#found")).to_have_text("")
     assert page.locator(".match").count() == 0
+
+
+def profile_page() -> str:
+    """A page with charts, a table, and a program with times."""
+    drawing = [Drawn("x", "input"), Drawn("cheap", "aten.relu", "f32[1]", "", reads=(0,), ms=0.001)]
+    drawing += [Drawn(f"hot_{i}", "aten.linear", "f32[1]", "block", reads=(i + 1,), ms=0.1 * i) for i in range(4)]
+    series = Series("engine", ((1.0, 2.0, "one"), (8.0, 9.0, "eight")))
+    program = with_times(drawing, 0.65, "eager")
+    return table_page("net", "", [Chart("A", "x", "y", (series,))], ("layer", "ms"), [("a", "1")], ["b"], program)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_program_with_times_is_coloured_by_them_and_accessible(opened, scheme):
+    page = opened(profile_page(), color_scheme=scheme)
+    figure = page.locator("figure.graph")
+    figure.get_by_role("button", name="unfold").first.click()
+    assert figure.locator(".thing.heat-4").count() == 2
+    assert figure.locator(".thing.heat-3").count() == 1
+    assert figure.get_by_text("aten.linear f32[1], 0.3 ms").count() == 1
+    figure.locator(".thing.heat-4").last.click()
+    assert "0.3 ms, 46.2 % of the call" in figure.locator(".details").inner_text()
+    figure.get_by_role("button", name="fold all").click()
+    assert figure.get_by_text("4 values, 0.6 ms").count() == 1
+    assert figure.locator(".module.heat-4").count() == 1
+    found = axe.Axe().run(page).response["violations"]
+    assert [(item["id"], item["nodes"][0]["html"][:200]) for item in found] == []
+
+
+def test_what_is_looked_for_in_a_program_with_times_is_counted(opened):
+    page = opened(profile_page())
+    page.get_by_label("Find").first.fill("hot")
+    expect(page.locator("#found")).to_have_text("4 found")
+
+
+def test_charts_are_printed_in_the_colours_of_the_light_scheme(opened):
+    text = profile_page()
+    pixels = "document.querySelector('canvas').toDataURL()"
+    light, dark = opened(text, color_scheme="light"), opened(text, color_scheme="dark")
+    assert dark.evaluate(pixels) != light.evaluate(pixels)
+    dark.emulate_media(color_scheme="dark", media="print")
+    light.emulate_media(color_scheme="light", media="print")
+    for page in (light, dark):  # the page is wider on paper, and charts follow
+        page.wait_for_function(
+            "document.querySelector('canvas').clientWidth === document.querySelector('.plot').clientWidth"
+        )
+    dark.wait_for_function(f"wanted => {pixels} === wanted", arg=light.evaluate(pixels))
 
 
 def test_hostile_names_are_shown_and_not_run(opened):

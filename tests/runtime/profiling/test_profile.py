@@ -15,7 +15,7 @@ from tsopt.compiler.graph.values import flat_inputs
 from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.profiling.engines import profile
-from tsopt.runtime.profiling.kernels import Kernel, Timed
+from tsopt.runtime.profiling.kernels import Kernel, Timed, ms_of_values
 from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.profile import ELSEWHERE, WHOLE, profile_of
 from tsopt.runtime.profiling.work import OpWork, Work
@@ -74,6 +74,26 @@ def test_kernels_are_told_by_the_users_modules(engine, cnn):
         assert "test_profile.py" in layers[name].where
     assert found.engines == tuple(dict.fromkeys((Candidate("eager").title, title)))
     assert found.notes == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_program_is_drawn_with_the_time_of_each_value(engine, cnn):
+    program, inputs = cnn
+    found = profile("Cnn", {"fp32": program}, Candidate(engine), inputs, None)
+    drawn = {origin for item in found.drawing if item.ms for origin in item.origins}
+    assert {"stem.0", "block", "head"} <= {origin.partition(",")[0] for origin in drawn}
+    known = sum(item.ms.get(found.engines[-1], 0.0) for item in found.layers)
+    assert sum(item.ms for item in found.drawing) == pytest.approx(known)
+    assert f"as {found.engines[-1]} runs it".lower() in found.html.lower()
+
+
+def test_a_kernel_of_a_value_that_the_program_does_not_have_counts_where_it_comes_from(cnn):
+    program, _ = cnn
+    copied = tsopt.transform(tsopt.capture(Cnn().eval(), torch.randn(2, 3, 32, 32)))
+    (block,) = (node for node in copied.calls() if node.meta.get("module") == "block")
+    block.name = "of_the_engine"
+    (own,) = (node for node in program.calls() if node.meta.get("module") == "block")
+    assert ms_of_values(program, [Kernel("k", 2.0, (block,)), Kernel("other", 1.0)]) == {own.name: 2.0}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

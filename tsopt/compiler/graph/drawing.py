@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import fx
 
@@ -30,6 +31,7 @@ class Drawn:
         rule: that made it; empty as captured.
         weights: the names of those that it reads.
         reads: the positions in the drawing of the other values that it reads, each once.
+        ms: milliseconds of a call that an engine spends on it; 0 where that is not known.
     """
 
     name: str
@@ -40,10 +42,15 @@ class Drawn:
     rule: str = ""
     weights: tuple[str, ...] = ()
     reads: tuple[int, ...] = ()
+    ms: float = 0.0
 
 
-def drawing_of(program: Program) -> tuple[Drawn, ...]:
-    """The inputs, calls and output of a program, in its order."""
+def drawing_of(program: Program, times: Mapping[str, float] = MappingProxyType({})) -> tuple[Drawn, ...]:
+    """The inputs, calls and output of a program, in its order.
+
+    Args:
+        times: milliseconds by the name of a node.
+    """
     names = {node: name.removeprefix("%") for node, name in Labels().of(program).items()}
     places: dict[fx.Node, int] = {}
     found: list[Drawn] = []
@@ -68,6 +75,7 @@ def drawing_of(program: Program) -> tuple[Drawn, ...]:
                 rule=rule_of(node),
                 weights=tuple(names[source] for source in node.all_input_nodes if source.op == "get_attr"),
                 reads=reads,
+                ms=times.get(node.name, 0.0),
             )
         )
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import warnings
@@ -51,9 +52,10 @@ def losses_with_effects(
         progress(f"{number} of {len(calls)}")
         try:
             with _differentiating():
-                outputs = measured.run(*map(_differentiable, call))
+                outputs = measured.run(*map(_detached, call))
                 results = [y for y, wanted in zip(outputs, is_result, strict=True) if wanted]
                 measured.differentiate(number, results, draws, draw)
+                del outputs, results  # or the errors of this call would stay for the next one
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
             return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
@@ -65,25 +67,35 @@ def losses_with_effects(
 
 
 class _Effects(Losses):
-    """Losses, and what a backward pass finds of each layer."""
+    """Losses, and what a backward pass finds of each layer.
+
+    Each gradient is used as soon as it is there, so that those of all layers are never in memory together.
+    """
 
     def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program, layers, rounding, largest)
-        self._call: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # results of layers and their errors
+        self._call = 0  # the number of the one at hand
+        self._leaves: list[torch.Tensor] = []  # results of layers that do not depend on those of others
         self._sizes: dict[int, dict[int, float]] = {}  # the squared norm of each output, by call and position
         # v J e, and v J summed up for each output channel, for each call and draw: a correction adds the same to all
         # values of a channel.
         self._products: dict[str, list[tuple[int, float, torch.Tensor]]] = defaultdict(list)
 
+    def fetch_attr(self, target: str) -> Any:
+        """A weight, of which no gradient is wanted: results of layers would be kept for it."""
+        found = super().fetch_attr(target)
+        return found.detach() if isinstance(found, torch.Tensor) else found
+
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
         super().add(name, value.detach(), quantized)
-        self._call[name] = value, quantized - value.detach()
+        error = quantized - value.detach()
         if not value.requires_grad:
-            value.requires_grad_()
+            self._leaves.append(value.requires_grad_())
+        value.register_hook(functools.partial(self._take, name, error))
 
     def differentiate(self, number: int, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
         """The backward passes of a call, with results of norm 1."""
-        found, self._call = self._call, {}
+        self._call, leaves, self._leaves = number, self._leaves, []
         parts, sizes = [], self._sizes.setdefault(number, {})
         for position, y in enumerate(results):
             if isinstance(y, torch.Tensor) and y.requires_grad:
@@ -91,15 +103,14 @@ class _Effects(Losses):
                 if size := float(part.detach().square().sum(dtype=torch.float64)):
                     sizes[position] = size
                     parts.append(part / math.sqrt(size))
-        values = [value for value, _ in found.values()]
-        for left in reversed(range(draws if parts and values else 0)):
+        for left in reversed(range(draws if parts else 0)):
             signed = torch.stack([(part * _signs(part, draw)).sum() for part in parts]).sum()
-            gradients = torch.autograd.grad(signed, values, retain_graph=left > 0, allow_unused=True)
-            for (name, (_, error)), gradient in zip(found.items(), gradients, strict=True):
-                if gradient is not None:
-                    by_channel = gradient.movedim(channel_of(self.layers[name]), 0).flatten(1).sum(1)
-                    product = float((gradient * error).sum(dtype=torch.float64))
-                    self._products[name].append((number, product, by_channel))
+            torch.autograd.grad(signed, leaves, retain_graph=left > 0, allow_unused=True)  # calls `_take`
+
+    def _take(self, name: str, error: torch.Tensor, gradient: torch.Tensor) -> None:
+        by_channel = gradient.movedim(channel_of(self.layers[name]), 0).flatten(1).sum(1)
+        product = float((gradient * error).sum(dtype=torch.float64))
+        self._products[name].append((self._call, product, by_channel))
 
     def effect(self, name: str, corrected: bool) -> float:
         """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
@@ -129,6 +140,8 @@ def _signs(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 2, like.shape, generator=draw, device="cpu").to(like.dtype) * 2 - 1
 
 
-def _differentiable(value: Any) -> Any:
-    """A value that a backward pass may read: not a tensor that was made in inference mode."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.is_inference() else value
+def _detached(value: Any) -> Any:
+    """A value that a backward pass may read, and ends at: not a tensor that was made in inference mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if value.is_inference() else value.detach()

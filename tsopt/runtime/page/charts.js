@@ -62,7 +62,9 @@ function drawChart(figure, chart) {
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", holder.dataset.label);
   new ResizeObserver(() => plot.setSize({ width: holder.clientWidth, height: CHART_HEIGHT })).observe(holder);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
+  for (const media of ["(prefers-color-scheme: dark)", "print"]) { // on paper, colours are those of the light scheme
+    matchMedia(media).addEventListener("change", () => plot.redraw());
+  }
 }
 
 const charts = JSON.parse(document.getElementById("charts").textContent);

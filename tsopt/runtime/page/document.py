@@ -58,10 +58,12 @@ def _asset(name: str) -> str:
 
 @cache
 def _script(name: str) -> str:
-    """A script; before one of a library, its licence, which every copy has to have."""
+    """A script of our own in a scope of its own; one of a library after its licence, which every copy has to have."""
     text = _SOURCE_MAP.sub("", _asset(name))
     library = name.partition(".")[0]
-    return f"/*!\n{_asset(f'{library}.LICENSE')}*/\n{text}" if library in LIBRARIES else text
+    if library in LIBRARIES:
+        return f"/*!\n{_asset(f'{library}.LICENSE')}*/\n{text}"
+    return f"(() => {{\n{text}}})();\n"
 
 
 def _policy(style: str, script: str) -> str:

@@ -9,12 +9,17 @@ const LONGEST = 34; // characters of a label
 const CHARACTER = 7.2, PADDING = 20, HEIGHT = 40, TITLE = 12; // pixels
 const LEGIBLE = 0.8; // scale
 const COLOURS = 8;
+const HOT = [0.3, 0.1, 0.03, 0.01]; // shares of a call
 
 function element(name, attributes, ...children) {
   const made = document.createElementNS(SVG, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
+}
+
+function milliseconds(ms) {
+  return `${ms.toLocaleString("en", { maximumSignificantDigits: 3 })} ms`;
 }
 
 function shortened(text) {
@@ -25,7 +30,7 @@ function shortened(text) {
 // A module: the modules and values in it. One that holds a single thing is left out.
 class Module {
   constructor(path, parent) {
-    Object.assign(this, { path, parent, modules: new Map(), values: [], size: 0, open: false });
+    Object.assign(this, { path, parent, modules: new Map(), values: [], size: 0, ms: 0, open: false });
   }
 
   get children() {
@@ -95,12 +100,14 @@ function settle(place) {
     (kept) => kept.forEach((module) => place.modules.set(module.path, module)));
   for (const child of place.children) child.parent = place;
   place.size = place.values.length + [...place.modules.values()].reduce((sum, module) => sum + module.size, 0);
+  place.ms = place.children.reduce((sum, child) => sum + child.ms, 0);
 }
 
 class View {
-  constructor(figure, values, colours) {
+  constructor(figure, values, colours, call) {
     this.values = values;
     this.colours = colours; // of rules
+    this.call = call; // milliseconds of a whole one; 0 where no time is known
     this.root = treeOf(values);
     this.scale = 1;
     this.selected = null;
@@ -199,8 +206,18 @@ class View {
   }
 
   lines(thing) {
-    if (thing instanceof Module) return [shortened(thing.path), `${thing.size} values`];
-    return [shortened(thing.name), shortened([thing.op, thing.type].filter(Boolean).join(" "))];
+    if (thing instanceof Module) return [shortened(thing.path), this.timed(`${thing.size} values`, thing)];
+    return [shortened(thing.name), this.timed(shortened([thing.op, thing.type].filter(Boolean).join(" ")), thing)];
+  }
+
+  timed(text, thing) {
+    return thing.ms ? `${text}, ${milliseconds(thing.ms)}` : text;
+  }
+
+  // From 4, for the largest shares of a call, to 0.
+  heat(thing) {
+    const level = this.call ? HOT.findIndex((share) => thing.ms >= share * this.call) : -1;
+    return level < 0 ? 0 : HOT.length - level;
   }
 
   button(thing, label, ...children) {
@@ -220,13 +237,15 @@ class View {
     if (thing instanceof Module) {
       const made = this.button(thing, `unfold ${thing.path}, ${kind}`, box, ...texts);
       made.classList.add("module");
+      if (this.heat(thing)) made.classList.add(`heat-${this.heat(thing)}`);
       made.setAttribute("aria-expanded", "false");
       return made;
     }
     const told = { made: `, made by ${thing.rule}`, gone: ", gone after the passes" }[thing.state] ?? "";
     const made = this.button(thing, `${thing.name}, ${kind}${told}`, box, ...texts);
     made.classList.add(thing.state);
-    if (thing.rule) made.dataset.colour = this.colours.get(thing.rule);
+    if (this.heat(thing)) made.classList.add(`heat-${this.heat(thing)}`);
+    if (this.colours.has(thing.rule)) made.dataset.colour = this.colours.get(thing.rule);
     return made;
   }
 
@@ -312,7 +331,9 @@ class View {
     this.mark();
     this.focus(value);
     const rows = [
-      ["op", value.op], ["type", value.type], ["module", value.module], ["made by", value.rule],
+      ["op", value.op], ["type", value.type],
+      ["time", value.ms ? `${milliseconds(value.ms)}, ${((100 * value.ms) / this.call).toFixed(1)} % of the call` : ""],
+      ["module", value.module], ["made by", value.rule],
       ["stands for", value.origins.join("\n")], ["weights", value.weights.join(", ")],
       ["reads", value.reads.map((number) => this.values[number].name).join(", ")],
     ];
@@ -402,16 +423,17 @@ function showRules(colours) {
   }
 }
 
-const drawings = JSON.parse(document.getElementById("graphs").textContent).map((drawing) =>
-  drawing.map(([name, op, type, module, origins, rule, weights, reads, state], number) => ({
-    id: `value ${number}`, name, op, type, module, origins, rule, weights, reads, state,
+const { call, drawings: given } = JSON.parse(document.getElementById("graphs").textContent);
+const drawings = given.map((drawing) =>
+  drawing.map(([name, op, type, module, origins, rule, weights, reads, state, ms], number) => ({
+    id: `value ${number}`, name, op, type, module, origins, rule, weights, reads, state, ms,
     text: [name, op, type, module, rule, ...origins, ...weights].join("\n").toLowerCase(),
   })));
-const colours = coloursOf(drawings);
+const colours = call ? new Map() : coloursOf(drawings); // where times are known, colours are for them
 showRules(colours);
 document.getElementById("graph").hidden = false; // what is hidden has no size
 const views = [...document.querySelectorAll("figure.graph")].map(
-  (figure, number) => new View(figure, drawings[number], colours));
+  (figure, number) => new View(figure, drawings[number], colours, call));
 for (const view of views) view.begin();
 const search = document.getElementById("find"), count = document.getElementById("found");
 let typing = 0;
@@ -419,6 +441,7 @@ search.addEventListener("input", () => {
   clearTimeout(typing);
   typing = setTimeout(() => {
     const found = views.map((view) => view.search(search.value));
-    count.textContent = search.value.trim() ? `${found[0]} before the passes, ${found[1]} after them` : "";
+    const told = found.length > 1 ? `${found[0]} before the passes, ${found[1]} after them` : `${found[0]} found`;
+    count.textContent = search.value.trim() ? told : "";
   }, 150);
 });

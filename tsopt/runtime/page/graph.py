@@ -6,29 +6,50 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tsopt.compiler.graph.drawing import Drawn, states_of
+from tsopt.compiler.graph.drawing import KEPT, Drawn, states_of
 from tsopt.runtime.page.document import render
 from tsopt.runtime.untrusted_text import printable
 
 SCRIPTS = ("dagre.min.js", "graph.js")  # dagre places the nodes
 TEMPLATE = "program.html.jinja"
+SHARES = ("30 % or more", "10 % or more", "3 % or more", "1 % or more")  # of a call: as graph.js has them
 
 
 def page_of(model: str, before: Sequence[Drawn], after: Sequence[Drawn]) -> str:
     """A page with the program of a model before and after the passes."""
-    return render(TEMPLATE, SCRIPTS, model=model, graphs=as_data(before, after))
+    return render(TEMPLATE, SCRIPTS, model=model, **compared(before, after))
 
 
-def as_data(before: Sequence[Drawn], after: Sequence[Drawn]) -> str:
-    """Both drawings as JSON that ends no element of a page, whatever is in it."""
-    drawings = [
-        [_values(item, state) for item, state in zip(drawing, states, strict=True)]
-        for drawing, states in zip((before, after), states_of(before, after), strict=True)
-    ]
-    return json.dumps(drawings, separators=(",", ":")).replace("<", "\\u003c")
+def compared(before: Sequence[Drawn], after: Sequence[Drawn]) -> dict[str, Any]:
+    """What the template of graphs needs for a program before and after the passes."""
+    drawings = zip((before, after), states_of(before, after), strict=True)
+    return {
+        "graphs": _as_data([[_values(*item) for item in zip(*pair, strict=True)] for pair in drawings], 0.0),
+        "figures": ("before the passes", "after the passes"),
+        "legend": (("kept", "as captured"), ("gone", "gone afterwards"), ("module", "module")),
+    }
+
+
+def with_times(drawing: Sequence[Drawn], call: float, engine: str) -> dict[str, Any]:
+    """What the template of graphs needs for a program with the time of each value.
+
+    Args:
+        call: milliseconds of a whole one.
+    """
+    heat = [(f"heat-{level}", f"{share} of the call") for level, share in zip((4, 3, 2, 1), SHARES, strict=True)]
+    return {
+        "graphs": _as_data([[_values(item, KEPT) for item in drawing]], call),
+        "figures": (f"as {engine} runs it",),
+        "legend": (*heat, ("module", "module")),
+    }
+
+
+def _as_data(drawings: list[list[list[Any]]], call: float) -> str:
+    """Drawings as JSON that ends no element of a page, whatever is in it."""
+    return json.dumps({"call": call, "drawings": drawings}, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _values(item: Drawn, state: str) -> list[Any]:
     texts = [printable(text) for text in (item.name, item.op, item.type, item.module)]
     origins, weights = ([printable(text) for text in found] for found in (item.origins, item.weights))
-    return [*texts, origins, printable(item.rule), weights, list(item.reads), state]
+    return [*texts, origins, printable(item.rule), weights, list(item.reads), state, float(f"{item.ms:.4g}")]

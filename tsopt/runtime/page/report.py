@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tsopt.runtime.layer_table import layer_table
 from tsopt.runtime.page.document import framed, render
-from tsopt.runtime.page.graph import SCRIPTS, as_data
+from tsopt.runtime.page.graph import SCRIPTS, compared
 from tsopt.runtime.rendering import amount, arrow, is_busy, milliseconds, ranked, said_of, tail
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def page(report: Report) -> str:
         TEMPLATE,
         SCRIPTS if report.graphs else (),
         report=report,
-        graphs=as_data(*report.graphs) if report.graphs else "",
+        **(compared(*report.graphs) if report.graphs else {}),
         verdict=_verdict(report),
         bars=list(_bars(report)),
         steps=list(_steps([record for record in report.passes if is_busy(record)])),

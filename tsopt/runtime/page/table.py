@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
+from tsopt.runtime.page import graph
 from tsopt.runtime.page.chart import Chart, charts_as_data
 from tsopt.runtime.page.document import render
 
@@ -18,6 +21,7 @@ def page_of(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
     remarks: Sequence[str],
+    program: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """The page.
 
@@ -25,9 +29,18 @@ def page_of(
         said: the outcome in one sentence.
         header, rows: the table, as text.
         remarks: what is said below it.
+        program: what the template of graphs needs, if there is one on the page.
     """
     charts = [chart for chart in charts if chart.as_data()["series"]]
-    data = charts_as_data(charts)
     return render(
-        TEMPLATE, SCRIPTS, title=title, said=said, charts=charts, data=data, header=header, rows=rows, remarks=remarks
+        TEMPLATE,
+        (*SCRIPTS, *graph.SCRIPTS) if program else SCRIPTS,
+        title=title,
+        said=said,
+        charts=charts,
+        data=charts_as_data(charts),
+        header=header,
+        rows=rows,
+        remarks=remarks,
+        **({"graphs": ""} | dict(program)),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tsopt.compiler.graph.drawing import drawing_of
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import UsageError
@@ -14,7 +16,7 @@ from tsopt.runtime.backends.backend import Profiles, get_backend, race_options
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.profiling import limits
-from tsopt.runtime.profiling.kernels import Timed
+from tsopt.runtime.profiling.kernels import Timed, ms_of_values
 from tsopt.runtime.profiling.profile import Profile, profile_of
 from tsopt.runtime.profiling.work import OpWork
 
@@ -49,7 +51,11 @@ def profile(
             timed[candidate.title] = backend.profile(programs[candidate.variant], inputs)
     notes = [] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"]
     known = limits.measured(threads) if winner.variant == FP32 else None
-    return profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes, _batch(programs[FP32]))
+    found = profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes, _batch(programs[FP32]))
+    last = found.engines[-1]
+    variant = next(candidate.variant for candidate in candidates if candidate.title == last)
+    program = programs[variant]
+    return replace(found, drawing=drawing_of(program, ms_of_values(program, timed[last].kernels)))
 
 
 def _batch(program: Program) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,6 +12,8 @@ from torch import fx
 from torch.onnx.ops import symbolic
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
 
 SECONDS = 1.0  # of calls, for each engine
 FEWEST, MOST = 3, 100  # calls
@@ -75,6 +77,26 @@ def by_median(kernels: Sequence[tuple[str, tuple[fx.Node, ...]]], ms: Sequence[S
         ms: of each kernel, for each call.
     """
     return tuple(Kernel(name, median(spent), nodes) for (name, nodes), spent in zip(kernels, ms, strict=True))
+
+
+def ms_of_values(program: Program, kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds of kernels by the name of a value in a program.
+
+    A kernel of a value that only the engine's own form of the program has counts for the first value that comes from
+    the same place in the model.
+    """
+    names = {node.name for node in program.graph.nodes}
+    first: dict[str, str] = {}
+    for node in program.calls():
+        first.setdefault(origin_of(node), node.name)
+    found: dict[str, float] = {}
+    for kernel in kernels:
+        if kernel.node is None:
+            continue
+        name = kernel.node.name if kernel.node.name in names else first.get(origin_of(kernel.node))
+        if name is not None:
+            found[name] = found.get(name, 0.0) + kernel.ms
+    return found
 
 
 def op_of(node: fx.Node) -> str:

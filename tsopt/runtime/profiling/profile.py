@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import fx
 
+from tsopt.compiler.graph.drawing import Drawn
 from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.errors import UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
+from tsopt.runtime.page.graph import with_times
 from tsopt.runtime.page.table import page_of
 from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.profiling.limits import Limits
@@ -67,6 +69,7 @@ class Profile:
         batch: samples in a call: the size of the first axis of all inputs; None where they do not agree on it.
         notes: what is missing, and why.
         training: an estimate, where one was asked for.
+        drawing: of the program that the last engine runs, with the time of each value; empty where none was made.
     """
 
     model: str
@@ -79,6 +82,7 @@ class Profile:
     batch: int | None = None
     notes: tuple[str, ...] = ()
     training: TrainingEstimate | None = None
+    drawing: tuple[Drawn, ...] = field(default=(), repr=False, compare=False)
 
     def with_training(self, samples: int, epochs: int) -> Profile:
         """The profile with an estimate of how long it takes to train the model on this machine.
@@ -186,10 +190,11 @@ class Profile:
 
     @property
     def html(self) -> str:
-        """The profile as one HTML page with charts, which loads nothing."""
+        """The profile as one HTML page with charts and the program, which loads nothing."""
         last = self.engines[-1]
         said = f"A call takes {milliseconds(self.calls[last])} ms in {last} while its profiler is on."
-        return page_of(self.model, said, self.charts, self.header, self.cells(), self.remarks)
+        program = with_times(self.drawing, self.calls[last], last) if self.drawing else {}
+        return page_of(self.model, said, self.charts, self.header, self.cells(), self.remarks, program)
 
     def _repr_html_(self) -> str:
         return framed(self.html, "tsopt profile")
