@@ -19,7 +19,7 @@ import tsopt
 from bench.int8 import ENGINES
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import NoGain, TsoptError
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization.quantize import Int8Options, quantize
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.racing.environment import environment
 

@@ -28,7 +28,7 @@ import tsopt
 from bench.int8 import drawn_like
 from bench.models import MODELS, Case, tokens
 from bench.process import Rows, measure_each
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization.quantize import Int8Options, quantize
 from tsopt.runtime.layer_table import summary
 from tsopt.runtime.racing.environment import Environment
 from tsopt.runtime.sandbox.processes import descendants

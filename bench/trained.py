@@ -23,7 +23,7 @@ from bench.int8 import ENGINES
 from bench.process import Rows, measure_each
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import BackendError, NoGain
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization.quantize import Int8Options, quantize
 from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.layer_table import summary
 from tsopt.runtime.racing.environment import Environment

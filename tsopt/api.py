@@ -16,7 +16,7 @@ from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
 from tsopt.pipelines import model_in
-from tsopt.quantization import Int8Options
+from tsopt.quantization.quantize import Int8Options
 from tsopt.request import Request
 from tsopt.runtime.backends.backend import Backend, get_backend
 from tsopt.runtime.backends.backend import compile as compile_by

@@ -31,7 +31,7 @@ from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
 from tsopt.importing import without_collector
 from tsopt.passes.lower_precision import in_precision
-from tsopt.quantization import Int8Options, Quantization, quantize
+from tsopt.quantization.quantize import Int8Options, Quantization, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable

@@ -31,7 +31,7 @@ from tsopt.compiler.rewriting.rewrite import RulePass
 from tsopt.errors import BundleError, NoGain
 from tsopt.passes import STANDARD
 from tsopt.passes.quantize.dynamic import DynamicInt8
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization.quantize import Int8Options, quantize
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.reference64 import Reference64
 

@@ -19,7 +19,7 @@ class LayerRecord:
     Attributes:
         name: its module path; the name of its value where it has none.
         where: module path and source line.
-        op: `linear`, `conv2d`.
+        op: `linear`, `conv2d`, or attention, of which the product of queries and keys is meant.
         sqnr: signal to quantization noise of its own result, in dB; None where it was not measured.
         bytes_float, bytes_int8: of its weight.
         kept: why it stays in float32; empty where it is quantized.

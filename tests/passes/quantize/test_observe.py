@@ -51,6 +51,13 @@ def test_zero_is_exact(low, high):
     assert float(near) == 0.0
 
 
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (-3.0, 1.0), (0.5, 2.0), (-2.0, -1.0)])
+def test_symmetric_parameters_reach_the_larger_end(low, high):
+    by = seen(torch.linspace(low, high, 1000)).qparams(symmetric=True)
+    assert by.scale == pytest.approx(max(-low, high) / 127, rel=0.03)
+    assert by.is_symmetric
+
+
 def test_a_value_that_is_always_zero_gets_the_smallest_scale():
     assert seen(torch.zeros(5)).qparams().scale == SMALLEST
 

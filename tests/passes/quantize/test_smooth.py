@@ -18,7 +18,7 @@ from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.quantize.layers import layers_of
 from tsopt.passes.quantize.smooth import Smooth, factors_for, readers
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization.quantize import Int8Options, quantize
 
 SIZE = 32
 

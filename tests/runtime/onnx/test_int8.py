@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Bounds, Residual, Sequences, Video, images, mlp, seeded
+from tests.passes.quantize.test_scores import Attention, answer, rounded, sequences
 from tests.passes.quantize.test_static import calibrated
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import largest_weight
@@ -21,6 +22,8 @@ from tsopt.errors import BackendError
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import Int8Weights
 from tsopt.runtime.backends.backend import compile as compile_by
+from tsopt.runtime.backends.backend import get_backend
+from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.onnx import int8_inputs, int8_weights
 from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
 from tsopt.runtime.onnx.ort_int8 import with_integer_products
@@ -69,6 +72,34 @@ def test_engines_compute_what_the_program_says(engine, model, x):
     found = compiled(made, engine)(x)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
     assert float((found - eager).norm() / eager.norm()) < 0.04
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_engines_compute_attention_with_rounded_scores(engine, fused):
+    calls = sequences(4)
+    made, program = rounded(Attention().eval(), *calls)
+    options = {"fused": fused} if engine == "onnxruntime" else {}
+    found, wanted = compile_by(made, engine, **options)(calls[0]), answer(program, calls[0])
+    assert float((found - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.parametrize(("engine", "count"), [("onnxruntime", 0), ("openvino", 2)])
+def test_scores_are_rounded_for_the_engine_that_has_kernels_for_them(engine, count):
+    made, _ = rounded(Attention().eval(), *sequences(2))
+    model = get_backend(Candidate(engine))._exported(made)
+    assert sum(node.op_type == "QuantizeLinear" for node in model.model.graph) == count
+
+
+def test_calls_with_infinities_in_queries_are_served_by_torch():
+    """Softmax of an infinite score is NaN, that of the largest integer is not."""
+    calls = sequences(2)
+    model = Attention().eval()
+    made, _ = rounded(model, *calls)
+    x = calls[0].clone()
+    x[0, 0, 0] = math.inf
+    with torch.no_grad():
+        assert torch.equal(compile_by(made, "openvino")(x).isnan(), model(x).isnan())
 
 
 @pytest.mark.parametrize(("bias", "count"), [(True, 7), (False, 6)])

@@ -63,7 +63,7 @@ def test_an_example_that_is_not_like_the_data_does_not_decide(int8_wins):
 
 
 def test_what_loses_too_much_on_the_data_is_not_accurate_enough(int8_wins, monkeypatch):
-    monkeypatch.setattr("tsopt.quantization.SAFE", 1e9)
+    monkeypatch.setattr("tsopt.quantization.variants.SAFE", 1e9)
     monkeypatch.setattr("tsopt.runtime.checking.criterion.RELATIVE_ERROR", 1e-4)
     row = optimized().report.row(TITLE)
     assert row.status in ("not accurate enough", "no gain")
@@ -88,7 +88,7 @@ def test_the_metric_has_the_last_word(int8_wins):
 
 def test_a_metric_that_only_the_engine_fails_refuses_it(int8_wins, monkeypatch):
     """The program as torch runs it is fine, the engine's executable is not."""
-    monkeypatch.setattr("tsopt.quantization.compile", lambda program, backend, **_: "simulated")
+    monkeypatch.setattr("tsopt.quantization.variants.compile", lambda program, backend, **_: "simulated")
     found = optimized(
         metric=lambda m: 1.0 if getattr(m, "_called", m) == "simulated" or _is_model(m) else 0.5, max_drop=0.1
     )

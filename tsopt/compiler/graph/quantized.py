@@ -25,6 +25,7 @@ quantized = torch.ops.quantized_decomposed
 HIGHEST = 255
 UNSIGNED = (0, HIGHEST, torch.uint8)
 SIGNED = (-127, 127, torch.int8)
+SYMMETRIC = (-128, 127, torch.int8)
 GROUP = 128  # elements of a row that share a scale where an engine rounds them itself
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
 
@@ -43,10 +44,14 @@ def largest_weight() -> int:
 
 @dataclass(frozen=True, slots=True)
 class QParams:
-    """Affine quantization parameters: float = scale * (uint8 - zero). With 0 <= zero <= 255, 0.0 is exact."""
+    """Affine quantization parameters: float = scale * (integer - zero).
+
+    The integers are uint8 with 0 <= zero <= 255, or int8 with zero = 0 if `is_symmetric`. So 0.0 is exact.
+    """
 
     scale: float
     zero: int
+    is_symmetric: bool = False
 
     @classmethod
     def of_range(cls, low: float, high: float) -> QParams:
@@ -54,6 +59,22 @@ class QParams:
         low, high = min(low, 0.0), max(high, 0.0)
         scale = max((high - low) / HIGHEST, SMALLEST)
         return cls(scale, min(max(round(-low / scale), 0), HIGHEST))
+
+    @classmethod
+    def symmetric(cls, largest: float) -> QParams:
+        """The parameters that cover all values up to a magnitude."""
+        return cls(max(largest / SYMMETRIC[1], SMALLEST), 0, is_symmetric=True)
+
+    @property
+    def integers(self) -> tuple[int, int, torch.dtype]:
+        """The lowest and the highest integer, and their dtype."""
+        return SYMMETRIC if self.is_symmetric else UNSIGNED
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and the highest float that an integer stands for."""
+        low, high, _ = self.integers
+        return (low - self.zero) * self.scale, (high - self.zero) * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +119,8 @@ def quantize_input(program: Program, layer: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def quantize_value(program: Program, value: fx.Node, by: QParams) -> fx.Node:
-    """Quantizes a float32 value to uint8 with the given parameters, and dequantizes it."""
-    before, kind = value.next, (by.scale, by.zero, *UNSIGNED)
+    """Quantizes a float32 value to 8-bit integers with the given parameters, and dequantizes it."""
+    before, kind = value.next, (by.scale, by.zero, *by.integers)
     while before.op == "placeholder":
         before = before.next
     integers = new_call(program, before, value, quantized.quantize_per_tensor.default, (value, *kind), {})
@@ -152,7 +173,7 @@ def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
     x, by = calibrated_input(dequantized) or (_quantized_input(dequantized) or _float_input(dequantized), None)
-    if x is None or not _calls(weight, quantized.dequantize_per_channel.default):
+    if x is None or not _calls(weight, quantized.dequantize_per_channel.default) or (by and by.is_symmetric):
         return None
     *held, axis, low, high, dtype = weight.args
     if (axis, low, high, dtype) != (0, *SIGNED) or any(item.op != "get_attr" for item in held) or weight.kwargs:
@@ -214,8 +235,8 @@ def in_float(program: Program) -> Program:
 
 
 def without_rounded_values(program: Program) -> Program:
-    """A copy in which only weights are quantized, which shares these; the program itself if there are none."""
-    if next(quantized_layers(program), None) is None:
+    """A copy in which only weights are quantized, which shares these; the program itself if nothing is rounded."""
+    if not rounded_values(program):
         return program
     made = program.copy()
     for layer in quantized_layers(made):
@@ -253,7 +274,7 @@ def simulated(program: Program) -> Program:
         if found is not None:
             x, by = found
             near: Any = aten.fake_quantize_per_tensor_affine.default
-            fake = new_call(made, node, node, near, (x, by.scale, by.zero, 0, HIGHEST), {})
+            fake = new_call(made, node, node, near, (x, by.scale, by.zero, *by.integers[:2]), {})
             node.replace_all_uses_with(fake)
         elif node.target is quantized.dequantize_per_channel.default:
             held: list[Any] = list(node.args[:2])
@@ -304,11 +325,13 @@ def calibrated_input(dequantized: Any) -> tuple[fx.Node, QParams] | None:
     if not _calls(integers, quantized.quantize_per_tensor.default) or dequantized.kwargs or integers.kwargs:
         return None
     x, *same = integers.args
-    if same != kind or len(kind) != 5 or tuple(kind[2:]) != UNSIGNED or not isinstance(x, fx.Node):
+    if same != kind or len(kind) != 5 or tuple(kind[2:]) not in (UNSIGNED, SYMMETRIC) or not isinstance(x, fx.Node):
         return None
     scale, zero = kind[:2]
-    sound = isinstance(scale, float) and SMALLEST <= scale < math.inf and type(zero) is int and 0 <= zero <= HIGHEST
-    return (x, QParams(scale, zero)) if sound else None
+    is_symmetric = tuple(kind[2:]) == SYMMETRIC
+    sound = isinstance(scale, float) and SMALLEST <= scale < math.inf and type(zero) is int
+    sound = sound and (zero == 0 if is_symmetric else 0 <= zero <= HIGHEST)
+    return (x, QParams(scale, zero, is_symmetric)) if sound else None
 
 
 def _quantized_input(dequantized: Any) -> fx.Node | None:

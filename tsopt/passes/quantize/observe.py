@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import HIGHEST, QParams
+from tsopt.compiler.graph.quantized import QParams
 from tsopt.passes.quantize.layers import is_moved
 
 BINS = 2048  # of a histogram
@@ -67,16 +67,22 @@ class Observed:
             found = torch.histc(value[value != 0].float(), BINS, self.low, self.high).double()
             self.counts = found if self.counts is None else self.counts + found
 
-    def qparams(self) -> QParams:
+    def qparams(self, *, symmetric: bool = False) -> QParams:
         """The parameters with the least mean squared error: rounding inside the range plus clipping outside it."""
+
+        def covering(share: float) -> QParams:
+            if symmetric:
+                return QParams.symmetric(share * max(-self.low, self.high))
+            return QParams.of_range(self.low * share, self.high * share)
+
+        best, least = covering(1.0), math.inf
         if self.counts is None:
-            return QParams.of_range(self.low, self.high)
+            return best
         width = (self.high - self.low) / BINS
         centers = self.low + (torch.arange(BINS, dtype=torch.float64, device="cpu") + 0.5) * width
-        best, least = QParams.of_range(self.low, self.high), math.inf
         for share in SHRUNK:
-            tried = QParams.of_range(self.low * share, self.high * share)
-            low, high = -tried.zero * tried.scale, (HIGHEST - tried.zero) * tried.scale
+            tried = covering(share)
+            low, high = tried.range
             # A bin may straddle an end of the range; the error of treating it as its center is at most half a bin.
             cut = ((low - centers).clamp(min=0) + (centers - high).clamp(min=0)).square()
             inside = self.counts[(centers >= low) & (centers <= high)].sum()

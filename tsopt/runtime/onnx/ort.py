@@ -93,6 +93,7 @@ class OnnxRuntimeBackend:
             return timed(held.session, lambda: run(inputs), model, place)
 
     def _exported(self, program: Program) -> OnnxModel:
+        from tsopt.compiler.graph.quantized_attention import with_float_scores
         from tsopt.compiler.sizes.generalize import NotGeneral, through
         from tsopt.runtime.onnx.export import four_axes, to_onnx
         from tsopt.runtime.onnx.ort_bfloat16 import widened
@@ -100,7 +101,7 @@ class OnnxRuntimeBackend:
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
         def standard(program: Program) -> Program:
-            return program if _is_on_gpu(program.signature) else widened(program)
+            return program if _is_on_gpu(program.signature) else widened(with_float_scores(program))
 
         def lowered(program: Program) -> Program:
             return with_own_operators(four_axes(with_integer_products(standard(program))))

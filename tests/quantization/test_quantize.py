@@ -12,11 +12,11 @@ from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
-from tsopt import quantization
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain, UsageError
-from tsopt.quantization import Int8Options, quantize
+from tsopt.quantization import variants
+from tsopt.quantization.quantize import Int8Options, quantize
 from tsopt.runtime.backends.candidate import Candidate, candidates_for
 
 BOTH = ("int8", "int8-static")
@@ -203,9 +203,9 @@ def test_the_weights_of_one_trial_are_gone_when_the_next_one_begins(monkeypatch)
         )
         return made
 
-    original = quantization.simulated
-    monkeypatch.setattr(quantization, "simulated", simulated)
-    monkeypatch.setattr(quantization, "WORTH_FREEING", 0)
+    original = variants.simulated
+    monkeypatch.setattr(variants, "simulated", simulated)
+    monkeypatch.setattr(variants, "WORTH_FREEING", 0)
     gc.disable()  # what it would find in the meantime is a matter of chance
     try:
         quantized(hard(), rows(1)[0], calibration=rows(16))
@@ -290,7 +290,7 @@ def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
     def broken(*args, **options):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("tsopt.quantization.losses_with_effects", broken)
+    monkeypatch.setattr("tsopt.quantization.variants.losses_with_effects", broken)
     found = quantized(Residual().eval(), images(1)[0], calibration=images(2))
     assert [made.what for made in found.variants.values()] == [
         "internal error in tsopt while quantizing: ZeroDivisionError: a bug"

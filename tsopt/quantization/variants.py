@@ -1,214 +1,90 @@
-"""Creates the int8 variants of a program: calibrates them, and keeps layers that lose too much in float32."""
+"""The int8 variants of a program: calibrated, with the layers that lose too much in float32."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import time
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
 
-import torch
 from torch import fx
 
-from tsopt.compiler.calls.calibration import Calibration, called_on_data, read_calibration
-from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.calibration import Calibration, called_on_data
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import LARGEST, QParams, largest_weight, simulated
+from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
 from tsopt.compiler.graph.values import flat_inputs
-from tsopt.compiler.precision_names import INT8, INT8_STATIC, INT8_WEIGHTS
-from tsopt.compiler.protect import protected
+from tsopt.compiler.precision_names import INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.rewriting.pass_base import Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
-from tsopt.errors import NoGain, UsageError
+from tsopt.errors import NoGain
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.effects import losses_with_effects
-from tsopt.passes.quantize.layer_names import kept_in_float
+from tsopt.passes.quantize.layer_names import kept_in_float, pattern_for
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
 from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.scores import ScoresInInt8
 from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
-from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
-from tsopt.runtime.checking.custom_ops import made_up
-from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
+from tsopt.runtime.checking.criterion import Criterion, Judgement
 from tsopt.runtime.layer_table import LayerRecord
 from tsopt.runtime.sandbox.processes import give_back_memory
 
-log = logging.getLogger("tsopt")
 Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
 LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
-TRIED = 8  # calls that each choice of layers is tried on
-JUDGED = 16  # calls that candidates are judged by
 WORTH_FREEING = 1 << 24  # bytes of weights: a collection takes a tenth of a second
+NOT_FINITE = "its input is not finite"
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Int8Options:
-    """The options of `optimize` for int8 and for accuracy."""
-
-    calibration: Any = None
-    metric: Callable[[Any], Any] | str | None = None
-    max_drop: float | None = None
-    keep_float: tuple[str, ...] = ()
-
-    def check(self) -> None:
-        """Raises UsageError for invalid options."""
-        check_metric(self.metric, self.max_drop)
-        count = self.calibration
-        if isinstance(count, bool) or (isinstance(count, int) and count < 1):
-            raise UsageError(
-                f"calibration must be at least 1, got {count}", fix="pass how many inputs to draw, or data"
-            )
-
-    @property
-    def judges(self) -> bool:
-        """Whether they replace the fixed limits of lower precisions by a criterion."""
-        return self.calibration is not None or self.metric is not None or self.max_drop is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The int8 variants of a program, and the criterion for candidates in lower precisions.
-
-    Attributes:
-        variants: by name; NoGain where nothing would be quantized.
-        criterion: of candidates in lower precisions; None: the limits of their precision.
-        layers: what became of each layer, by variant.
-        calibration: what was made of the user's data; empty without any.
-    """
-
-    variants: dict[str, Program | NoGain] = field(default_factory=dict)
-    criterion: Criterion | None = None
-    layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
-    calibration: str = ""
-
-    def program_of(self, candidate: Candidate | None) -> Program | None:
-        """The int8 variant that a candidate runs; None if it runs none."""
-        found = None if candidate is None else self.variants.get(candidate.variant)
-        return found if isinstance(found, Program) else None
-
-    def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
-        """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
-        known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
-        return next((self.layers[name] for name in known if name in self.layers), ())
-
-
-def quantize(
-    model: Callable[..., Any],
-    program: Program,
-    example: Example,
-    wanted: Collection[str],
-    options: Int8Options,
-    *,
-    seed: int = 0,
-    seconds: float = math.inf,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Quantization:
-    """Creates the requested int8 variants of a program.
-
-    Args:
-        model: what candidates are compared with; it is called on the data.
-        wanted: names of variants, of which those in int8 are made.
-        seconds: time limit; variants that are not finished then are not made.
-
-    Raises:
-        UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
-    """
-    # The first does without factors for channels, which would make the weights harder to quantize.
-    wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
-    end = time.monotonic() + seconds
-    if not wanted and not options.judges:
-        return Quantization()
-    data = _data(program, example, options, seed, progress)
-    with protected(model, written=program.state.values()), torch.no_grad():
-        state = tuple(program.state.values())
-        judging = data.held_out[:JUDGED]
-        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
-        made = _Quantizer(program, data, criterion.on_first(TRIED), options, progress, end)
-        variants: dict[str, Program | NoGain] = {}
-        layers: dict[str, tuple[LayerRecord, ...]] = {}
-        for name in wanted:
-            try:
-                variants[name], found = made.variant(name)
-                if found:
-                    layers[name] = found
-            except UsageError:
-                raise
-            except _OutOfTime:
-                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, its share of the budget")
-            except Exception as error:  # a bug in quantization must not cost the float32 candidates
-                if error is made.progress_error:
-                    raise
-                log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
-                variants[name] = NoGain(f"internal error in tsopt while quantizing: {type(error).__name__}: {error}")
-    said = "" if options.calibration is None else data.read
-    return Quantization(variants, criterion if options.judges else None, layers, said)
-
-
-def _data(
-    program: Program, example: Example, options: Int8Options, seed: int, progress: Callable[[str], None]
-) -> Calibration:
-    """The calibration data; without any, the example and values made up like it."""
-    if options.calibration is not None and not isinstance(options.calibration, int):
-        return read_calibration(
-            *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
-        )
-    if options.calibration is None:
-        sets = [
-            item for item in made_up(program, example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))
-        ]
-        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
-    count, made = int(options.calibration), [example]
-    while len(made) < count:
-        seed += 1
-        made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
-    calls = tuple(made[:count])
-    return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
-
-
-class _OutOfTime(Exception):
+class OutOfTime(Exception):
     """The time limit is over."""
 
 
-class _Quantizer:
-    """Makes the variants of one program, until `end` of the monotonic clock."""
+class Quantizer:
+    """Makes the variants of one program, until `end` of the monotonic clock.
+
+    Args:
+        criterion: decides how many layers stay in float32.
+        keep_float: patterns of layers that stay in float32 in any case.
+        smooth: whether to move outlier channels into the weights.
+    """
 
     def __init__(
         self,
         program: Program,
         data: Calibration,
         criterion: Criterion,
-        options: Int8Options,
+        keep_float: Sequence[str],
         progress: Callable[[str], None],
         end: float,
+        *,
+        smooth: bool,
     ) -> None:
         self._end = end
         self.program, self.data, self.criterion = program, data, criterion
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
         self.layers = layers_of(program)
-        self._keep_float = options.keep_float
-        self.kept = kept_in_float(self.layers, options.keep_float)
+        self._keep_float = keep_float
+        self.kept = kept_in_float(self.layers, keep_float)
         self.largest = largest_weight()
-        self._is_to_smooth = options.calibration is not None
+        self._is_to_smooth = smooth
         self._losses: dict[str, Loss] = {}
+        self._scores: dict[str, QParams] = {}  # of queries and keys
         self._kept_before = 0
 
     def progress(self, text: str) -> None:
         """Called at each step: each input, each trial."""
         if time.monotonic() >= self._end:
-            raise _OutOfTime
+            raise OutOfTime
         try:
             self._tell(text)
         except Exception as error:
@@ -238,9 +114,9 @@ class _Quantizer:
             return StaticInt8(qparams, shifts, only, self.largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
-        chosen = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
-        self._kept_before = 0 if isinstance(chosen[0], NoGain) else sum(bool(layer.kept) for layer in chosen[1])
-        return chosen
+        made, records = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
+        self._kept_before = 0 if isinstance(made, NoGain) else sum(bool(layer.kept) for layer in records)
+        return self._with_scores(made, records) if name == INT8_STATIC else (made, records)
 
     def _weights(self) -> Made:
         """The variant with int8 weights."""
@@ -300,6 +176,28 @@ class _Quantizer:
         _give_back(self.program)
         return made, records
 
+    def _with_scores(self, made: Program | NoGain, records: tuple[LayerRecord, ...]) -> Made:
+        """The variant with the scores of attention in int8 too, if the criterion accepts them all together."""
+        attentions = attentions_of(self.program)
+        if isinstance(made, NoGain) or not attentions or self.largest < LARGEST:  # sums of such products may saturate
+            return made, records
+        reasons: dict[str, str] = {}
+        for attention in attentions:
+            if pattern := pattern_for(attention, self._keep_float):
+                reasons[attention.name] = f"keep_float {pattern!r}"
+            elif any(operand.name not in self._scores for operand in operands_of(attention)):
+                reasons[attention.name] = NOT_FINITE
+        chosen = frozenset(attention.name for attention in attentions) - reasons.keys()
+        if chosen:
+            self.progress(f"quantize: scores of {len(chosen)} calls of attention")
+            rounded, _ = run(made, (ScoresInInt8(self._scores, chosen),), Limits(Numerics.LOSSY))
+            judgement = self._judged(rounded)
+            if _is_safe(judgement):
+                made = rounded
+            else:
+                reasons |= dict.fromkeys(chosen, f"with the scores of attention in int8: {judgement.text}")
+        return made, (*records, *(_record_of_scores(item, reasons.get(item.name, "")) for item in attentions))
+
     def _smooth(self) -> None:
         """Goes on with a program in which outlier channels are in the weights."""
         chosen = [layer for layer in self.layers if layer not in self.kept]
@@ -312,12 +210,16 @@ class _Quantizer:
         self.kept = kept_in_float(self.layers, self._keep_float)
 
     def _calibrated(self) -> dict[str, QParams]:
-        """Quantization parameters of all finite values that would be quantized."""
+        """Quantization parameters of all finite values that layers would read; those of attention go to `_scores`."""
         values = readers_of_integers(self.layers)
-        ordered = [node for node in self.program.graph.nodes if node in values]
+        operands = {operand for attention in attentions_of(self.program) for operand in operands_of(attention)}
+        ordered = [node for node in self.program.graph.nodes if node in values or node in operands]
         calls = [flat_inputs(self.program, call) for call in self.data.observed]
         with called_on_data(IndexError):
-            return qparams_of(ordered, observe(self.program, calls, ordered, self._telling("observe")))
+            observed = observe(self.program, calls, ordered, self._telling("observe"))
+        finite = [node.name for node in operands if observed[node.name].is_finite]
+        self._scores = {name: observed[name].qparams(symmetric=True) for name in finite}
+        return qparams_of([node for node in ordered if node in values], observed)
 
     def _measured(self, layers: Sequence[fx.Node], rounding: Rounding, *, corrected: bool = False) -> dict[str, Loss]:
         """The loss of each of these layers, except of those whose input is not finite.
@@ -346,7 +248,7 @@ class _Quantizer:
             return f"keep_float {self.kept[layer]!r}"
         loss = losses.get(layer.name)
         if loss is None:
-            return "its input is not finite"
+            return NOT_FINITE
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
 
     def _fewest(
@@ -362,22 +264,26 @@ class _Quantizer:
         def is_accepted(kept: int) -> bool:
             nonlocal said
             self.progress(f"quantize: {count - kept} of {len(self.layers)} layers")
-            made, _ = run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))
-            _give_back(self.program)
-            trial = simulated(made)
-            del made
-            _give_back(self.program)
-            judgement = self.criterion.judge(compile(trial, "eager", share_weights=True))
-            del trial
-            _give_back(self.program)
+            judgement = self._judged(run(self.program, (pass_for(kept),), Limits(Numerics.LOSSY))[0])
             if expected is not None:
                 expected.correct(kept, judgement.error)
-            if not judgement.ok or judgement.loss > SAFE * judgement.limit:
-                said = judgement.text
-                return False
-            return True
+            if _is_safe(judgement):
+                return True
+            said = judgement.text
+            return False
 
         return fewest_kept(count, at_least, is_accepted, None if expected is None else expected.fewest), said
+
+    def _judged(self, made: Program) -> Judgement:
+        """What the criterion says of a variant, as torch computes what it stands for."""
+        _give_back(self.program)
+        trial = simulated(made)
+        del made
+        _give_back(self.program)
+        judgement = self.criterion.judge(compile(trial, "eager", share_weights=True))
+        del trial
+        _give_back(self.program)
+        return judgement
 
     def _record(self, layer: fx.Node, loss: Loss | None, kept: str) -> LayerRecord:
         weight = self.program.weights[str(ops.bind(layer)["weight"].target)]
@@ -398,6 +304,15 @@ def _give_back(program: Program) -> None:
     if sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING:
         gc.collect()
         give_back_memory()
+
+
+def _is_safe(judgement: Judgement) -> bool:
+    return judgement.ok and judgement.loss <= SAFE * judgement.limit
+
+
+def _record_of_scores(attention: fx.Node, kept: str) -> LayerRecord:
+    where, op = origin_of(attention), ops.name_of(attention).removeprefix("aten.")
+    return LayerRecord(module_of(attention), where, op, sqnr=None, bytes_float=0, bytes_int8=0, kept=kept)
 
 
 def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedError | None:

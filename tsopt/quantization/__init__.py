@@ -1,0 +1,1 @@
+"""int8 variants of a program: calibrated, and as much of it quantized as a criterion of accuracy accepts."""

@@ -1,0 +1,156 @@
+"""The options of `optimize` for int8, and what they make of a program: its int8 variants, and a criterion."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tsopt.compiler.calls.calibration import Calibration, read_calibration
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.graph.program import Program
+from tsopt.compiler.precision_names import INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.protect import protected
+from tsopt.errors import NoGain, UsageError
+from tsopt.quantization.variants import OutOfTime, Quantizer
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
+from tsopt.runtime.checking.custom_ops import made_up
+from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
+from tsopt.runtime.layer_table import LayerRecord
+
+log = logging.getLogger("tsopt")
+TRIED = 8  # calls that each choice of layers is tried on
+JUDGED = 16  # calls that candidates are judged by
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Options:
+    """The options of `optimize` for int8 and for accuracy."""
+
+    calibration: Any = None
+    metric: Callable[[Any], Any] | str | None = None
+    max_drop: float | None = None
+    keep_float: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises UsageError for invalid options."""
+        check_metric(self.metric, self.max_drop)
+        count = self.calibration
+        if isinstance(count, bool) or (isinstance(count, int) and count < 1):
+            raise UsageError(
+                f"calibration must be at least 1, got {count}", fix="pass how many inputs to draw, or data"
+            )
+
+    @property
+    def judges(self) -> bool:
+        """Whether they replace the fixed limits of lower precisions by a criterion."""
+        return self.calibration is not None or self.metric is not None or self.max_drop is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The int8 variants of a program, and the criterion for candidates in lower precisions.
+
+    Attributes:
+        variants: by name; NoGain where nothing would be quantized.
+        criterion: of candidates in lower precisions; None: the limits of their precision.
+        layers: what became of each layer, by variant.
+        calibration: what was made of the user's data; empty without any.
+    """
+
+    variants: dict[str, Program | NoGain] = field(default_factory=dict)
+    criterion: Criterion | None = None
+    layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
+    calibration: str = ""
+
+    def program_of(self, candidate: Candidate | None) -> Program | None:
+        """The int8 variant that a candidate runs; None if it runs none."""
+        found = None if candidate is None else self.variants.get(candidate.variant)
+        return found if isinstance(found, Program) else None
+
+    def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
+        """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
+        known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
+        return next((self.layers[name] for name in known if name in self.layers), ())
+
+
+def quantize(
+    model: Callable[..., Any],
+    program: Program,
+    example: Example,
+    wanted: Collection[str],
+    options: Int8Options,
+    *,
+    seed: int = 0,
+    seconds: float = math.inf,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Quantization:
+    """Creates the requested int8 variants of a program.
+
+    Args:
+        model: what candidates are compared with; it is called on the data.
+        wanted: names of variants, of which those in int8 are made.
+        seconds: time limit; variants that are not finished then are not made.
+
+    Raises:
+        UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
+    """
+    # The first does without factors for channels, which would make the weights harder to quantize.
+    wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
+    end = time.monotonic() + seconds
+    if not wanted and not options.judges:
+        return Quantization()
+    data = _data(program, example, options, seed, progress)
+    with protected(model, written=program.state.values()), torch.no_grad():
+        state = tuple(program.state.values())
+        judging = data.held_out[:JUDGED]
+        criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
+        made = Quantizer(
+            *(program, data, criterion.on_first(TRIED), options.keep_float, progress, end),
+            smooth=options.calibration is not None,
+        )
+        variants: dict[str, Program | NoGain] = {}
+        layers: dict[str, tuple[LayerRecord, ...]] = {}
+        for name in wanted:
+            try:
+                variants[name], found = made.variant(name)
+                if found:
+                    layers[name] = found
+            except UsageError:
+                raise
+            except OutOfTime:
+                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, its share of the budget")
+            except Exception as error:  # a bug in quantization must not cost the float32 candidates
+                if error is made.progress_error:
+                    raise
+                log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
+                variants[name] = NoGain(f"internal error in tsopt while quantizing: {type(error).__name__}: {error}")
+    said = "" if options.calibration is None else data.read
+    return Quantization(variants, criterion if options.judges else None, layers, said)
+
+
+def _data(
+    program: Program, example: Example, options: Int8Options, seed: int, progress: Callable[[str], None]
+) -> Calibration:
+    """The calibration data; without any, the example and values made up like it."""
+    if options.calibration is not None and not isinstance(options.calibration, int):
+        return read_calibration(
+            *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
+        )
+    if options.calibration is None:
+        sets = [
+            item for item in made_up(program, example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))
+        ]
+        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
+    count, made = int(options.calibration), [example]
+    while len(made) < count:
+        seed += 1
+        made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+    calls = tuple(made[:count])
+    return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
