@@ -1,11 +1,16 @@
 """Is `model.generate` faster behind `hybridize`, from the first token on, and are the tokens the same?
 
 Usage: python -m bench.generate [MODEL ...]; writes bench/results/generate.{json,md}. Greedy decoding of 64 tokens with
-a cache, batch 1, random weights. Each model has a process of its own; eager and the hybrid take turns.
+a cache, batch 1, random weights. Each model has a process of its own, in which eager, the hybrid, a hybrid in int8, and
+`torch.compile(dynamic=True)` take turns.
+
+How fast memory is read bounds what float32 can reach: each token reads all weights once.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -81,15 +86,29 @@ def one(name: str) -> dict[str, Any]:
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     fast = tsopt.hybridize(model, cache=False)
     wanted, _ = generate(model, PROMPT)
+    small = tsopt.hybridize(model, precision="int8", cache=False)
     arrival = _FirstToken()
     first, first_seconds = generate(fast, PROMPT, streamer=arrival)
     captures = len(signatures(fast))
     others, _ = generate(model, OTHER_PROMPT)
     second, second_seconds = generate(fast, OTHER_PROMPT)
     later = len(signatures(fast)) - captures
-    rounds = [(generate(model, PROMPT), generate(fast, PROMPT)) for _ in range(ROUNDS)]
-    eager, mine = (np.array([round_[i][1] for round_ in rounds]) for i in (0, 1))
+    rewarmed = [generate(small, prompt)[1] for prompt in (PROMPT, OTHER_PROMPT)]
+    peer, peer_failure = compiled_by_torch(model)
+    calls = [model, fast, small, *([] if peer is None else [peer])]
+    rounds = [[generate(call, PROMPT) for call in calls] for _ in range(ROUNDS)]
+    eager, mine, in_int8, *by_torch = (np.array([round_[i][1] for round_ in rounds]) for i in range(len(calls)))
+    tokens = [round_[2][0] for round_ in rounds]
     return {
+        "int8": {
+            "ratios": [float(ratio) for ratio in eager / in_int8],
+            "first_seconds": rewarmed[0],
+            "signatures": signatures(small),
+            "same_tokens": float((tokens[0] == wanted)[:, PROMPT:].float().mean()),
+            "logits": error_of_logits(small, model, wanted),
+        },
+        "torch_compile": {"ratios": [float(r) for times in by_torch for r in eager / times], "failure": peer_failure},
+        "bound": weights_read(model) / read_speed(),
         "first_seconds": first_seconds,
         "first_token_seconds": arrival.seconds,
         "signatures": signatures(fast),
@@ -103,6 +122,54 @@ def one(name: str) -> dict[str, Any]:
         "tsopt": float(TOKENS / np.median(mine)),
         "ratios": [float(ratio) for ratio in eager / mine],
     }
+
+
+def compiled_by_torch(model: nn.Module) -> tuple[Any, str]:
+    """The model behind `torch.compile(dynamic=True)`, warm; or why there is none."""
+    peer = copy.deepcopy(model)
+    try:
+        peer.forward = torch.compile(peer.forward, dynamic=True)
+        for prompt in (PROMPT, OTHER_PROMPT, PROMPT):
+            generate(peer, prompt)
+    except Exception as error:  # whatever the compiler raises
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+    return peer, ""
+
+
+def error_of_logits(small: Any, model: nn.Module, tokens: torch.Tensor) -> float:
+    """The relative error of the logits of each token, one by one with a cache: eager's tokens are given."""
+    noise = size = 0.0
+    with torch.no_grad():
+        caches: list[Any] = [None, None]
+        for place in range(PROMPT, tokens.shape[1]):
+            given = tokens[:, :PROMPT] if place == PROMPT else tokens[:, place - 1 : place]
+            found = [
+                call(input_ids=given, past_key_values=cache, use_cache=True)
+                for call, cache in zip((small, model), caches, strict=True)
+            ]
+            caches = [item.past_key_values for item in found]
+            mine, theirs = (item.logits[:, -1].double() for item in found)
+            noise, size = noise + float((mine - theirs).square().sum()), size + float(theirs.square().sum())
+    return math.sqrt(noise / size)
+
+
+def weights_read(model: nn.Module) -> int:
+    """Bytes of the weights that each token reads: those of linear layers, the last of which may be the embedding's."""
+    kinds = (nn.Linear, transformers.pytorch_utils.Conv1D)
+    return sum(module.weight.nbytes for module in model.modules() if isinstance(module, kinds))
+
+
+def read_speed() -> float:
+    """Bytes per second at which 256 MB are read, by the faster one of a sum and a product with a vector."""
+    matrix, vector = torch.ones(1 << 14, 1 << 12), torch.ones(1 << 12)
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            for call in (matrix.sum, lambda: matrix @ vector):
+                start = time.perf_counter()
+                call()
+                seconds.append(time.perf_counter() - start)
+    return matrix.nbytes / min(seconds)
 
 
 class _FirstToken:
@@ -146,13 +213,21 @@ def line(name: str, row: dict[str, Any]) -> str:
         "yes" if row["same"] else "NO",
         f"{row['eager']:.0f}",
         f"{row['tsopt']:.0f}",
-        f"{np.median(ratios):.2f}x [{min(ratios):.2f}, {max(ratios):.2f}]",
+        _ratio(ratios),
         f"{row['first_token_seconds']:.1f}",
         f"{row['first_seconds']:.1f}",
         str(row["captures"]),
         str(row["captures_of_another_prompt"]),
+        f"{1e3 * row['bound']:.1f} of {1e3 / row['tsopt']:.1f}",
+        _ratio(row["int8"]["ratios"]),
+        f"{row['int8']['same_tokens']:.0%}, {row['int8']['logits']:.1%}",
+        _ratio(row["torch_compile"]["ratios"]),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _ratio(ratios: list[float]) -> str:
+    return f"{np.median(ratios):.2f}x [{min(ratios):.2f}, {max(ratios):.2f}]" if ratios else "-"
 
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
@@ -160,10 +235,20 @@ def page(environment: Environment, rows: Rows) -> Iterator[str]:
     yield ""
     yield (
         "| model | same tokens | eager | tsopt | ratio, lowest and highest | first token, s | first `generate`, s "
-        "| captures in it | captures with another prompt |"
+        "| captures in it | captures with another prompt | ms to read the weights, of a token "
+        "| int8 over eager | int8: same tokens, error of logits | torch.compile over eager |"
     )
-    yield "|---|---|--:|--:|---|--:|--:|--:|--:|"
+    yield "|---|---|--:|--:|---|--:|--:|--:|--:|---|---|---|---|"
     yield from (line(name, row) for name, row in rows.items())
+    yield ""
+    yield "- ms to read the weights: at the speed at which this machine reads 256 MB, of the time of a token; float32"
+    yield "  takes no less than that"
+    yield "- int8: without calibration data; tokens differ from the first other one on, because weights are random"
+    yield from (
+        f"- {name}, torch.compile: {row['torch_compile']['failure']}"
+        for name, row in rows.items()
+        if row["torch_compile"]["failure"]
+    )
 
 
 if __name__ == "__main__":
