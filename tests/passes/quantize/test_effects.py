@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -141,3 +142,19 @@ def test_the_model_is_left_as_it_is():
     assert all(weight.grad is None for weight in (*model.parameters(), *program.weights.values()))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert effects(program, [call]) == effects(program, [call])
+
+
+def test_nothing_of_it_stays_in_memory():
+    """Hooks of tensors keep what they refer to, and no collector sees it."""
+
+    def tensors():
+        gc.collect()
+        return sum(type(item) is torch.Tensor for item in gc.get_objects())
+
+    program = tsopt.capture(mlp(16, 16, 8), torch.randn(4, 16))
+    calls = [(torch.randn(4, 16, generator=seeded(seed)),) for seed in range(3)]
+    effects(program, calls)
+    before = tensors()
+    for _ in range(3):
+        effects(program, calls)
+    assert tensors() == before

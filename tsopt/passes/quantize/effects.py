@@ -52,10 +52,11 @@ def losses_with_effects(
         progress(f"{number} of {len(calls)}")
         try:
             with _differentiating():
+                measured.number = number
                 outputs = measured.run(*map(_detached, call))
                 results = [y for y, wanted in zip(outputs, is_result, strict=True) if wanted]
-                measured.differentiate(number, results, draws, draw)
-                del outputs, results  # or the errors of this call would stay for the next one
+                measured.differentiate(results, draws, draw)
+                del outputs, results  # and with them the errors of this call
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
             return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
@@ -70,11 +71,15 @@ class _Effects(Losses):
     """Losses, and what a backward pass finds of each layer.
 
     Each gradient is used as soon as it is there, so that those of all layers are never in memory together.
+
+    Attributes:
+        number: of the call at hand.
     """
+
+    number = 0
 
     def __init__(self, program: Program, layers: Sequence[fx.Node], rounding: Rounding, largest: int) -> None:
         super().__init__(program, layers, rounding, largest)
-        self._call = 0  # the number of the one at hand
         self._leaves: list[torch.Tensor] = []  # results of layers that do not depend on those of others
         self._sizes: dict[int, dict[int, float]] = {}  # the squared norm of each output, by call and position
         # v J e, and v J summed up for each output channel, for each call and draw: a correction adds the same to all
@@ -91,12 +96,15 @@ class _Effects(Losses):
         error = quantized - value.detach()
         if not value.requires_grad:
             self._leaves.append(value.requires_grad_())
-        value.register_hook(functools.partial(self._take, name, error))
+        # Not a method: what is behind hooks is out of the reach of the garbage collector.
+        value.register_hook(
+            functools.partial(_take, self._products[name], self.number, error, channel_of(self.layers[name]))
+        )
 
-    def differentiate(self, number: int, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
+    def differentiate(self, results: Sequence[Any], draws: int, draw: torch.Generator) -> None:
         """The backward passes of a call, with results of norm 1."""
-        self._call, leaves, self._leaves = number, self._leaves, []
-        parts, sizes = [], self._sizes.setdefault(number, {})
+        leaves, self._leaves = self._leaves, []
+        parts, sizes = [], self._sizes.setdefault(self.number, {})
         for position, y in enumerate(results):
             if isinstance(y, torch.Tensor) and y.requires_grad:
                 part = y[y.isfinite()]
@@ -106,11 +114,7 @@ class _Effects(Losses):
         for left in reversed(range(draws if parts else 0)):
             signed = torch.stack([(part * _signs(part, draw)).sum() for part in parts]).sum()
             torch.autograd.grad(signed, leaves, retain_graph=left > 0, allow_unused=True)  # calls `_take`
-
-    def _take(self, name: str, error: torch.Tensor, gradient: torch.Tensor) -> None:
-        by_channel = gradient.movedim(channel_of(self.layers[name]), 0).flatten(1).sum(1)
-        product = float((gradient * error).sum(dtype=torch.float64))
-        self._products[name].append((self._call, product, by_channel))
+        self.env.clear()
 
     def effect(self, name: str, corrected: bool) -> float:
         """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
@@ -127,6 +131,18 @@ class _Effects(Losses):
             for position, size in self._sizes[number].items()
         ]
         return sum(shares) / len(shares)
+
+
+def _take(
+    products: list[tuple[int, float, torch.Tensor]],
+    number: int,
+    error: torch.Tensor,
+    channel: int,
+    gradient: torch.Tensor,
+) -> None:
+    """Notes what a gradient of the result of a layer says of its error in a call."""
+    by_channel = gradient.movedim(channel, 0).flatten(1).sum(1)
+    products.append((number, float((gradient * error).sum(dtype=torch.float64)), by_channel))
 
 
 @contextmanager
