@@ -85,6 +85,8 @@ class Quantizer:
         """Called at each step: each input, each trial."""
         if time.monotonic() >= self._end:
             raise OutOfTime
+        if _is_worth_freeing(self.program):
+            give_back_memory()  # what the last step has freed lies in pieces between what stays
         try:
             self._tell(text)
         except Exception as error:
@@ -301,9 +303,13 @@ class Quantizer:
 
 def _give_back(program: Program) -> None:
     """Frees the weights of a trial, which are in reference cycles, and what the allocator has kept of other copies."""
-    if sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING:
+    if _is_worth_freeing(program):
         gc.collect()
         give_back_memory()
+
+
+def _is_worth_freeing(program: Program) -> bool:
+    return sum(weight.nbytes for weight in program.weights.values()) >= WORTH_FREEING
 
 
 def _is_safe(judgement: Judgement) -> bool:

@@ -152,8 +152,8 @@ def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, 
 
     NOTE: contiguous whatever the strides of the weight, because ONNX stores integers without a Transpose (`OnnxModel`).
     """
-    scales = (weight.abs().flatten(1).amax(1) / largest).clamp(min=SMALLEST)
-    integers = (weight / _by_output(scales, weight)).round().clamp(-largest, largest).to(torch.int8)
+    scales = (torch.linalg.vector_norm(weight.flatten(1), math.inf, 1) / largest).clamp(min=SMALLEST)
+    integers = (weight / _by_output(scales, weight)).round_().clamp_(-largest, largest).to(torch.int8)
     return integers.contiguous(), scales
 
 

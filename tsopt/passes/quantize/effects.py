@@ -92,8 +92,8 @@ class _Effects(Losses):
         return found.detach() if isinstance(found, torch.Tensor) else found
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
-        super().add(name, value.detach(), quantized)
         error = quantized - value.detach()
+        self.note(name, value.detach(), error)
         if not value.requires_grad:
             self._leaves.append(value.requires_grad_())
         # Not a method: what is behind hooks is out of the reach of the garbage collector.

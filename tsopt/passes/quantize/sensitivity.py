@@ -109,13 +109,21 @@ class Losses(LayerErrors):
     """The loss of each layer."""
 
     def add(self, name: str, value: torch.Tensor, quantized: torch.Tensor) -> None:
-        errors = quantized.double() - value
+        self.note(name, value, quantized - value)
+
+    def note(self, name: str, value: torch.Tensor, errors: torch.Tensor) -> None:
+        """Takes the result of a layer in float32, and what quantization adds to it."""
         by_channel = errors.movedim(channel_of(self.layers[name]), 0).flatten(1)
         loss = self.found.setdefault(name, Loss(torch.zeros(len(by_channel), dtype=torch.float64, device="cpu")))
-        loss.errors += by_channel.sum(1)
-        loss.squares += float(errors.square().sum())
-        loss.size += float(value.double().square().sum())
+        loss.errors += by_channel.sum(1, dtype=torch.float64)
+        loss.squares += _squares(errors)
+        loss.size += _squares(value)
         loss.count += by_channel.shape[1]
+
+
+def _squares(value: torch.Tensor) -> float:
+    """The sum of squares, in float64."""
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
 
 
 def channel_of(layer: fx.Node) -> int:
