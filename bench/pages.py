@@ -2,8 +2,9 @@
 
 Usage: python -m bench.pages [MODEL ...]; writes bench/results/pages.{json,md}. Needs Chromium and the extra `dev`.
 
-What a profile says of eager is compared with torch.profiler on the model itself, with a mark around each module that
-holds no other: the ten marked modules with the most time, and those that the profile puts first.
+What a profile says of the program as torch runs it is compared with torch.profiler on the model itself, with a mark
+around each module that holds no other: the ten marked modules with the most time, and those that the profile puts
+first. What passes have folded into another module, such as a batch norm, counts for that one.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def sum_of_rows(profile: Profile, engine: str) -> float:
 
 
 def by_module(profile: Profile) -> dict[str, float]:
-    """Milliseconds of eager by module path."""
+    """Milliseconds of the program as torch runs it, by module path."""
     found: Counter[str] = Counter()
     for item in profile.layers:
         found[item.layer] += item.ms.get(profile.engines[0], 0.0)
@@ -98,7 +99,7 @@ def by_module(profile: Profile) -> dict[str, float]:
 
 
 def by_torch(model: nn.Module, example: Example) -> dict[str, float]:
-    """Milliseconds of modules that hold no other, by path, as torch.profiler tells them."""
+    """Milliseconds of modules that hold no other, by path, as measured by torch.profiler."""
     marks: dict[nn.Module, list[Any]] = {}
 
     def begin(module: nn.Module, path: str) -> None:
@@ -127,7 +128,7 @@ def by_torch(model: nn.Module, example: Example) -> dict[str, float]:
 def agreement(mine: dict[str, float], theirs: dict[str, float]) -> dict[str, float]:
     """Of the modules with the most time by torch.profiler, how many are among ours, and what share of their time.
 
-    Of layers that are equally expensive, chance decides which are the ten: then the share tells, not the number.
+    Which of several equally expensive layers are among the ten is random: then the share tells, not the number.
     """
     known = {path: ms for path, ms in mine.items() if path in theirs}
     first, wanted = (sorted(times, key=times.__getitem__)[-TOP:] for times in (known, theirs))
@@ -153,14 +154,14 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 def page(environment: Environment, rows: Rows) -> Iterator[str]:
     yield (
-        "| model | all rows of the profile, of the call | elsewhere in the engine | ten most expensive layers of eager "
+        "| model | all rows of the profile, of the call | elsewhere in the engine | ten most expensive layers by torch "
         "| highest share of the limit | profile over race, s | values | report | profile | console messages |"
     )
     yield "|---|---|---|---|--:|--:|--:|---|---|--:|"
     yield from (line(name, row) for name, row in rows.items())
     yield ""
     yield "- ten most expensive layers: how many torch.profiler puts among its ten as well, and the share of the time"
-    yield "  of its ten that ours take; which of equally expensive layers are among the ten, chance decides"
+    yield "  of its ten that ours take; which of several equally expensive layers are among the ten is random"
     yield "- report, profile: the size of the page, and how long headless Chromium takes to load it and run its scripts"
 
 

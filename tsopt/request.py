@@ -159,7 +159,7 @@ class Request:
             or (ON_A_GPU if self.isolate and is_on_gpu(example) else ""),
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
-            quantization=quantized.layers_in(outcome.candidate.variant if outcome.candidate is not None else FP32),
+            quantization=quantized.layers_for(outcome.candidate),
             calibration=quantized.calibration,
             graphs=(made.drawing, drawing_of(quantized.program_of(outcome.candidate) or made.optimized)),
         )

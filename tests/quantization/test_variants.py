@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import time
+
+import pytest
 import torch
 from torch import nn
 
-from tests.passes.quantize.test_scores import Attention, sequences
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import seeded
+from tests.passes.quantize.test_scores import Attention, Convolved, sequences
 from tests.quantization.test_quantize import layers, quantized, records
 from tsopt.compiler.graph.quantized import calibrated_input
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
-from tsopt.quantization import variants
+from tsopt.compiler.precision_names import INT8_STATIC
+from tsopt.quantization import quantize, variants
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.layer_table import ATTENTION
 
 
 def scores_of(found):
@@ -22,8 +31,13 @@ def rounded_scores(found):
     return [operand for operand in operands if calibrated_input(operand)]
 
 
-def test_scores_of_attention_are_in_int8_where_that_is_accurate_enough(monkeypatch):
+@pytest.fixture(autouse=True)
+def vnni(monkeypatch):
+    """A processor on which sums of 8-bit products are exact."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+
+
+def test_scores_of_attention_are_in_int8_where_that_is_accurate_enough():
     calls = sequences(16)
     found = quantized(Attention().eval(), calls[0], calibration=calls)
     assert scores_of(found) == [""]
@@ -32,7 +46,6 @@ def test_scores_of_attention_are_in_int8_where_that_is_accurate_enough(monkeypat
 
 
 def test_scores_stay_in_float_where_the_criterion_or_the_user_wants_it(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     calls = sequences(16)
     two = nn.Sequential(Attention(), Attention()).eval()
     kept = quantized(two, calls[0], calibration=calls, keep_float=("1",))
@@ -56,3 +69,71 @@ def test_scores_stay_in_float_where_sums_could_saturate(monkeypatch):
     found = quantized(Attention().eval(), calls[0], calibration=calls)
     assert scores_of(found) == []
     assert not rounded_scores(found)
+
+
+class Alone(nn.Module):
+    """Attention in a module of its own, beside a layer."""
+
+    class Core(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.core = nn.Linear(16, 16), self.Core()
+
+    def forward(self, x):
+        return self.core(self.layer(x))
+
+
+def test_a_pattern_may_name_attention():
+    calls = sequences(8)
+    found = quantized(Alone().eval(), calls[0], calibration=calls, keep_float=("core",))
+    assert scores_of(found) == ["keep_float 'core'"]
+    assert layers(found.variants["int8-static"])
+
+
+def test_queries_that_are_not_finite_stay_in_float():
+    def model(x):
+        return nn.functional.scaled_dot_product_attention(x / 0, x, x), nn.functional.linear(x, weight)
+
+    weight = torch.randn(8, 16, generator=seeded(0))
+    calls = sequences(8)
+    found = quantized(Net(lambda self, x: model(x)), calls[0], calibration=calls)
+    assert scores_of(found) == [variants.NOT_FINITE]
+
+
+def test_queries_that_are_rounded_for_a_convolution_are_not_rounded_again():
+    calls = sequences(8)
+    found = quantized(Convolved().eval(), calls[0], calibration=calls)
+    assert scores_of(found) == ["its queries or keys are already rounded for a layer"]
+
+
+def test_without_time_for_the_scores_the_variant_stays(monkeypatch):
+    calls = sequences(8)
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Clocked(variants.Quantizer):
+        def with_scores(self, *given):
+            now[0] = math.inf
+            return super().with_scores(*given)
+
+    monkeypatch.setattr(quantize, "Quantizer", Clocked)
+    found = quantized(Attention().eval(), calls[0], calibration=calls, wanted=("int8-static",), seconds=1e9)
+    assert layers(found.variants["int8-static"])
+    assert scores_of(found) == []
+
+
+def test_the_report_says_what_the_engine_does():
+    calls = sequences(8)
+    found = quantized(Attention().eval(), calls[0], calibration=calls)
+    kept = {
+        backend: [
+            item.kept for item in found.layers_for(Candidate(backend, variant=INT8_STATIC)) if item.op == ATTENTION
+        ]
+        for backend in ("openvino", "onnxruntime")
+    }
+    assert kept == {"openvino": [""], "onnxruntime": ["ONNX Runtime computes attention in float32"]}
+    assert found.layers_for(None) == found.layers_in("fp32")

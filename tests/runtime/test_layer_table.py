@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tsopt.runtime.layer_table import COLUMNS, LayerRecord, by_loss, layer_table, lines, summary
+from tsopt.runtime.layer_table import ATTENTION, COLUMNS, LayerRecord, by_loss, layer_table, lines, summary
 
 GOOD = LayerRecord("stem", "stem, m.py:3", "conv2d", 41.26, 6912, 1984, output_sqnr=45.04)
 BAD = LayerRecord("head", "head, m.py:9", "linear", 12.0, 4000, 1400, "SQNR below 20 dB")
@@ -58,3 +58,10 @@ def test_json_has_no_infinity():
     assert (record["sqnr"], record["output_sqnr"]) == (None, None)
     assert GOOD.record()["output_sqnr"] == 45.04
     assert BAD.record()["kept"] == "SQNR below 20 dB"
+
+
+def test_attention_is_counted_apart():
+    attention = replace(GOOD, op=ATTENTION, sqnr=None)
+    assert summary([GOOD, attention, replace(attention, kept="why")]) == (
+        "1 of 1 layers in int8, 1 of 2 calls of attention; lowest SQNR 41.3 dB (stem)"
+    )

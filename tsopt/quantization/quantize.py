@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from tsopt.compiler.calls.calibration import Calibration, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
 from tsopt.quantization.variants import OutOfTime, Quantizer
@@ -22,7 +22,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
 from tsopt.runtime.checking.custom_ops import made_up
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
-from tsopt.runtime.layer_table import LayerRecord
+from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 
 log = logging.getLogger("tsopt")
 TRIED = 8  # calls that each choice of layers is tried on
@@ -74,6 +74,16 @@ class Quantization:
         found = None if candidate is None else self.variants.get(candidate.variant)
         return found if isinstance(found, Program) else None
 
+    def layers_for(self, candidate: Candidate | None) -> tuple[LayerRecord, ...]:
+        """What became of each layer as a candidate runs it; None: nothing runs in int8."""
+        if candidate is None:
+            return self.layers_in(FP32)
+        records = self.layers_in(candidate.variant)
+        if candidate.variant != INT8_STATIC or candidate.info.int8_scores:
+            return records
+        kept = f"{candidate.info.title} computes attention in float32"
+        return tuple(replace(item, kept=item.kept or kept) if item.op == ATTENTION else item for item in records)
+
     def layers_in(self, variant: str) -> tuple[LayerRecord, ...]:
         """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
         known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
@@ -119,18 +129,23 @@ def quantize(
         layers: dict[str, tuple[LayerRecord, ...]] = {}
         for name in wanted:
             try:
-                variants[name], found = made.variant(name)
+                variant, found = made.variant(name)
+                variants[name] = variant
                 if found:
                     layers[name] = found
+                if name == INT8_STATIC and isinstance(variant, Program):
+                    variants[name], layers[name] = made.with_scores(variant, found)
             except UsageError:
                 raise
-            except OutOfTime:
-                variants[name] = NoGain(f"quantization did not finish within {seconds:.3g} s, its share of the budget")
+            except OutOfTime:  # what was made before stays
+                why = f"quantization did not finish within {seconds:.3g} s, its share of the budget"
+                variants.setdefault(name, NoGain(why))
             except Exception as error:  # a bug in quantization must not cost the float32 candidates
                 if error is made.progress_error:
                     raise
                 log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
-                variants[name] = NoGain(f"internal error in tsopt while quantizing: {type(error).__name__}: {error}")
+                why = f"internal error in tsopt while quantizing: {type(error).__name__}: {error}"
+                variants.setdefault(name, NoGain(why))
     said = "" if options.calibration is None else data.read
     return Quantization(variants, criterion if options.judges else None, layers, said)
 

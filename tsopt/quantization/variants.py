@@ -13,7 +13,7 @@ from tsopt.compiler.calls.calibration import Calibration, called_on_data
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import module_of, origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import LARGEST, QParams, largest_weight, simulated
+from tsopt.compiler.graph.quantized import LARGEST, QParams, calibrated_input, largest_weight, simulated
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import INT8_STATIC, INT8_WEIGHTS
@@ -22,7 +22,7 @@ from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.effects import losses_with_effects
-from tsopt.passes.quantize.layer_names import kept_in_float, pattern_for
+from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
 from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.scores import ScoresInInt8
@@ -33,7 +33,7 @@ from tsopt.passes.quantize.static import StaticInt8
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.checking.criterion import Criterion, Judgement
-from tsopt.runtime.layer_table import LayerRecord
+from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 from tsopt.runtime.sandbox.processes import give_back_memory
 
 Made = tuple[Program | NoGain, tuple[LayerRecord, ...]]  # a variant, and what became of each layer in it
@@ -74,7 +74,7 @@ class Quantizer:
         self._tell = progress
         self.layers = layers_of(program)
         self._keep_float = keep_float
-        self.kept = kept_in_float(self.layers, keep_float)
+        self._match_patterns()
         self.largest = largest_weight()
         self._is_to_smooth = smooth
         self._losses: dict[str, Loss] = {}
@@ -86,7 +86,7 @@ class Quantizer:
         if time.monotonic() >= self._end:
             raise OutOfTime
         if _is_worth_freeing(self.program):
-            give_back_memory()  # what the last step has freed lies in pieces between what stays
+            give_back_memory()  # freed by the last step, and kept by malloc in pieces
         try:
             self._tell(text)
         except Exception as error:
@@ -118,7 +118,7 @@ class Quantizer:
         # The second variant starts from the choice of the first, which saves most of its trials.
         made, records = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
         self._kept_before = 0 if isinstance(made, NoGain) else sum(bool(layer.kept) for layer in records)
-        return self._with_scores(made, records) if name == INT8_STATIC else (made, records)
+        return made, records
 
     def _weights(self) -> Made:
         """The variant with int8 weights."""
@@ -178,16 +178,20 @@ class Quantizer:
         _give_back(self.program)
         return made, records
 
-    def _with_scores(self, made: Program | NoGain, records: tuple[LayerRecord, ...]) -> Made:
-        """The variant with the scores of attention in int8 too, if the criterion accepts them all together."""
-        attentions = attentions_of(self.program)
-        if isinstance(made, NoGain) or not attentions or self.largest < LARGEST:  # sums of such products may saturate
+    def with_scores(self, made: Program, records: tuple[LayerRecord, ...]) -> tuple[Program, tuple[LayerRecord, ...]]:
+        """A static variant with the scores of attention in int8 too, if the criterion accepts them all together."""
+        attentions = attentions_of(made)
+        if not attentions or self.largest < LARGEST:
             return made, records
+        patterns = {node.name: pattern for node, pattern in self.kept.items()}
         reasons: dict[str, str] = {}
         for attention in attentions:
-            if pattern := pattern_for(attention, self._keep_float):
-                reasons[attention.name] = f"keep_float {pattern!r}"
-            elif any(operand.name not in self._scores for operand in operands_of(attention)):
+            operands = operands_of(attention)
+            if attention.name in patterns:
+                reasons[attention.name] = f"keep_float {patterns[attention.name]!r}"
+            elif any(map(calibrated_input, operands)):
+                reasons[attention.name] = "its queries or keys are already rounded for a layer"
+            elif any(operand.name not in self._scores for operand in operands):
                 reasons[attention.name] = NOT_FINITE
         chosen = frozenset(attention.name for attention in attentions) - reasons.keys()
         if chosen:
@@ -209,12 +213,17 @@ class Quantizer:
         smooth = Smooth(factors, frozenset(layer.name for layer in chosen))
         self.program, _ = run(self.program, (smooth,), Limits())
         self.layers = layers_of(self.program)
-        self.kept = kept_in_float(self.layers, self._keep_float)
+        self._match_patterns()
+
+    def _match_patterns(self) -> None:
+        """Finds what `keep_float` keeps: layers, and calls of attention by their names."""
+        self.kept = kept_in_float([*self.layers, *attentions_of(self.program)], self._keep_float)
 
     def _calibrated(self) -> dict[str, QParams]:
         """Quantization parameters of all finite values that layers would read; those of attention go to `_scores`."""
         values = readers_of_integers(self.layers)
-        operands = {operand for attention in attentions_of(self.program) for operand in operands_of(attention)}
+        attentions = [] if self.largest < LARGEST else attentions_of(self.program)  # sums of such products saturate
+        operands = {operand for attention in attentions for operand in operands_of(attention)}
         ordered = [node for node in self.program.graph.nodes if node in values or node in operands]
         calls = [flat_inputs(self.program, call) for call in self.data.observed]
         with called_on_data(IndexError):
@@ -317,8 +326,8 @@ def _is_safe(judgement: Judgement) -> bool:
 
 
 def _record_of_scores(attention: fx.Node, kept: str) -> LayerRecord:
-    where, op = origin_of(attention), ops.name_of(attention).removeprefix("aten.")
-    return LayerRecord(module_of(attention), where, op, sqnr=None, bytes_float=0, bytes_int8=0, kept=kept)
+    where = origin_of(attention)
+    return LayerRecord(module_of(attention), where, ATTENTION, sqnr=None, bytes_float=0, bytes_int8=0, kept=kept)
 
 
 def _expected(effects: Sequence[float | None], limit: float | None) -> ExpectedError | None:

@@ -124,3 +124,29 @@ def test_integers_are_dense_whatever_the_memory_order_of_the_weight():
     integers, scales = quantized.quantized_weight(torch.randn(8, 4).t(), 127)
     assert integers.is_contiguous()
     assert (integers.shape, scales.shape) == ((4, 8), (4,))
+
+
+def symmetric(program):
+    """The program with its first input quantized to signed integers."""
+    layer = next(node for node in program.calls() if node.target is torch.ops.aten.linear.default)
+    x = layer.args[0]
+    rounded = quantized.quantize_value(program, x, quantized.QParams.symmetric(4.0))
+    layer.replace_input_with(x, rounded)
+    return rounded
+
+
+def test_signed_integers_with_a_zero_point_are_another_form(model):
+    program = tsopt.capture(model, X)
+    rounded = symmetric(program)
+    assert quantized.calibrated_input(rounded)[1].is_symmetric
+    for node in (rounded, rounded.args[0]):
+        _replace_argument(node, 2, 1)
+    assert quantized.calibrated_input(rounded) is None
+
+
+def test_a_layer_that_reads_signed_integers_is_another_form(program):
+    assert len(layers(program)) == 2
+    first = layers(program)[0].node
+    signed = quantized.quantize_value(program, layers(program)[0].x, quantized.QParams.symmetric(4.0))
+    first.replace_input_with(first.args[0], signed)
+    assert len(layers(program)) == 1

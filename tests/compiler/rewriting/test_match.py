@@ -99,3 +99,9 @@ def test_a_pattern_counts_its_calls_and_must_return_one():
     assert pattern(lambda x: aten.neg.default(aten.neg.default(x))).size == 2
     with pytest.raises(TypeError, match="must return the result of a call"):
         pattern(lambda x: x)
+
+
+@pytest.mark.parametrize("function", [lambda *x: aten.neg.default(x[0]), lambda x, *, y: aten.add.Tensor(x, y)])
+def test_holes_are_positional(function):
+    with pytest.raises(TypeError, match="positional parameters only"):
+        pattern(function)

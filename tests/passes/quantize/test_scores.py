@@ -9,7 +9,7 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import seeded
+from tests.passes.quantize.models import calibrated_pass, seeded
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import (
@@ -122,3 +122,36 @@ def test_symmetric_parameters_cover_a_magnitude_and_keep_zero_exact():
     assert (by.zero, by.integers) == (0, (-128, 127, torch.int8))
     assert QParams.symmetric(0.0).scale > 0
     assert QParams.of_range(-1.0, 3.0).range == pytest.approx((-1.0, 3.0), abs=0.02)
+
+
+def test_operands_given_by_name_are_replaced_too():
+    made, _ = rounded(lambda self, x: F.scaled_dot_product_attention(x, x, x), *sequences(1))
+    (attention,) = attentions_of(made)
+    query, key, value = attention.args[:3]
+    attention.args, attention.kwargs = (), {"query": query, "key": key, "value": value}
+    back = with_float_scores(made)
+    verify_program(back)
+    (attention,) = attentions_of(back)
+    assert len(set(operands_of(attention))) == 1
+    assert [node for node in back.calls() if "quantize" in str(node.target)] == []
+
+
+class Convolved(nn.Module):
+    """Attention that reads a convolution, which an engine runs on integers only if its result is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(5, 5, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_what_is_rounded_for_a_layer_stays_so():
+    program = tsopt.capture(Convolved().eval(), sequences(1)[0])
+    made, _ = run(program, (calibrated_pass(program, [(x,) for x in sequences(2)]),), Limits(Numerics.LOSSY))
+    (attention,) = attentions_of(made)
+    assert all(map(calibrated_input, operands_of(attention)))
+    assert with_float_scores(made) is made

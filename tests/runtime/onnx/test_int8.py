@@ -74,6 +74,7 @@ def test_engines_compute_what_the_program_says(engine, model, x):
     assert float((found - eager).norm() / eager.norm()) < 0.04
 
 
+@pytest.mark.skipif(largest_weight() < 127, reason="sums of signed 8-bit products saturate on this processor")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_engines_compute_attention_with_rounded_scores(engine, fused):
@@ -94,12 +95,13 @@ def test_scores_are_rounded_for_the_engine_that_has_kernels_for_them(engine, cou
 def test_calls_with_infinities_in_queries_are_served_by_torch():
     """Softmax of an infinite score is NaN, that of the largest integer is not."""
     calls = sequences(2)
-    model = Attention().eval()
+    model = Net(lambda self, x: F.scaled_dot_product_attention(x[:1], x[1:], x[1:]))
     made, _ = rounded(model, *calls)
     x = calls[0].clone()
     x[0, 0, 0] = math.inf
-    with torch.no_grad():
-        assert torch.equal(compile_by(made, "openvino")(x).isnan(), model(x).isnan())
+    wanted = model(x)
+    assert bool(wanted.isnan().any())
+    assert torch.equal(compile_by(made, "openvino")(x).isnan(), wanted.isnan())
 
 
 @pytest.mark.parametrize(("bias", "count"), [(True, 7), (False, 6)])

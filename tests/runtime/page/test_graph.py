@@ -71,7 +71,7 @@ def test_times_are_told_with_the_whole_call():
     (drawn,) = json.loads(with_times([replace(DRAWING[1], ms=1.23456)], 4.0, "eager")["graphs"])["drawings"]
     assert drawn[0][-1] == 1.235
     assert json.loads(with_times(DRAWING, 4.0, "eager")["graphs"])["call"] == 4.0
-    assert with_times(DRAWING, 4.0, "eager")["figures"] == ("as eager runs it",)
+    assert with_times(DRAWING, 4.0, "ONNX Runtime")["figures"] == ("With the times of ONNX Runtime",)
 
 
 def test_libraries_are_in_it_with_their_licences():

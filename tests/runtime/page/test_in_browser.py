@@ -89,7 +89,7 @@ def test_every_control_does_what_it_says(opened, report):
     shown = values.count()
     before.get_by_role("button", name="fold all").click()
     assert 0 < values.count() < shown
-    before.get_by_role("button", name="unfold, before").click()
+    before.get_by_role("button", name="Unfold: Before").click()
     assert values.count() == len(report.graphs[0])
     width = float(before.locator("svg").get_attribute("width"))
     before.get_by_role("button", name="larger").click()
@@ -127,11 +127,11 @@ def test_a_value_tells_where_it_comes_from(opened, report):
 
 def test_what_is_looked_for_is_found_wherever_it_is_folded(opened, report):
     page = opened(report.html)
-    page.get_by_role("button", name="fold all, before").click()
-    page.get_by_label("Find").fill("batch_norm")
+    page.get_by_role("button", name="Fold all: Before").click()
+    page.get_by_label("Find in the program").fill("batch_norm")
     expect(page.locator("#found")).to_have_text("12 before the passes, 12 after them")
     assert page.locator("figure.graph").first.locator(".match:not(.frame)").count() == 12
-    page.get_by_label("Find").fill("")
+    page.get_by_label("Find in the program").fill("")
     expect(page.locator("#found")).to_have_text("")
     assert page.locator(".match").count() == 0
 
@@ -164,7 +164,7 @@ def test_a_program_with_times_is_coloured_by_them_and_accessible(opened, scheme)
 
 def test_what_is_looked_for_in_a_program_with_times_is_counted(opened):
     page = opened(profile_page())
-    page.get_by_label("Find").first.fill("hot")
+    page.get_by_label("Find in the program").fill("hot")
     expect(page.locator("#found")).to_have_text("4 found")
 
 
@@ -213,7 +213,7 @@ def test_many_of_a_kind_are_shown_in_groups(opened, module):
     assert 0 < things.count() <= 62
     figure.locator(".module").first.click()
     assert things.count() <= 124
-    page.get_by_label("Find").fill("v1234")
+    page.get_by_label("Find in the program").fill("v1234")
     expect(page.locator("#found")).to_have_text("1 before the passes, 1 after them")
     assert figure.locator(".match:not(.frame)").count() == 1
 
@@ -233,7 +233,7 @@ def test_a_table_is_sorted_by_numbers_or_by_names(opened):
     assert page.locator("th").nth(1).get_attribute("aria-sort") == "descending"
     page.get_by_role("button", name="ms").click()
     assert column(2) == ["9.5", "80", "1,024"]
-    page.get_by_label("Find").fill("10.")
+    page.get_by_label("Find in the table").fill("10.")
     assert page.locator("tbody tr:visible").count() == 1
     assert page.locator("#rows").inner_text() == "1 of 3 rows"
 

@@ -84,7 +84,7 @@ def test_the_program_is_drawn_with_the_time_of_each_value(engine, cnn):
     assert {"stem.0", "block", "head"} <= {origin.partition(",")[0] for origin in drawn}
     known = sum(item.ms.get(found.engines[-1], 0.0) for item in found.layers)
     assert sum(item.ms for item in found.drawing) == pytest.approx(known)
-    assert f"as {found.engines[-1]} runs it".lower() in found.html.lower()
+    assert f"<h3>With the times of {found.engines[-1]}</h3>" in found.html
 
 
 def test_a_kernel_of_a_value_that_the_program_does_not_have_counts_where_it_comes_from(cnn):

@@ -44,11 +44,20 @@ def read_operands(attention: fx.Node, operands: Iterable[fx.Node]) -> None:
 
 
 def with_float_scores(program: Program) -> Program:
-    """A copy in which attention reads queries and keys as they are, for an engine without integer kernels for them."""
+    """The program with attention that reads queries and keys as they are, for engines without integer kernels for it.
+
+    A copy if there is any that does not. Those that are rounded for a layer stay so.
+    """
+    if not any(_rounded(operand) for node in attentions_of(program) for operand in operands_of(node)):
+        return program
     made = program.copy()
     for node in attentions_of(made):
-        operands = operands_of(node)
-        found = [calibrated_input(operand) for operand in operands]
-        read_operands(node, [x if known is None else known[0] for x, known in zip(operands, found, strict=True)])
+        read_operands(node, [_rounded(operand) or operand for operand in operands_of(node)])
     erase_dead(made)
     return made
+
+
+def _rounded(operand: fx.Node) -> fx.Node | None:
+    """The value that an operand of attention was rounded from, if it was rounded for attention."""
+    found = calibrated_input(operand)
+    return found[0] if found is not None and found[1].is_symmetric else None

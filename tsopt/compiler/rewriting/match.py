@@ -41,7 +41,10 @@ def pattern(function: Callable[..., Any]) -> Pattern:
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    holes = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    if any(item.kind not in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD) for item in parameters.values()):
+        raise TypeError("a pattern takes positional parameters only")
+    holes = tuple(parameters)
     result = function(*(fx.Proxy(graph.placeholder(hole), tracer) for hole in holes))
     root = result.node if isinstance(result, fx.Proxy) else None
     if root is None or not ops.is_call(root):

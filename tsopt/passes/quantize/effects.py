@@ -87,7 +87,7 @@ class _Effects(Losses):
         self._products: dict[str, list[tuple[int, float, torch.Tensor]]] = defaultdict(list)
 
     def fetch_attr(self, target: str) -> Any:
-        """A weight, of which no gradient is wanted: results of layers would be kept for it."""
+        """A weight. It needs no gradient; for one, autograd would keep the inputs of layers."""
         found = super().fetch_attr(target)
         return found.detach() if isinstance(found, torch.Tensor) else found
 
@@ -96,7 +96,7 @@ class _Effects(Losses):
         self.note(name, value.detach(), error)
         if not value.requires_grad:
             self._leaves.append(value.requires_grad_())
-        # Not a method: what is behind hooks is out of the reach of the garbage collector.
+        # Not a bound method: the garbage collector does not see references from hooks.
         value.register_hook(
             functools.partial(_take, self._products[name], self.number, error, channel_of(self.layers[name]))
         )

@@ -16,7 +16,7 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
     """The layers that `keep_float` matches, each with its pattern. A pattern may match any parent module."""
     found: dict[fx.Node, str] = {}
     for pattern in patterns:
-        matching = [layer for layer in layers if pattern_for(layer, [pattern])]
+        matching = [layer for layer in layers if any(_matches(path, pattern) for path in paths_of(layer))]
         if not matching:
             names = list(dict.fromkeys(map(module_of, layers)))
             raise UsageError(
@@ -26,12 +26,6 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
             )
         found |= {layer: pattern for layer in matching if layer not in found}
     return found
-
-
-def pattern_for(node: fx.Node, patterns: Iterable[str]) -> str:
-    """The first of these patterns that matches a call; empty if none does."""
-    paths = paths_of(node)
-    return next((pattern for pattern in patterns if any(_matches(path, pattern) for path in paths)), "")
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -15,7 +15,6 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import (
     CONVOLUTIONS,
-    HIGHEST,
     QParams,
     dequantized_weight,
     quantized_weight,
@@ -148,7 +147,7 @@ def by_qparams(qparams: Mapping[str, QParams]) -> Rounding:
 
 
 def _quantized(x: torch.Tensor, by: QParams) -> torch.Tensor:
-    return torch.fake_quantize_per_tensor_affine(x.contiguous(), by.scale, by.zero, 0, HIGHEST)
+    return torch.fake_quantize_per_tensor_affine(x.contiguous(), by.scale, by.zero, *by.integers[:2])
 
 
 def losses_of(

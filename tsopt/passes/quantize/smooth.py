@@ -20,7 +20,7 @@ from tsopt.compiler.graph.edit import fresh_name, new_call, new_weight
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.graph.quantized import HIGHEST, QParams, dequantized_weight, erase_dead, quantized_weight, rewire
+from tsopt.compiler.graph.quantized import QParams, dequantized_weight, erase_dead, quantized_weight, rewire
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.passes.quantize.layers import layers_of
 from tsopt.passes.quantize.observe import Call, Watched
@@ -176,7 +176,9 @@ def _noise(seen: _Seen, weights: Sequence[torch.Tensor], factors: torch.Tensor, 
     low, high = float((seen.low / factors).min()), float((seen.high / factors).max())
     rows = torch.cat(seen.rows)
     ranges = [QParams.of_range(share * low, share * high) for share in RANGES]
-    rounded = [torch.fake_quantize_per_tensor_affine(rows / factors, by.scale, by.zero, 0, HIGHEST) for by in ranges]
+    rounded = [
+        torch.fake_quantize_per_tensor_affine(rows / factors, by.scale, by.zero, *by.integers[:2]) for by in ranges
+    ]
     near = min(rounded, key=lambda tried: float((tried - rows / factors).square().sum()))
     total = 0.0
     for weight in weights:

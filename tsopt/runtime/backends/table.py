@@ -30,6 +30,7 @@ class BackendInfo:
         also_in_int8: options with which it races a second time in int8, on a CPU with instructions for bfloat16.
         same_kernels: it runs the kernels that eager runs, so that what exact passes leave has the same bits.
         lowered: the variants of a program that it runs beside that in `fp32`, made by a pass.
+        int8_scores: it computes attention on integers where queries and keys are; others read them unrounded.
         precisions: that it computes in by itself, as its option `precision`.
         through_onnx: it takes the exported ONNX model; its files are one, and are read without torch. The export keeps
             one core busy for seconds, so two of them compile side by side.
@@ -48,6 +49,7 @@ class BackendInfo:
     also_in_int8: tuple[Options, ...] = ()
     same_kernels: bool = False
     lowered: tuple[str, ...] = ()
+    int8_scores: bool = False
     precisions: tuple[str, ...] = ()
     through_onnx: bool = False
     exports: str = ""
@@ -118,6 +120,7 @@ BACKENDS: dict[str, BackendInfo] = {
             "installed",
             also_in_int8=((("other_ops", "bf16"),),),
             lowered=(INT8_WEIGHTS, INT8_STATIC),
+            int8_scores=True,
             precisions=HALVES,
             through_onnx=True,
             needs={"numpy": "ndarray", "openvino": "Core"},

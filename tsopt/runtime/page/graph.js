@@ -1,5 +1,5 @@
 "use strict";
-// The program before and after the passes, folded by module. dagre places what is visible.
+// One program with times, or two: before and after the passes. Folded by module; dagre places what is visible.
 
 const SVG = "http://www.w3.org/2000/svg";
 const AT_FIRST = 30; // values and modules that are shown unfolded as the page opens
@@ -9,7 +9,6 @@ const LONGEST = 34; // characters of a label
 const CHARACTER = 7.2, PADDING = 20, HEIGHT = 40, TITLE = 12; // pixels
 const LEGIBLE = 0.8; // scale
 const COLOURS = 8;
-const HOT = [0.3, 0.1, 0.03, 0.01]; // shares of a call
 
 function element(name, attributes, ...children) {
   const made = document.createElementNS(SVG, name);
@@ -104,10 +103,11 @@ function settle(place) {
 }
 
 class View {
-  constructor(figure, values, colours, call) {
+  constructor(figure, values, colours, call, hot) {
     this.values = values;
     this.colours = colours; // of rules
     this.call = call; // milliseconds of a whole one; 0 where no time is known
+    this.hot = hot; // shares of a call
     this.root = treeOf(values);
     this.scale = 1;
     this.selected = null;
@@ -216,8 +216,8 @@ class View {
 
   // From 4, for the largest shares of a call, to 0.
   heat(thing) {
-    const level = this.call ? HOT.findIndex((share) => thing.ms >= share * this.call) : -1;
-    return level < 0 ? 0 : HOT.length - level;
+    const level = this.call ? this.hot.findIndex((share) => thing.ms >= share * this.call) : -1;
+    return level < 0 ? 0 : this.hot.length - level;
   }
 
   button(thing, label, ...children) {
@@ -423,7 +423,7 @@ function showRules(colours) {
   }
 }
 
-const { call, drawings: given } = JSON.parse(document.getElementById("graphs").textContent);
+const { call, hot, drawings: given } = JSON.parse(document.getElementById("graphs").textContent);
 const drawings = given.map((drawing) =>
   drawing.map(([name, op, type, module, origins, rule, weights, reads, state, ms], number) => ({
     id: `value ${number}`, name, op, type, module, origins, rule, weights, reads, state, ms,
@@ -433,7 +433,7 @@ const colours = call ? new Map() : coloursOf(drawings); // where times are known
 showRules(colours);
 document.getElementById("graph").hidden = false; // what is hidden has no size
 const views = [...document.querySelectorAll("figure.graph")].map(
-  (figure, number) => new View(figure, drawings[number], colours, call));
+  (figure, number) => new View(figure, drawings[number], colours, call, hot));
 for (const view of views) view.begin();
 const search = document.getElementById("find"), count = document.getElementById("found");
 let typing = 0;

@@ -12,7 +12,7 @@ from tsopt.runtime.untrusted_text import printable
 
 SCRIPTS = ("dagre.min.js", "graph.js")  # dagre places the nodes
 TEMPLATE = "program.html.jinja"
-SHARES = ("30 % or more", "10 % or more", "3 % or more", "1 % or more")  # of a call: as graph.js has them
+HOT = (0.3, 0.1, 0.03, 0.01)  # shares of a call, from which on a value has another colour
 
 
 def page_of(model: str, before: Sequence[Drawn], after: Sequence[Drawn]) -> str:
@@ -25,7 +25,7 @@ def compared(before: Sequence[Drawn], after: Sequence[Drawn]) -> dict[str, Any]:
     drawings = zip((before, after), states_of(before, after), strict=True)
     return {
         "graphs": _as_data([[_values(*item) for item in zip(*pair, strict=True)] for pair in drawings], 0.0),
-        "figures": ("before the passes", "after the passes"),
+        "figures": ("Before the passes", "After the passes"),
         "legend": (("kept", "as captured"), ("gone", "gone afterwards"), ("module", "module")),
     }
 
@@ -36,17 +36,18 @@ def with_times(drawing: Sequence[Drawn], call: float, engine: str) -> dict[str, 
     Args:
         call: milliseconds of a whole one.
     """
-    heat = [(f"heat-{level}", f"{share} of the call") for level, share in zip((4, 3, 2, 1), SHARES, strict=True)]
+    heat = [(f"heat-{len(HOT) - place}", f"{share:.0%} of the call or more") for place, share in enumerate(HOT)]
     return {
         "graphs": _as_data([[_values(item, KEPT) for item in drawing]], call),
-        "figures": (f"as {engine} runs it",),
+        "figures": (f"With the times of {engine}",),
         "legend": (*heat, ("module", "module")),
     }
 
 
 def _as_data(drawings: list[list[list[Any]]], call: float) -> str:
     """Drawings as JSON that ends no element of a page, whatever is in it."""
-    return json.dumps({"call": call, "drawings": drawings}, separators=(",", ":")).replace("<", "\\u003c")
+    data = {"call": call, "hot": HOT, "drawings": drawings}
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _values(item: Drawn, state: str) -> list[Any]:

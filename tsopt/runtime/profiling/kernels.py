@@ -85,7 +85,7 @@ def ms_of_values(program: Program, kernels: Iterable[Kernel]) -> dict[str, float
     A kernel of a value that only the engine's own form of the program has counts for the first value that comes from
     the same place in the model.
     """
-    names = {node.name for node in program.graph.nodes}
+    own = {node.name: (node.target, origin_of(node)) for node in program.calls()}
     first: dict[str, str] = {}
     for node in program.calls():
         first.setdefault(origin_of(node), node.name)
@@ -93,7 +93,9 @@ def ms_of_values(program: Program, kernels: Iterable[Kernel]) -> dict[str, float
     for kernel in kernels:
         if kernel.node is None:
             continue
-        name = kernel.node.name if kernel.node.name in names else first.get(origin_of(kernel.node))
+        node = kernel.node
+        is_own = own.get(node.name) == (node.target, origin_of(node))  # names may have been given anew
+        name = node.name if is_own else first.get(origin_of(node))
         if name is not None:
             found[name] = found.get(name, 0.0) + kernel.ms
     return found

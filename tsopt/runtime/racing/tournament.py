@@ -172,8 +172,8 @@ def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True, sure:
 def order_of(names: Sequence[str], number: int) -> list[str]:
     """Who is timed after whom in a round: forwards, then backwards, then one place further, and so on.
 
-    So none of them always follows the same one. Two take turns as in abba, which slows both alike while the machine
-    gets slower, and the one that ends a round begins the next one without a rest.
+    So none of them always follows the same one. With two, the order is abba, so that a gradual slowdown of the machine
+    affects both equally, and the one that ends a round begins the next one without a rest.
     """
     turn = number // 2 % len(names) if len(names) > 2 else 0
     order = [*names[turn:], *names[:turn]]
