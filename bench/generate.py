@@ -93,7 +93,7 @@ def one(name: str) -> dict[str, Any]:
     others, _ = generate(model, OTHER_PROMPT)
     second, second_seconds = generate(fast, OTHER_PROMPT)
     later = len(signatures(fast)) - captures
-    rewarmed = [generate(small, prompt)[1] for prompt in (PROMPT, OTHER_PROMPT)]
+    in_int8_first = [generate(small, prompt)[1] for prompt in (PROMPT, OTHER_PROMPT)]
     peer, peer_failure = compiled_by_torch(model)
     calls = [model, fast, small, *([] if peer is None else [peer])]
     rounds = [[generate(call, PROMPT) for call in calls] for _ in range(ROUNDS)]
@@ -102,7 +102,7 @@ def one(name: str) -> dict[str, Any]:
     return {
         "int8": {
             "ratios": [float(ratio) for ratio in eager / in_int8],
-            "first_seconds": rewarmed[0],
+            "first_seconds": in_int8_first[0],
             "signatures": signatures(small),
             "same_tokens": float((tokens[0] == wanted)[:, -TOKENS:].float().mean()),
             "logits": None if model.config.is_encoder_decoder else error_of_logits(small, model, wanted),
@@ -117,7 +117,7 @@ def one(name: str) -> dict[str, Any]:
         "captures_of_another_prompt": later,
         "another_prompt_seconds": second_seconds,
         "same": all(
-            torch.equal(a, b) for a, b in ((wanted, first), (others, second), *((e[0], m[0]) for e, m in rounds))
+            torch.equal(a, b) for a, b in ((wanted, first), (others, second), *((e[0], m[0]) for e, m, *_ in rounds))
         ),
         "eager": float(TOKENS / np.median(eager)),
         "tsopt": float(TOKENS / np.median(mine)),

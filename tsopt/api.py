@@ -112,7 +112,7 @@ def optimize(
             whose error counts most at the outputs stay in float32.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
-        keep_float: layers that stay in float32, by module path, such as `"encoder.layer.3.*"`.
+        keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`.
         frontend: how the model is captured.
 
             - `"auto"`: by torch.export; by TorchScript where control flow is data-dependent; else partitioned; else

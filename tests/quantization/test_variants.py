@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import seeded
-from tests.passes.quantize.test_scores import Attention, Convolved, sequences
+from tests.passes.quantize.models import Attention, Convolved, seeded, sequences
 from tests.quantization.test_quantize import layers, quantized, records
 from tsopt.compiler.graph.quantized import calibrated_input
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of

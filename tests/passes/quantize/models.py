@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tsopt.compiler.graph.program import Program
@@ -92,6 +93,36 @@ class Bounds(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).clamp(max=0.25)
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in self.parts)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Convolved(nn.Module):
+    """Attention that reads a convolution, which an engine runs on integers only if its result is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(5, 5, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def sequences(count: int) -> list[torch.Tensor]:
+    return [torch.randn(2, 5, 16, generator=seeded(seed)) for seed in range(count)]
 
 
 def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:

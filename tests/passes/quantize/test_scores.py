@@ -9,7 +9,7 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import calibrated_pass, seeded
+from tests.passes.quantize.models import Attention, Convolved, calibrated_pass, sequences
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.quantized import (
@@ -28,33 +28,20 @@ from tsopt.passes.quantize.observe import observe
 from tsopt.passes.quantize.scores import ScoresInInt8
 
 
-class Attention(nn.Module):
-    """Self-attention of two heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts, self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part(x).unflatten(-1, (2, 8)).transpose(1, 2) for part in self.parts)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def sequences(count: int) -> list[torch.Tensor]:
-    return [torch.randn(2, 5, 16, generator=seeded(seed)) for seed in range(count)]
-
-
-def rounded(model, *calls, only=None, fuel=None):
+def rounded(model, *calls, **options):
     """The program with the scores of its attention in int8, with parameters from these calls; and as it was."""
     program = tsopt.transform(tsopt.capture(model if isinstance(model, nn.Module) else Net(model), calls[0]))
+    return with_rounded_scores(program, *calls, **options), program
+
+
+def with_rounded_scores(program, *calls, only=None, fuel=None):
     operands = {operand for node in attentions_of(program) for operand in operands_of(node)}
     seen = observe(program, [(x,) for x in calls], operands, lambda text: None)
     qparams = {name: item.qparams(symmetric=True) for name, item in seen.items()}
     names = frozenset(node.name for node in attentions_of(program)) if only is None else only
     made, _ = run(program, (ScoresInInt8(qparams, names),), Limits(Numerics.LOSSY, fuel=fuel))
     verify_program(made)
-    return made, program
+    return made
 
 
 def answer(program, x):
@@ -134,19 +121,6 @@ def test_operands_given_by_name_are_replaced_too():
     (attention,) = attentions_of(back)
     assert len(set(operands_of(attention))) == 1
     assert [node for node in back.calls() if "quantize" in str(node.target)] == []
-
-
-class Convolved(nn.Module):
-    """Attention that reads a convolution, which an engine runs on integers only if its result is quantized."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv1d(5, 5, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.conv(x)
-        return F.scaled_dot_product_attention(x, x, x)
 
 
 def test_what_is_rounded_for_a_layer_stays_so():

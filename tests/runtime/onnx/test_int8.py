@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Bounds, Residual, Sequences, Video, images, mlp, seeded
-from tests.passes.quantize.test_scores import Attention, answer, rounded, sequences
+from tests.passes.quantize.models import Attention, Bounds, Residual, Sequences, Video, images, mlp, seeded, sequences
+from tests.passes.quantize.test_scores import answer, rounded, with_rounded_scores
 from tests.passes.quantize.test_static import calibrated
 from tsopt.compiler.graph.program import Numerics
-from tsopt.compiler.graph.quantized import largest_weight
+from tsopt.compiler.graph.quantized import largest_weight, rounded_values
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import BackendError
@@ -83,6 +83,20 @@ def test_engines_compute_attention_with_rounded_scores(engine, fused):
     options = {"fused": fused} if engine == "onnxruntime" else {}
     found, wanted = compile_by(made, engine, **options)(calls[0]), answer(program, calls[0])
     assert float((found - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.skipif(largest_weight() < 127, reason="sums of signed 8-bit products saturate on this processor")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_attention_with_rounded_scores_takes_any_size(engine):
+    model, calls = Attention().eval(), sequences(4)
+    program = tsopt.transform(tsopt.capture(model, [calls[0], torch.randn(3, 7, 16)]))
+    made = with_rounded_scores(program, *calls)
+    assert rounded_values(made)
+    for shape in ((2, 5, 16), (3, 7, 16), (4, 6, 16)):
+        x = torch.randn(*shape, generator=seeded(0)) / 2
+        with torch.no_grad():
+            found, wanted = compile_by(made, engine)(x), model(x)
+        assert float((found - wanted).norm() / wanted.norm()) < 0.01
 
 
 @pytest.mark.parametrize(("engine", "count"), [("onnxruntime", 0), ("openvino", 2)])

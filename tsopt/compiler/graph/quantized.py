@@ -311,7 +311,7 @@ def _call_before(program: Program, place: fx.Node, target: Any, *args: Any) -> f
 
 
 def erase_dead(program: Program) -> None:
-    """Erases the calls that only quantized layers read."""
+    """Erases pure calls and weights that nothing reads any more."""
     for node in reversed(list(program.graph.nodes)):
         if not node.users and (ops.is_pure(node) or node.op == "get_attr"):
             program.graph.erase_node(node)
