@@ -344,8 +344,10 @@ class Request:
             candidates: in the order in which they are tried.
             examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
         """
+        in_full = [candidate.in_full_precision() for candidate in candidates]
         if self.int8 != Int8Options():  # calibration and criterion belong to the first signature
-            candidates = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in candidates))
+            candidates = []
+        candidates = tuple(dict.fromkeys([*candidates, *in_full]))  # what is accurate enough there may not be so here
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
         if not captured.signature.aliasing:

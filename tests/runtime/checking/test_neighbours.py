@@ -112,3 +112,41 @@ def test_what_is_further_away_than_noise_is_wrong_on_extremes():
 
 def test_noise_is_no_excuse_where_every_difference_decides():
     assert not judged_on_waves(WavesInAnotherOrder(), strict_specials=True).ok
+
+
+class Lookup(nn.Module):
+    """Attention over a cache: of scores that are a hundred times too large the largest takes all."""
+
+    def forward(self, query, key, value):
+        return torch.softmax(query @ key.transpose(-1, -2), -1) @ value
+
+
+def lookup(key_step: float, **precision):
+    """The verdict on a candidate that rounds the keys to multiples of a part of the largest."""
+
+    def candidate(query, key, value):
+        step = (key.abs().max() * key_step).clamp(min=1e-9)
+        return Lookup()(query, (key / step).round() * step, value)
+
+    draw = torch.Generator().manual_seed(6)  # the first two scores of a query are close together
+    call = tuple(torch.randn(*shape, generator=draw) / 4 for shape in ((3, 64), (2048, 64), (2048, 4)))
+    return Oracle(Lookup(), as_example(call), tsopt.capture(Lookup(), call)).judge(candidate, **precision)
+
+
+def test_on_too_large_inputs_a_lower_precision_may_differ_as_much_as_its_rounding_moves_eager():
+    verdict = lookup(1 / 48, precision="int8")
+    assert verdict.ok, verdict.reason
+    assert "on the large input: relative error" in verdict.notes[0]
+
+
+def test_on_too_large_inputs_what_rounding_does_not_explain_is_wrong():
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(8, 8).eval()
+    judge = Oracle(model, as_example(x), tsopt.capture(model, x)).judge
+    verdict = judge(lambda x: model(x.clamp(-8, 8)), precision="int8")
+    assert not verdict.ok
+    assert "on the large input: relative error" in verdict.reason
+
+
+def test_on_inputs_of_ordinary_size_it_may_not():
+    assert not lookup(1 / 4, precision="int8").ok

@@ -11,8 +11,10 @@ import torch
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.runtime.racing.helpers import fast_timings
+from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import AccuracyError, BundleError
 from tsopt.runtime.calling.audit import executable_difference
+from tsopt.runtime.checking import accuracy
 
 TITLE = "OpenVINO, precision int8-static"
 
@@ -149,6 +151,20 @@ def test_another_signature_runs_in_full_precision(int8_wins, monkeypatch):
         warnings.simplefilter("ignore")
         fast(torch.cat(images(3)))
     assert not any("int8" in outcome for _, outcome in fast.report.signatures)
+
+
+@pytest.mark.skipif(largest_weight() < 127, reason="int8 weights are not tried on this processor")
+def test_a_signature_for_which_int8_is_not_accurate_enough_runs_in_full_precision(monkeypatch):
+    title = "OpenVINO, precision int8-weights"
+    fast_timings(monkeypatch, title)
+    fast = optimized(mlp(64, 64, 64), torch.randn(1, 64, generator=seeded(0)), calibration=None)
+    assert fast.report.winner == title
+    monkeypatch.setitem(accuracy.LIMITS, "int8-weights", 1e-9)
+    fast_timings(monkeypatch, "OpenVINO")
+    with torch.no_grad():
+        fast(torch.randn(3, 64, generator=seeded(1)))
+    ((_, outcome),) = fast.report.signatures
+    assert outcome.startswith("captured for openvino")
 
 
 def test_a_partitioned_model_runs_in_full_precision_and_says_so():

@@ -184,12 +184,16 @@ class EagerAnswers:
         wide = self._wide_values(expected)
         return None if wide is None else wide[self._outputs()[position]]
 
-    def neighbours(self, expected: Expected, position: int) -> Iterator[torch.Tensor]:
-        """An output of the captured program for inputs that are off by one rounding."""
+    def neighbours(self, expected: Expected, position: int, step: float = 0.0) -> Iterator[torch.Tensor]:
+        """An output of the captured program for inputs that are off by one rounding.
+
+        Args:
+            step: of the rounding, relative to the element; 0: that of its dtype.
+        """
         program, (leaves, _) = self.program, flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
         if program is None:
             return
-        for near in neighbours(leaves, self.seed):
+        for near in neighbours(leaves, self.seed, step):
             with self.frozen(None, self.state, expected.inputs.kind):
                 (value,) = Values.on(program, laid_out(program, near)).compute([self._outputs()[position]])
             if not isinstance(value, torch.Tensor):  # a check in the model tells even these apart

@@ -14,15 +14,19 @@ import torch
 DRAWS = 8
 
 
-def neighbours(leaves: Sequence[torch.Tensor], seed: int) -> Iterator[list[torch.Tensor]]:
-    """The inputs with each floating-point element moved by about one unit in its last place; nothing without any."""
+def neighbours(leaves: Sequence[torch.Tensor], seed: int, step: float = 0.0) -> Iterator[list[torch.Tensor]]:
+    """The inputs with each floating-point element moved by about one unit in its last place; nothing without any.
+
+    Args:
+        step: how far to move it, relative to it, if that is not the unit of its dtype.
+    """
     if not any(leaf.is_floating_point() for leaf in leaves):
         return
     draw = torch.Generator().manual_seed(seed)
     for _ in range(DRAWS):
-        yield [_moved(leaf, draw) if leaf.is_floating_point() else leaf.clone() for leaf in leaves]
+        yield [_moved(leaf, draw, step) if leaf.is_floating_point() else leaf.clone() for leaf in leaves]
 
 
-def _moved(leaf: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+def _moved(leaf: torch.Tensor, draw: torch.Generator, step: float) -> torch.Tensor:
     signs = (torch.randint(0, 2, leaf.shape, generator=draw, device="cpu") * 2 - 1).to(leaf.device, leaf.dtype)
-    return leaf * (1 + signs * torch.finfo(leaf.dtype).eps)
+    return leaf * (1 + signs * (step or torch.finfo(leaf.dtype).eps))
