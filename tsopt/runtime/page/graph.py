@@ -36,7 +36,7 @@ def with_times(drawing: Sequence[Drawn], call: float, engine: str) -> dict[str, 
     Args:
         call: milliseconds of a whole one.
     """
-    heat = [(f"heat-{len(HOT) - place}", f"{share:.0%} of the call or more") for place, share in enumerate(HOT)]
+    heat = [(f"heat-{len(HOT) - place}", f"{100 * share:.0f} % of the call or more") for place, share in enumerate(HOT)]
     return {
         "graphs": _as_data([[_values(item, KEPT) for item in drawing]], call),
         "figures": (f"With the times of {engine}",),
