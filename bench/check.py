@@ -75,8 +75,8 @@ def same(name: str) -> dict[str, Any]:
 
 
 def slower(name: str) -> dict[str, Any]:
-    opened = sessions._anew
-    sessions._anew = lambda fast: slowed(opened(fast))
+    opened = sessions._recompiled
+    sessions._recompiled = lambda fast: slowed(opened(fast))
     return same(name)
 
 

@@ -345,9 +345,9 @@ class Request:
             examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
         """
         in_full = [candidate.in_full_precision() for candidate in candidates]
-        if self.int8 != Int8Options():  # calibration and criterion belong to the first signature
-            candidates = []
-        candidates = tuple(dict.fromkeys([*candidates, *in_full]))  # what is accurate enough there may not be so here
+        # Calibration and criterion belong to the first signature; without them, each precision is checked here again.
+        lower = candidates if self.int8 == Int8Options() else ()
+        candidates = tuple(dict.fromkeys([*lower, *in_full]))
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
         if not captured.signature.aliasing:

@@ -40,7 +40,7 @@ class Sessions:
 
     Args:
         model: what eager calls.
-        fast: what is checked. What `optimize` returns is compiled anew for each session; anything else is called as it
+        fast: what is checked. What `optimize` returns is recompiled for each session; anything else is called as it
             is.
         bundle: opens the earlier model.
     """
@@ -72,7 +72,7 @@ class Sessions:
             BackendError: what is checked, or the bundle, fails on the example.
         """
         start = time.monotonic()
-        calls = {NOW: _anew(self._fast)} | ({} if self._bundle is None else {BEFORE: self._bundle()})
+        calls = {NOW: _recompiled(self._fast)} | ({} if self._bundle is None else {BEFORE: self._bundle()})
         found = benchmark(self._model, calls, self._example, seconds=SECONDS, seed=self._seed)
         eager, now = _timing(found, EAGER), _timing(found, NOW)
         self.speedups.append(ratio(now, eager))
@@ -91,7 +91,7 @@ class Sessions:
         self.longest = max(self.longest, time.monotonic() - start)
 
 
-def _anew(fast: Callable[..., Any]) -> Callable[..., Any]:
+def _recompiled(fast: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(fast, Optimized) or fast.executable is None:
         return fast
     key = fast.report.winner_key

@@ -28,8 +28,8 @@ from tsopt.runtime.checking.verdict import ORDER, Verdict
 # hundred times too large show overflows, but drive softmax to where the last digit of a score decides.
 LIMITS = {"tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2, **dict.fromkeys(INT8_VARIANTS, RELATIVE_ERROR)}
 WIDER = {"large": 10.0}
-# How far a lower precision may round an element, relative to it: half a unit in its last place; for int8, half a step,
-# relative to the largest element.
+# How far a lower precision may round an element, relative to it: half a unit in its last place. For int8, half a step
+# of the largest element: smaller ones are rounded by more, so this is a lower bound.
 STEPS = {"tf32": 2**-11, "bf16": 2**-9, "fp16": 2**-11, **dict.fromkeys(INT8_VARIANTS, 2**-8)}
 UNUSUAL = "differs from eager on NaN, infinities or denormals"
 TIED = "differs from eager if all inputs are zero"  # ties may be broken in another order

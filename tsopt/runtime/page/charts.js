@@ -3,7 +3,7 @@
 
 const CHART_HEIGHT = 320, COLOURS = 8;
 
-// Read anew at each drawing: they change with the scheme of the browser.
+// Read again for each drawing, because the browser's colour scheme can change.
 function colour(name) {
   return () => getComputedStyle(document.documentElement).getPropertyValue(name);
 }

@@ -94,7 +94,10 @@ def ms_of_values(program: Program, kernels: Iterable[Kernel]) -> dict[str, float
         if kernel.node is None:
             continue
         node = kernel.node
-        is_own = own.get(node.name) == (node.target, origin_of(node))  # names may have been given anew
+        is_own = own.get(node.name) == (
+            node.target,
+            origin_of(node),
+        )  # the engine's form may reuse a name for another node
         name = node.name if is_own else first.get(origin_of(node))
         if name is not None:
             found[name] = found.get(name, 0.0) + kernel.ms
