@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+
+import onnxscript
 import pytest
 import torch
 
@@ -58,3 +61,48 @@ def test_torch_makes_its_own_outside(made):
         exporter.ONNXRegistry.from_torchlib(opset_version=18)
     exporter.ONNXRegistry.from_torchlib(opset_version=18)
     assert len(made) == 2
+
+
+def test_no_source_is_parsed_for_it(made, monkeypatch):
+    parsed, real = [], onnxscript.TracedOnnxFunction.function_ir
+
+    def counted(function):
+        parsed.append(function.name)
+        return real.__get__(function)
+
+    monkeypatch.setattr(onnxscript.TracedOnnxFunction, "function_ir", property(counted))
+    with registry.made_once():
+        mine = exporter.ONNXRegistry.from_torchlib(opset_version=18)
+    assert not parsed
+    torchs = exporter.ONNXRegistry.from_torchlib(opset_version=18)
+    assert parsed
+    assert list(mine.functions) == list(torchs.functions)
+    for target, known in mine.functions.items():
+        assert [meta.signature for meta in known] == [meta.signature for meta in torchs.functions[target]]
+
+
+def test_other_threads_get_the_parsed_source(made, monkeypatch):
+    function = torchlib_function()
+    seen = []
+
+    def registered(real):
+        def from_torchlib(*args, **options):
+            seen.append(function.function_ir)
+            thread = threading.Thread(target=lambda: seen.append(function.function_ir))
+            thread.start()
+            thread.join()
+            return real(*args, **options)
+
+        return from_torchlib
+
+    monkeypatch.setattr(exporter.ONNXRegistry, "from_torchlib", registered(exporter.ONNXRegistry.from_torchlib))
+    registry.prepare()
+    here, elsewhere = seen
+    assert here.domain == elsewhere.domain == function.opset.domain
+    assert elsewhere.name == function.name and not hasattr(here, "name")
+
+
+def torchlib_function():
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return next(value for value in vars(core).values() if isinstance(value, onnxscript.TracedOnnxFunction))
