@@ -309,8 +309,11 @@ def test_it_is_decided_when_no_choice_would_be_better_by_much(best, other, decid
     assert is_decided(timings) is decided
 
 
-@pytest.mark.parametrize(("scatter", "share"), [(0.1, tournament.SHARE_FOR_LEVEL), (0.6, 1.0)])
-def test_beside_other_processes_there_is_all_of_the_time_to_tell_two_apart(clock, monkeypatch, scatter, share):
+@pytest.mark.parametrize(
+    ("scatter", "options", "share"),
+    [(0.1, {}, tournament.SHARE_FOR_LEVEL), (0.6, {}, 2.0), (0.6, {"extra": 10.0}, 1.5)],
+)
+def test_beside_other_processes_there_is_more_time_to_tell_two_apart(clock, monkeypatch, scatter, options, share):
     monkeypatch.setattr(tournament, "LEVEL", 1.0)
 
     def uneven(*tenths: int) -> Says:
@@ -318,7 +321,7 @@ def test_beside_other_processes_there_is_all_of_the_time_to_tell_two_apart(clock
 
     calls = {"eager": clock.taking(60e-3), "a": uneven(0, 2, 5, 7, 9), "b": uneven(9, 1, 6, 3, 8, 0, 5)}
     start = clock.now
-    measure(calls, INPUTS, seconds=20.0, until_decided=True, known=dict.fromkeys(calls, 10e-3))
+    measure(calls, INPUTS, seconds=20.0, until_decided=True, known=dict.fromkeys(calls, 10e-3), **options)
     assert clock.now - start == pytest.approx(share * 20.0, rel=0.2)
 
 

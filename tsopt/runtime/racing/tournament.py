@@ -33,7 +33,7 @@ CERTAIN = 99.8  # percent: the intervals are examined repeatedly, and at 95 % on
 LOOK = 1.15  # times as many rounds as at the last look: the next one
 SHARE_FOR_LEVEL = 0.4  # of the time, to tell candidates apart: an interval half as wide takes four times as long
 SURE = 80.0  # percent: of the interval that says that no other candidate is faster by more than LEVEL
-SURE_IF_BUSY = 95.0  # beside other processes, whose moments favour one candidate or another; and all of the time then
+SURE_IF_BUSY = 95.0  # beside other processes, whose moments favour one candidate or another
 LEVEL = 1.03  # times: candidates within this factor of each other are equally good
 PRECISE = 1.2  # times: how far apart the ends of the winner's interval may be, to be reported; more for a large gain
 
@@ -77,8 +77,8 @@ def measure(
         seconds: about how long to go on; at least MIN_ROUNDS rounds, and no more than MAX_ROUNDS unless the samples
             scatter: what a busy second did to one candidate must not decide.
             The first of `calls` is the baseline; another that raises is out, its `Timing.error` says why.
-        extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided; as long
-            again when it is None.
+        extra: seconds to go on for at most, while the speed-up of one that is still in play is undecided or, beside
+            other processes, which one is the fastest; as long again when it is None.
         wait: returns when the device has done all that was asked of it; part of every sample.
         known: seconds of a call, about, of those that have been called several times.
         until_decided: stop when it is known which one is the fastest; those that cannot be leave before.
@@ -125,15 +125,19 @@ def measure(
             left_in = still_in({name: lanes[name].timing for name in left_in})
             timings = {name: lanes[name].timing for name in left_in}
             is_busy = any(_scatters(lanes[name].samples) for name in left_in)
-            among_level = end - now > (0.0 if is_busy else seconds * (1 - SHARE_FOR_LEVEL))
+            among_level = is_busy or end - now > seconds * (1 - SHARE_FOR_LEVEL)
             if is_decided(timings, among_level=among_level, sure=SURE_IF_BUSY if is_busy else SURE):
                 break
         for name in names:
             if name not in left_in and not lanes[name].error:
                 out(name)
         names = left_in
-        settled = rounds >= MAX_ROUNDS and not any(_scatters(lanes[name].samples) for name in names)
-        if settled or now > last or (now > end and not _any_undecided(lanes, names, only_the_fastest=until_decided)):
+        scatter = any(_scatters(lanes[name].samples) for name in names)
+        undecided = now > end and (
+            _any_undecided(lanes, names, only_the_fastest=until_decided)
+            or (until_decided and scatter and not _is_ahead(lanes, names))
+        )
+        if (rounds >= MAX_ROUNDS and not scatter) or now > last or (now > end and not undecided):
             break
     return {name: lane.timing for name, lane in lanes.items()}
 
@@ -164,9 +168,13 @@ def is_decided(timings: Mapping[str, Timing], *, among_level: bool = True, sure:
         return False
     if certain.low <= 1.0 <= certain.high and not 1 / LEVEL <= certain.low <= certain.high <= LEVEL:
         return False
-    # Of the one ahead and another only this counts: that the other is not faster by more than LEVEL.
-    behind = [timings[name] for name in others if timings[name] is not best] if among_level else []
-    return all(speedup(best, item, confidence=sure).low >= 1 / LEVEL for item in behind)
+    return not among_level or is_ahead_of_all({name: timings[name] for name in others}, sure)
+
+
+def is_ahead_of_all(timings: Mapping[str, Timing], sure: float) -> bool:
+    """Whether no candidate is faster than the one ahead by more than LEVEL, at this confidence in percent."""
+    best = timings[fastest_first(timings)[0]]
+    return all(speedup(best, item, confidence=sure).low >= 1 / LEVEL for item in timings.values() if item is not best)
 
 
 def order_of(names: Sequence[str], number: int) -> list[str]:
@@ -231,6 +239,12 @@ def _hopeful(lanes: Mapping[str, _Lane], names: list[str]) -> list[str]:
 def _scatters(samples: Sequence[float]) -> bool:
     low, middle, high = np.percentile(samples, [25, 50, 75])
     return bool(high - low > SCATTER * middle)
+
+
+def _is_ahead(lanes: Mapping[str, _Lane], names: Sequence[str]) -> bool:
+    """Whether one of those after the baseline is known to be as fast as any, beside other processes."""
+    others = {name: lanes[name].timing for name in names[1:] if not lanes[name].error}
+    return not others or is_ahead_of_all(others, SURE_IF_BUSY)
 
 
 def _any_undecided(lanes: Mapping[str, _Lane], names: Sequence[str], *, only_the_fastest: bool) -> bool:
