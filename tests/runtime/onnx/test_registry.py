@@ -99,7 +99,8 @@ def test_other_threads_get_the_parsed_source(made, monkeypatch):
     registry.prepare()
     here, elsewhere = seen
     assert here.domain == elsewhere.domain == function.opset.domain
-    assert elsewhere.name == function.name and not hasattr(here, "name")
+    assert elsewhere.name == function.name
+    assert not hasattr(here, "name")
 
 
 def torchlib_function():
