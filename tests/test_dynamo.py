@@ -79,6 +79,15 @@ def test_weights_are_constants_until_somebody_writes_them(made):
     assert not torch.allclose(before, after)
 
 
+def test_weights_that_are_given_other_memory_are_seen(made):
+    layer = nn.Linear(4, 4).eval()
+    fast, x = torch.compile(layer, backend="tsopt", options=OPTIONS), torch.ones(2, 4)
+    with torch.no_grad():
+        fast(x)
+        layer.weight.data = torch.zeros(4, 4)
+        torch.testing.assert_close(fast(x), layer.bias.expand(2, 4))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
 def test_gradients_are_those_of_the_model(made):
     model, x = Breaks().eval(), torch.randn(3, 8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
+import types
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 import tsopt
 from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
+from tsopt.runtime.calling.audit import difference
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -432,3 +435,292 @@ def test_an_overridden_forward_reaches_the_one_it_extends(always_faster):
     net = tsopt.hybridize(More().eval(), **QUICK)
     with torch.no_grad():
         close(net.forward(X), eager(net))
+
+
+def test_a_function_whose_module_wants_gradients_is_eagers(always_faster):
+    layer = nn.Linear(8, 3)
+    net = tsopt.hybridize(lambda x: layer(x).relu(), **QUICK)
+    with torch.no_grad():
+        net(X)
+    with pytest.warns(UserWarning, match="gradients are required"):
+        net(X).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_of_a_module_in_a_plain_list_gradients_are_wanted_too(always_faster):
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(8, 3)]
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    model = Listed().eval()
+    with pytest.warns(UserWarning, match="gradients are required"):
+        tsopt.hybridize(model, **QUICK)(X).sum().backward()
+    assert model.layers[0].weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(2, 2.0), (True, 1), (torch.tensor([2.0]), torch.tensor([2.0], dtype=torch.float64))]
+)
+def test_an_equal_value_of_another_type_is_another(always_faster, before, after):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = before
+
+        def forward(self, x):
+            return x * self.scale
+
+    x = torch.arange(4) if not isinstance(before, torch.Tensor) else X
+    net = tsopt.hybridize(Scaled().eval(), **QUICK)
+    with torch.no_grad():
+        net(x)
+        net.scale = after
+        assert net(x).dtype == (x * after).dtype
+
+
+def test_a_counter_that_is_replaced_by_an_equal_one_is_the_one_that_counts(always_faster):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            self.count += 1
+            return x * self.count
+
+    net, model = tsopt.hybridize(Counts().eval(), **QUICK), Counts().eval()
+    with torch.no_grad():
+        for called in (net, model):
+            called(X)
+            called.count = called.count.clone()
+        close(torch.stack([net(X), net(X)]), torch.stack([model(X), model(X)]))
+
+
+def test_an_attribute_that_is_read_by_name_is_watched(always_faster):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gain, self.config = 1.0, types.SimpleNamespace(use_shift=False)
+
+        def forward(self, x):
+            name = "shift"
+            return x * getattr(self, "gain", 1.0) + float(getattr(self.config, f"use_{name}"))
+
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        net.gain = 3.0
+        close(net(X), X * 3)
+        net.config.use_shift = True
+        close(net(X), X * 3 + 1)
+
+
+def test_a_hook_that_keeps_what_it_sees_is_called_each_time(always_faster):
+    seen = {}
+    model = Net().eval()
+    model.layers[0].register_forward_hook(lambda module, args, output: seen.__setitem__("x", output))
+    net = tsopt.hybridize(model, **QUICK)
+    found = []
+
+    def calls():
+        for x in (X, 2 * X, 3 * X):
+            net(x)
+            found.append(torch.equal(seen["x"], model.layers[0].forward(x)))
+
+    with torch.no_grad(), pytest.warns(UserWarning, match="a call changes .* outside of the model"):
+        calls()
+    assert found == [True] * 3
+
+
+def test_a_hook_that_only_computes_is_compiled(always_faster):
+    model = Net().eval()
+    model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        close(net(X), eager(net))
+    assert compiled_of(net).fast.executable is not None
+
+
+def test_a_cache_that_the_first_call_fills_is_no_reason_for_eager(always_faster):
+    kept = {}
+
+    class Cached(nn.Module):
+        def forward(self, x):
+            if "factor" not in kept:
+                kept["factor"] = 3.0
+            return x * kept["factor"]
+
+    net = tsopt.hybridize(Cached().eval(), **QUICK)
+    with torch.no_grad():
+        close(net(X), X * 3)
+    assert compiled_of(net).fast.executable is not None
+
+
+def test_a_callback_is_called_each_time(always_faster):
+    class Tells(nn.Module):
+        def forward(self, x, callback):
+            callback(x.shape)
+            return x * 2
+
+    seen = []
+    net = tsopt.hybridize(Tells().eval(), **QUICK)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="an input is a function: list.append"):
+            net(X, seen.append)
+        before = len(seen)
+        close(net(X, seen.append), X * 2)
+    assert len(seen) == before + 1
+
+
+def test_a_function_of_torch_may_be_an_argument(always_faster):
+    class Applies(nn.Module):
+        def forward(self, x, activation):
+            return activation(x)
+
+    net = tsopt.hybridize(Applies().eval(), **QUICK)
+    with torch.no_grad():
+        close(net(X, torch.relu), X.relu())
+        close(net(X, nn.functional.gelu), nn.functional.gelu(X))
+    assert compiled_of(net).fast.executable is not None
+
+
+def test_a_shallow_copy_is_another_module(net):
+    twin = copy.copy(net)
+    twin.scale = 5.0
+    assert net.scale == 2.0
+    with torch.no_grad():
+        close(twin(X) - twin.shift, (net(X) - net.shift) * 2.5)
+
+
+def test_another_number_of_threads_is_compiled_for(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        torch_threads(2)
+        close(net(X), wanted)
+        assert len(calls) == 2
+        torch_threads(1)
+        close(net(X), wanted)
+        assert len(calls) == 3
+
+
+def test_another_number_of_threads_in_another_thread_is_eagers(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+    found = []
+
+    def elsewhere():
+        torch.set_num_threads(2)
+        with torch.no_grad(), pytest.warns(UserWarning, match="number of threads has changed"):
+            found.append(net(X))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    close(found[0], wanted)
+    assert len(calls) == 1
+
+
+def test_a_given_number_of_threads_stays(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), threads=1, **QUICK)
+    with torch.no_grad():
+        net(X)
+        torch_threads(2)
+        net(X)
+    assert len(calls) == 1
+
+
+def test_a_mode_that_overrides_functions_is_eagers(always_faster):
+    class Twice(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **kwargs or {})
+            return found * 2 if func is nn.functional.linear else found
+
+    net = tsopt.hybridize(nn.Linear(8, 3).eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        with Twice(), pytest.warns(UserWarning, match="Twice intercepts the functions of the call"):
+            close(net(X), wanted * 2)
+        close(net(X), wanted)
+
+
+def test_another_default_device_is_eagers(always_faster):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return x.shape[0] + torch.arange(3)
+
+    net = tsopt.hybridize(Makes().eval(), **QUICK)
+    with torch.no_grad():
+        assert net(X).device.type == "cpu"
+        with torch.device("meta"), pytest.warns(UserWarning, match="the default device has changed"):
+            assert net(X).device.type == "meta"
+
+
+def test_what_another_thread_loads_during_an_audit_stays(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+    loaded = {"shift": torch.full((3,), 7.0)}
+
+    def load_in_the_middle(x):
+        thread = threading.Thread(target=lambda: net.load_state_dict(loaded, strict=False))
+        thread.start()
+        thread.join()
+        net.layers[2].training = False
+        return nn.Module.__call__(model, x)
+
+    model = tsopt.hybridize(net, active=False)
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    try:
+        with torch.no_grad():
+            difference(load_in_the_middle, model, tsopt.example(X))
+            close(net.shift, loaded["shift"])
+    finally:
+        waiting.set()
+        thread.join()
+
+
+class Peak(nn.Module):
+    """Scales by the largest value that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.peak = nn.Linear(8, 8), torch.zeros(())
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.peak = torch.maximum(self.peak, y.abs().max())
+        return y / self.peak
+
+
+class Remembers(nn.Module):
+    """Uses its first input in all calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.memory = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        if self.memory is None:
+            self.memory = self.linear(x)
+        return x + self.memory
+
+
+@pytest.mark.parametrize("cls", [Peak, Remembers])
+def test_what_only_another_input_shows_to_be_state_is_eagers(always_faster, cls):
+    torch.manual_seed(0)
+    model = cls().eval()
+    net, wanted = tsopt.hybridize(copy.deepcopy(model), **QUICK | {"backends": ("torchscript",)}), model
+    with torch.no_grad():
+        for x in (10 * X, X, 2 * X):
+            close(net(x), wanted(x))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt import sweeps
 from tsopt.sweeps import COLUMNS, batch_of, resized
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
@@ -169,3 +170,15 @@ def test_over_threads_where_the_batch_size_is_one(monkeypatch):
 def test_of_a_single_race_it_is_the_page_of_the_report():
     found = tsopt.sweep(MODEL, X, **QUICK)
     assert found.html == found.results[0].report.html
+
+
+def test_calibration_that_can_be_read_once_serves_all_races(monkeypatch):
+    seen = []
+
+    def optimize(model, example, *, calibration, **options):
+        seen.append(list(calibration))
+        raise tsopt.BackendError("no")
+
+    monkeypatch.setattr(sweeps, "optimize", optimize)
+    tsopt.sweep(nn.Linear(2, 2), torch.ones(1, 2), threads=(1, 2), calibration=iter([1, 2, 3]))
+    assert seen == [[1, 2, 3]] * 2

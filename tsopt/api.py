@@ -16,7 +16,7 @@ from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
 from tsopt.pipelines import model_in
-from tsopt.quantization.quantize import Int8Options
+from tsopt.quantization.quantize import Int8Options, patterns_in
 from tsopt.request import Request
 from tsopt.runtime.backends.backend import Backend, get_backend
 from tsopt.runtime.backends.backend import compile as compile_by
@@ -189,7 +189,7 @@ def optimize(
         raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
     _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
     check_share(audit)
-    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=tuple(keep_float))
+    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=patterns_in(keep_float))
     int8.check()
     settings = RaceSettings(
         candidates=who_races(examples[0], backends, precision, level, calibrated=calibration is not None),
@@ -204,9 +204,9 @@ def optimize(
         best_so_far=best_so_far,
         share_weights=share_weights,
     )
-    if int8.judges and all(candidate.precision == FP32 for candidate in settings.candidates):
+    if int8.are_given and all(candidate.precision == FP32 for candidate in settings.candidates):
         raise UsageError(
-            "calibration, metric and max_drop have no effect without a lower precision",
+            "calibration, metric, max_drop and keep_float have no effect without a lower precision",
             fix='pass precision="int8", or "auto" for all of them',
         )
     with _told(progress, model) as tell:

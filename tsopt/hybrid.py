@@ -129,6 +129,10 @@ class _Hybrid:
         compiled = self._tsopt_compiled
         return compiled(args, kwargs, compiled.model)
 
+    def __copy__(self) -> Any:
+        compiled = self._tsopt_compiled
+        return hybridize(copy.copy(compiled.model), background=compiled.background, **compiled.options)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         compiled = self._tsopt_compiled
         return hybridize(copy.deepcopy(compiled.model, memo), background=compiled.background, **compiled.options)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from tsopt.api import optimize
 from tsopt.background.in_background import InBackground
+from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.protect import modules_of, protected
@@ -23,7 +25,7 @@ from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.fallback import InEager
-from tsopt.runtime.calling.model_changes import Watch, tensors_of
+from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
@@ -39,6 +41,7 @@ CHANGES = 3  # times that the model may change between compiled calls before it 
 MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 # Called on every call: a global of this module is looked up faster than an attribute of torch.
 _interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
+_number_of_threads, _function_modes = torch.get_num_threads, torch._C._len_torch_function_stack
 _recording = fast_names()["recording"]
 
 
@@ -52,12 +55,14 @@ class Compiled:
 
     def __init__(self, model: Callable[..., Any], background: bool, options: dict[str, Any]) -> None:
         self.model, self.background, self.options = model, background, OPTIONS | options
+        if "calibration" in options:  # the model may be optimized more than once
+            self.options["calibration"] = readable_again(options["calibration"])
         self._is_module = isinstance(model, nn.Module)
         self.fast: Optimized | Partitioned | InBackground | None = None
         self.why_eager = ""
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
-        self._ambient = _Ambient()
+        self._ambient = self._ambient_now()
         self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
         self._calls, self._seconds = 0, 0.0
@@ -74,7 +79,8 @@ class Compiled:
         if left < 0:
             return self._looked_at(args, kwargs, eager)
         fast = self.fast
-        if fast is None or self._reason(args, kwargs) or self._changed():
+        # Another thread may give it up between two of these questions.
+        if fast is None or self._reason(args, kwargs) or self._changed() or self.fast is not fast:
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 
@@ -114,6 +120,12 @@ class Compiled:
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
         if self.why_eager and self._other_flags():
             self.why_eager, self._refused_in = "", None
+        if self._ambient.was_renumbered():
+            with self._lock:
+                if self.fast is not None:
+                    self._drop()
+                    log.info("torch's number of threads has changed: %s is optimized again", type(self.model).__name__)
+                self._ambient = self._ambient_now()
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
             self._declined(reason)
@@ -134,7 +146,7 @@ class Compiled:
             return self.fast
 
     def _optimize(self, example: Example) -> None:
-        self._ambient, audits = _Ambient(), Audits(self.options.get("audit", SHARE))
+        self._ambient, audits = self._ambient_now(), Audits(self.options.get("audit", SHARE))
         start = time.perf_counter()
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
@@ -154,22 +166,34 @@ class Compiled:
             return
         fast.unwatched()
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
-        self._learn(watch, example)
+        outside = self._learn(watch, example)
+        if outside and not _is_eager(fast):
+            self.why_eager = f"a call changes {', '.join(outside)} outside of the model, which compiled calls would not"
+            self._declined(self.why_eager)
+            return
         self._ambient.ask(watch.asks)
         if not _is_eager(fast):  # which is not audited
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
 
-    def _learn(self, watch: Watch, example: Example) -> None:
-        """Ignores what the model itself changes when it is called."""
+    def _learn(self, watch: Watch, example: Example) -> list[str]:
+        """Ignores what the model itself changes when it is called. Returns what each call changes outside of it."""
+        outside: list[str] = []
         with protected(self.model, written=watch.written), contextlib.suppress(Exception):
-            call = InputSet("example", example).clone()
-            self.model(*call.args, **call.kwargs)
+            outside = watch.changes_outside(partial(self._called_once, example))
             watch.leave_out_changes()
         watch.renew()
+        return outside
+
+    def _called_once(self, example: Example) -> None:
+        call = InputSet("example", example).clone()
+        self.model(*call.args, **call.kwargs)
+
+    def _ambient_now(self) -> _Ambient:
+        return _Ambient(follows_threads=self.options.get("threads") is None)
 
     def _begin(self) -> None:
-        self._ambient = _Ambient()
+        self._ambient = self._ambient_now()
         self.fast = self._watch = InBackground(self.model, self.options | {"audit": 0}, self._say)
         self._ambient.ask(self.fast.asks)
         self._audits = Audits(self.options.get("audit", SHARE))
@@ -200,7 +224,9 @@ class Compiled:
         return self._ambient.differs()
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if any(tensor.requires_grad for tensor in tensors_of(self.model)):
+        watch = self._watch if self.fast is not None else None
+        known = Watch(self.model).tensors if watch is None else watch.tensors
+        if any(tensor.requires_grad for tensor in known):
             return True
         try:
             leaves, _ = flatten((args, kwargs))
@@ -242,22 +268,42 @@ def _is_eager(fast: Optimized | Partitioned) -> bool:
 
 
 class _Ambient:
-    """The process-wide settings that a model may query, as they are when it is compiled."""
+    """The process-wide settings that a model may query, as they are when it is compiled.
 
-    __slots__ = ("_asked", "_dtype", "_inference")
+    Args:
+        follows_threads: whether engines were compiled for torch's number of threads.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_thread", "_threads")
+
+    def __init__(self, *, follows_threads: bool) -> None:
         self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        self._device = _default_device()
+        self._threads, self._thread = torch.get_num_threads() if follows_threads else None, threading.get_ident()
         self._asked = False
 
     def ask(self, names: Container[str]) -> None:
         """Takes the names that a model reads: most models query no modes and behave the same in each."""
         self._asked = any(name in names for name in MODES)
 
+    def was_renumbered(self) -> bool:
+        """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each."""
+        here = self._threads is not None and threading.get_ident() == self._thread
+        return here and _number_of_threads() != self._threads
+
     def differs(self) -> str:
         """Why this call is served by eager, if a process-wide setting has changed."""
         if _default_dtype() is not self._dtype:
             return "the default dtype has changed since it was compiled"
+        if self._threads is not None and _number_of_threads() != self._threads:
+            return "torch's number of threads has changed since it was compiled"
+        if (_function_modes() or self._device is not None) and _default_device() != self._device:
+            return "the default device has changed since it was compiled"
         if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
             return "it queries the grad mode, which has changed since it was compiled"
         return ""
+
+
+def _default_device() -> torch.device | None:
+    """The device that torch makes tensors on; None if none was chosen."""
+    return torch.get_default_device() if _function_modes() else None

@@ -134,7 +134,7 @@ class Request:
             outcome = (partial(cached_race, kind=kind) if self.cache else race)(
                 rehearsal.model,
                 made.captured,
-                variants(made.optimized, self.race.candidates, quantized),
+                variants(made.optimized, self.race.candidates, quantized, self.int8.keep_float),
                 example,
                 replace(self.race, held_out=made.ranges.held_out, criterion=quantized.criterion, budget=left),
                 sandbox=sandbox,
@@ -234,7 +234,7 @@ class Request:
 
     def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
         """The model split at graph breaks, because it is not one graph or because that was requested."""
-        if self.int8 != Int8Options():
+        if self.int8.are_given:
             warn(f"tsopt: {type(self.model).__name__}: {ONLY_FP32_IN_PARTS}", UserWarning)
         script = None
         if self.frontend == "torchscript":
@@ -346,7 +346,7 @@ class Request:
         """
         in_full = [candidate.in_full_precision() for candidate in candidates]
         # Calibration and criterion belong to the first signature; without them, each precision is checked here again.
-        lower = candidates if self.int8 == Int8Options() else ()
+        lower = () if self.int8.are_given else candidates
         candidates = tuple(dict.fromkeys([*lower, *in_full]))
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
@@ -354,7 +354,8 @@ class Request:
             examples = tuple(item.apart() for item in examples)
             example = examples[0]
         made = self._prepared(rehearsal.program(captured), rehearsal, examples)
-        quantized, reasons = self._quantized(rehearsal, made.optimized, example), []
+        quantized = self._quantized(rehearsal, made.optimized, example) if lower else Quantization()
+        reasons: list[str] = []
         settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
         for candidate in candidates:
             outcome = race(
@@ -367,6 +368,7 @@ class Request:
             executable = rehearsal.ended(outcome.executable)
             if executable is not None:
                 executable.reference, executable.limits = rehearsal.program(made.reference), made.ranges.limits
+                executable.passed_over = tuple(reasons)
                 return executable
             reason = next((row.reason for row in outcome.rows if row.reason), outcome.why)
             reasons.append(f"{candidate.title}: {reason}")
@@ -382,7 +384,7 @@ class Request:
             on_new_signature=PART["on_new_signature"],
             eval_mode=False,
         )
-        if self.int8 != Int8Options():  # no accuracy criterion exists for a part
+        if self.int8.are_given:  # no accuracy criterion exists for a part
             only = tuple(dict.fromkeys(candidate.in_full_precision() for candidate in self.race.candidates))
             own = replace(own, race=replace(own.race, candidates=only), int8=Int8Options())
         # The whole model is audited, and its weights are watched, by its caller.
@@ -397,12 +399,21 @@ class Request:
             ) from error
 
 
-def variants(program: Program, candidates: Iterable[Candidate], quantized: Quantization) -> dict[str, Program | NoGain]:
-    """The program and its variants in lower precisions; NoGain for one that would not be faster."""
+def variants(
+    program: Program, candidates: Iterable[Candidate], quantized: Quantization, keep_float: Sequence[str] = ()
+) -> dict[str, Program | NoGain]:
+    """The program and its variants in lower precisions; NoGain for one that would not be faster.
+
+    Args:
+        keep_float: patterns of what stays in float32 in the variants that are not in int8.
+
+    Raises:
+        UsageError: one of them matches no matrix product.
+    """
     found: dict[str, Program | NoGain] = {FP32: program, **quantized.variants}
     for name in {candidate.variant for candidate in candidates} - found.keys():
         try:
-            found[name] = in_precision(program, name)
+            found[name] = in_precision(program, name, keep_float)
         except NoGain as error:
             found[name] = error
     return found

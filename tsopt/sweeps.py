@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tsopt.api import optimize
+from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
@@ -205,6 +206,8 @@ def sweep(
     _check(example, threads, batch_sizes, devices)
     tell = progress or (lambda text: None)
     results: list[Result] = []
+    if "calibration" in options:
+        options["calibration"] = readable_again(options["calibration"])
     alone = len(devices) * len(batch_sizes) * len(threads) == 1
     for device in devices:
         moved, there = _on(model, example, device)

@@ -375,3 +375,15 @@ def test_a_call_of_another_form_gets_the_same_precision():
     answer = fast(X[:2])
     assert not torch.equal(answer, mlp()(X[:2]))
     assert (answer - mlp()(X[:2])).norm() < 0.03 * answer.norm()
+
+
+def test_products_that_are_named_stay_in_float32():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    program = tsopt.capture(model, torch.randn(2, 8))
+    made = in_precision(program, "bf16", ("2",))
+    assert [str(node.meta["val"].dtype) for node in made.calls() if "linear" in str(node.target)] == [
+        "torch.bfloat16",
+        "torch.float32",
+    ]
+    with pytest.raises(tsopt.UsageError, match="keep_float 'head' matches no layer"):
+        in_precision(program, "bf16", ("head",))

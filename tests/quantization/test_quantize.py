@@ -13,7 +13,7 @@ from torch import nn
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tsopt.compiler.calls.example import as_example
-from tsopt.compiler.graph.quantized import quantized_layer
+from tsopt.compiler.graph.quantized import largest_weight, quantized_layer
 from tsopt.errors import NoGain, UsageError
 from tsopt.quantization import variants
 from tsopt.quantization.quantize import Int8Options, quantize
@@ -356,7 +356,7 @@ def test_state_is_the_same_for_each_call():
 
 
 def test_data_without_a_precision_is_an_error():
-    with pytest.raises(UsageError, match="calibration, metric and max_drop have no effect without a lower precision"):
+    with pytest.raises(UsageError, match="calibration, metric, max_drop and keep_float have no effect"):
         tsopt.optimize(mlp(4, 4), rows(1, 4)[0], calibration=rows(2, 4))
 
 
@@ -403,3 +403,49 @@ def test_a_candidate_in_full_precision():
     for key in ("openvino?precision=int8-static", "openvino?precision=bf16", "openvino"):
         assert Candidate.parse(key).in_full_precision() == Candidate("openvino")
     assert Candidate.parse("onnxruntime?threads=1").in_full_precision().key == "onnxruntime?threads=1"
+
+
+@pytest.mark.parametrize("keep_float", ["10", None, 3, [nn.ReLU()], b"head"])
+def test_patterns_are_a_collection_of_texts(keep_float):
+    with pytest.raises(UsageError, match="keep_float must be a tuple of module paths"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", keep_float=keep_float)
+
+
+def test_patterns_without_a_lower_precision_are_an_error():
+    with pytest.raises(UsageError, match="keep_float have no effect without a lower precision"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), keep_float=("0",))
+
+
+@pytest.mark.parametrize("max_drop", ["1%", True, float("nan")])
+def test_a_drop_is_a_number(max_drop):
+    with pytest.raises(UsageError, match="max_drop must be 0 or more"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", max_drop=max_drop)
+
+
+def test_more_inputs_than_are_needed_are_not_drawn():
+    found = quantized(mlp(4, 4), torch.randn(1, 4), calibration=10**9)
+    assert found.calibration.startswith("128 inputs")
+
+
+@pytest.mark.skipif(largest_weight() < 127, reason="int8 weights are not tried on this processor")
+def test_int8_weights_are_judged_at_the_sizes_of_the_data():
+    program = tsopt.capture(mlp(64, 64), torch.randn(2, 64), dynamic={"input": {0: "batch"}})
+    data = [torch.randn(16, 64, generator=seeded(i)) for i in range(4)]
+    made = quantize(
+        mlp(64, 64), program, as_example(torch.randn(2, 64)), ("int8-weights",), Int8Options(calibration=data)
+    )
+    assert layers(made.variants["int8-weights"])
+
+
+def test_a_layer_that_is_not_finite_is_not_counted_twice():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.plain, self.masked = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
+
+    found = quantized(Masked().eval(), rows(1)[0], calibration=rows(8))
+    assert {name: len(layers(program)) for name, program in found.variants.items()} == {"int8": 1, "int8-static": 1}

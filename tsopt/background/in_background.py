@@ -7,12 +7,15 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
@@ -25,6 +28,7 @@ from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
+SAME_MODEL = 1e-3  # relative error: rounding in float32 stays below, another value of a constant rarely does
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,11 @@ class InBackground:
         except (TypeError, CaptureError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that the model computes with, wherever its code finds them."""
+        return (self._watch or Watch(self.model)).tensors
 
     def training_changed(self) -> bool:
         """Whether a training flag of a module has changed."""
@@ -206,6 +215,9 @@ class InBackground:
         except Exception as error:  # of files, of engines: eager serves
             self._failed(running.key, running.partner, error)
             return
+        if executable is None:
+            held = named_tensors(self.model)
+            job.watch.leave_out(held[name] for name in answer.written)
         if job.watch.changed():
             return  # it was made of other weights: the next call of this key begins again
         if executable is not None:
@@ -248,7 +260,8 @@ class InBackground:
         if not job.watch.changed():
             for example in job.examples if executable.signature.dims else job.examples[:1]:
                 oracle = Oracle(self.model, example, None, state=executable.state, few=True)
-                verdict = oracle.judge(executable, precision="bf16")
+                tolerance = SAME_MODEL if executable.precision == FP32 else None
+                verdict = oracle.judge(executable, precision="bf16", tolerance=tolerance)
                 if not verdict.ok:
                     why = verdict.reason
                     raise AccuracyError("the model computes different values in the background process", why=why)

@@ -48,9 +48,9 @@ def main(directory: Path) -> None:
 
 def _answer(fast: Optimized, model: Callable[..., Any], directory: Path) -> Answer:
     executable = fast.executable
-    if executable is None:
-        return Answer(fast.report)
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    if executable is None:
+        return Answer(fast.report, tuple(names[id(tensor)] for tensor in fast.program.state.values()))
     written = tuple(names[id(tensor)] for tensor in executable.state)
     # The nesting goes into the answer: bundles hold no objects.
     flat = executable.called_as(executable.signature.flat())

@@ -9,7 +9,7 @@ import contextlib
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,12 +70,23 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
 
 
 @contextmanager
-def kept(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def kept(
+    modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor], *, among_threads: bool = False
+) -> Iterator[None]:
     """Runs calls of a model in between others, then puts back what they have changed of it, and random numbers.
 
     The part of `protected` that a call may change without meaning to, for where milliseconds are too long.
+
+    Args:
+        tensors: whose values are put back.
+        among_threads: another thread may meanwhile load weights or change the mode, and that stays: of parameters,
+            buffers and submodules, only the tensors given are put back.
     """
+    tensors = list(tensors)
     attributes = [(module, _snapshot(module)) for module in modules]
+    own = {id(tensor) for tensor in tensors}
+    tables = [module._buffers for module, _ in attributes]
+    buffers = [(table, {name: item for name, item in table.items() if id(item) in own}) for table in tables]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     random_state = RandomState.now()
     try:
@@ -83,7 +94,10 @@ def kept(modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Itera
     finally:
         random_state.restore()
         for module, saved in attributes:
-            _restore(module, saved)
+            _restore(module, saved, _OTHERS if among_threads else ())
+        for table, held in buffers:
+            if any(table.get(name) is not tensor for name, tensor in held.items()):
+                table.update(held)
         with torch.no_grad():
             for tensor, value in values:
                 if not _same_bytes(tensor, value):
@@ -154,6 +168,8 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 Snapshot = tuple[dict[str, Any], list[tuple[Any, Any]]]
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OTHERS = frozenset({*_TABLES, "training"})  # what is rarely changed by a call, and often by other threads
 
 
 def _snapshot(module: nn.Module) -> Snapshot:
@@ -172,16 +188,21 @@ def _snapshot(module: nn.Module) -> Snapshot:
     return attributes, contents
 
 
-def _restore(module: nn.Module, saved: Snapshot) -> None:
-    """Puts back what is another than it was, and touches nothing else: other threads may be looking."""
+def _restore(module: nn.Module, saved: Snapshot, but: Container[str] = ()) -> None:
+    """Puts back what is another than it was, and touches nothing else: other threads may be looking.
+
+    Args:
+        but: attributes that stay as they are.
+    """
     attributes, contents = saved
     for name in [name for name in module.__dict__ if name not in attributes]:
         del module.__dict__[name]
     for name, value in attributes.items():
-        if module.__dict__.get(name, saved) is not value:
+        if name not in but and module.__dict__.get(name, saved) is not value:
             module.__dict__[name] = value
+    left = {id(attributes.get(name)) for name in _TABLES if name in but}
     for held, content in contents:
-        if _same_contents(held, content):
+        if id(held) in left or _same_contents(held, content):
             continue
         if isinstance(held, list):
             held[:] = content

@@ -9,6 +9,7 @@ and their angles, stay in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
+from tsopt.passes.quantize.layer_names import kept_in_float
 from tsopt.passes.quantize.layers import NO_LAYER
 from tsopt.passes.quantize.weights import Int8Weights
 
@@ -64,6 +66,7 @@ class LowerPrecision(Pass):
     """
 
     precision: str
+    keep_float: tuple[str, ...] = ()  # patterns of products that stay in float32
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     @property
@@ -71,25 +74,31 @@ class LowerPrecision(Pass):
         return self.precision
 
     def run(self, program: Program, limits: Limits) -> Changes:
-        lowering = _Lowering(program, DTYPES[self.precision], limits)
+        kept = kept_in_float(_products(program), self.keep_float)
+        lowering = _Lowering(program, DTYPES[self.precision], limits, kept)
         lowering.run()
         done = tuple(Done("lower_product", place) for place in lowering.products)
         return Changes(done, numerics=Numerics.LOSSY if done else Numerics.EXACT)
 
 
-def in_precision(program: Program, precision: str) -> Program:
+def in_precision(program: Program, precision: str, keep_float: Sequence[str] = ()) -> Program:
     """The program with its products in `bf16` or `fp16`, or its layers in `int8`; itself for `fp32`.
+
+    Args:
+        keep_float: patterns of products that `bf16` and `fp16` leave in float32.
 
     Raises:
         NoGain: there is no product of float32 values.
-        UsageError: it takes calibration data.
+        UsageError: it takes calibration data, or a pattern matches no product.
     """
     if precision == FP32:
         return program
     if precision == INT8_STATIC:
         raise UsageError(f"{INT8_STATIC} needs calibration data", fix="use tsopt.optimize(..., calibration=...)")
     int8: dict[str, Pass] = {INT8: DynamicInt8(largest_weight()), INT8_WEIGHTS: Int8Weights()}
-    made, _ = run(program, (int8.get(precision) or LowerPrecision(precision),), Limits(Numerics.LOSSY))
+    made, _ = run(
+        program, (int8.get(precision) or LowerPrecision(precision, tuple(keep_float)),), Limits(Numerics.LOSSY)
+    )
     if made is program and precision in int8:
         raise NoGain(NO_LAYER)
     if made is program:
@@ -97,11 +106,22 @@ def in_precision(program: Program, precision: str) -> Program:
     return made
 
 
+def _products(program: Program) -> list[fx.Node]:
+    """The products of float32 values."""
+    calls = (node for node in program.calls() if _name(node) in PRODUCTS)
+    return [node for node in calls if any(_dtype(value) == torch.float32 for value in node.all_input_nodes)]
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an op without its namespace and overload; empty for another function."""
+    return ops.name_of(node).split(".")[1] if ops.is_overload(node.target) else ""
+
+
 class _Lowering:
     """One walk over a program, in its order."""
 
-    def __init__(self, program: Program, low: torch.dtype, limits: Limits) -> None:
-        self.program, self.low, self.limits = program, low, limits
+    def __init__(self, program: Program, low: torch.dtype, limits: Limits, kept: Container[fx.Node]) -> None:
+        self.program, self.low, self.limits, self.kept = program, low, limits, kept
         self.products: list[str] = []  # where they are in the user's model
         self._was = {node: _dtype(node) for node in program.graph.nodes}
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
@@ -122,8 +142,8 @@ class _Lowering:
     def _lower(self, node: fx.Node) -> None:
         """Chooses the precision of a call by its op and by its operands, and types it again."""
         floats = {value for value in node.all_input_nodes if self._was[value] == torch.float32}
-        name = ops.name_of(node).split(".")[1] if ops.is_overload(node.target) else ""
-        is_product = name in PRODUCTS and bool(floats) and self.limits.take()
+        name = _name(node)
+        is_product = name in PRODUCTS and bool(floats) and node not in self.kept and self.limits.take()
         goes_on = any(_dtype(value) == self.low for value in floats) and _follows(node, name)
         if (is_product or goes_on) and self._retyped(node, floats, self.low):
             self.products += [origin_of(node)] * is_product

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration import Calibration, read_calibration
+from tsopt.compiler.calls.calibration import MOST, Calibration, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
@@ -48,9 +48,26 @@ class Int8Options:
             )
 
     @property
+    def are_given(self) -> bool:
+        """Whether any of them differs from its default."""
+        return self.judges or bool(self.keep_float)
+
+    @property
     def judges(self) -> bool:
         """Whether they replace the fixed limits of lower precisions by a criterion."""
         return self.calibration is not None or self.metric is not None or self.max_drop is not None
+
+
+def patterns_in(keep_float: Any) -> tuple[str, ...]:
+    """The patterns of the option. Raises UsageError for anything but a collection of texts."""
+    is_some = isinstance(keep_float, Iterable) and not isinstance(keep_float, (str, bytes))
+    found = tuple(keep_float) if is_some else ()
+    if not is_some or not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError(
+            f"keep_float must be a tuple of module paths or patterns, got {keep_float!r}"[:300],
+            fix='pass for example keep_float=("head", "encoder.layer.3.*")',
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +180,7 @@ def _data(
             item for item in made_up(program, example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))
         ]
         return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
-    count, made = int(options.calibration), [example]
+    count, made = min(int(options.calibration), MOST), [example]
     while len(made) < count:
         seed += 1
         made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]

@@ -117,7 +117,9 @@ class Quantizer:
 
         # The second variant starts from the choice of the first, which saves most of its trials.
         made, records = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
-        self._kept_before = 0 if isinstance(made, NoGain) else sum(bool(layer.kept) for layer in records)
+        of_layers = zip(self.layers, records, strict=True)
+        kept = sum(bool(record.kept) for layer, record in of_layers if layer.name in self._losses)
+        self._kept_before = 0 if isinstance(made, NoGain) else kept
         return made, records
 
     def _weights(self) -> Made:

@@ -316,5 +316,5 @@ def _stopped(fast: Any) -> str:
 
 def _winner_of(bundle: Path) -> str:
     """Which candidate a bundle says it is of."""
-    claims = json.loads((bundle / MANIFEST).read_text()).get("claims", {})
-    return line(str(claims.get("winner", "")))
+    claims = json.loads((bundle / MANIFEST).read_text()).get("claims")
+    return line(str(claims.get("winner", ""))) if isinstance(claims, dict) else ""

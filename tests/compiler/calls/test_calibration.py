@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tsopt
 from tests.compiler.helpers import Net
-from tsopt.compiler.calls.calibration import MOST, read_calibration
+from tsopt.compiler.calls.calibration import MOST, read_calibration, readable_again
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import UsageError
 
@@ -179,3 +179,39 @@ def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "data.npz").write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(UsageError, match="calibration cannot be read"):
         read(tmp_path / "data.npz")
+
+
+def test_texts_that_the_model_does_not_take_are_ignored(tmp_path):
+    np.savez(tmp_path / "data.npz", input=rows(2).numpy(), names=np.array(["cat", "dog"]))
+    assert read(tmp_path / "data.npz").read == "1 input; names ignored"
+    np.savez(tmp_path / "data.npz", input=np.array(["cat", "dog"]))
+    with pytest.raises(UsageError, match="does not fit the model"):
+        read(tmp_path / "data.npz")
+
+
+def test_bytes_in_another_order_are_numbers(tmp_path):
+    np.save(tmp_path / "data.npy", rows(2).numpy().astype(">f4"))
+    assert torch.equal(torch.cat(first(read(tmp_path / "data.npy", example=torch.zeros(1, 3)))), rows(2))
+
+
+def test_arrays_within_an_item_are_inputs():
+    model = Net(lambda self, a, b: a + b)
+    example = {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)}
+    for item in ({"a": rows(1).numpy(), "b": rows(1, 9).numpy()}, (rows(1).numpy(), rows(1, 9).numpy())):
+        (call,) = read([item], model, example).calls
+        assert torch.equal(model(*call.args, **call.kwargs), rows(1) + rows(1, 9))
+
+
+def test_a_damaged_compressed_file_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "data.npz", x=np.random.default_rng(0).random((50, 3)))
+    raw = bytearray((tmp_path / "data.npz").read_bytes())
+    raw[80:200] = bytes(120)
+    (tmp_path / "data.npz").write_bytes(raw)
+    with pytest.raises(UsageError, match="calibration cannot be read"):
+        read(tmp_path / "data.npz")
+
+
+def test_what_can_be_read_once_is_read_into_a_list():
+    assert readable_again(iter([1, 2])) == [1, 2]
+    data = [1, 2]
+    assert readable_again(data) is data

@@ -107,8 +107,8 @@ def test_messages_that_are_not_looked_into_hold_no_tensors():
 
 
 def test_the_runtimes_own_operators_are_those_that_are_written():
-    source = Path(ort.__file__).with_name("ort_kernels.py").read_text()
-    assert set(re.findall(r"com\.microsoft::(\w+)", source)) == CONTRIBUTED
+    sources = [path.read_text() for path in Path(ort.__file__).parent.rglob("*.py")]
+    assert set(re.findall(r"com\.microsoft::(\w+)", "".join(sources))) == CONTRIBUTED
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
@@ -285,6 +285,16 @@ def test_too_many_nodes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file, "MOST_NODES", 5)
     check(tmp_path, model(*[helper.make_node("Relu", ["x"], [f"q{i}"]) for i in range(4)]))
     refused(tmp_path, model(*[helper.make_node("Relu", ["x"], [f"q{i}"]) for i in range(5)]), "more than 5 nodes")
+
+
+def test_too_many_fields_are_refused(tmp_path, monkeypatch):
+    made = model()
+    for number in range(100):
+        entry = made.metadata_props.add()
+        entry.key = str(number)
+    check(tmp_path, made)
+    monkeypatch.setattr(onnx_file, "MOST_FIELDS", 100)
+    refused(tmp_path, made, "more than 100 fields")
 
 
 @pytest.mark.parametrize("version", [0, -1, 10**9])

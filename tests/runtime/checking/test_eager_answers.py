@@ -123,7 +123,7 @@ def test_a_model_whose_calls_take_long_is_asked_less(monkeypatch, seconds, kinds
 def test_the_same_answer_is_held_once():
     """Those of a language model are large."""
     (expected, *_) = Oracle(lambda x: x * 2, Example((ROW,)), None).expected
-    assert {leaf.data_ptr() for answer in expected.again for leaf in answer} == {expected.leaves[0].data_ptr()}
+    assert {leaf.data_ptr() for _, answer in expected.again for leaf in answer} == {expected.leaves[0].data_ptr()}
 
 
 def test_another_answer_in_a_repeated_call_is_held_beside_the_first():
@@ -134,5 +134,6 @@ def test_another_answer_in_a_repeated_call_is_held_beside_the_first():
         return x * 2 + len(calls)
 
     (expected, *_) = Oracle(model, Example((ROW,)), None).expected
-    values = [expected.leaves[0], *(answer[0] for answer in expected.again)]
-    assert [float((value - values[0]).mean()) for value in values] == pytest.approx([0, 1, 2], abs=1e-5)
+    values = [expected.leaves[0], *(answer[0] for inputs, answer in expected.again if inputs is expected.inputs)]
+    assert [float((value - values[0]).mean()) for value in values] == pytest.approx([0, 1, 3], abs=1e-5)
+    assert [inputs.kind for inputs, _ in expected.again] == ["example", "drawn-1", "example"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,8 +14,10 @@ from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import AccuracyError, BundleError
+from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.calling.audit import executable_difference
 from tsopt.runtime.checking import accuracy
+from tsopt.runtime.checking.criterion import criterion_of
 
 TITLE = "OpenVINO, precision int8-static"
 
@@ -164,7 +167,9 @@ def test_a_signature_for_which_int8_is_not_accurate_enough_runs_in_full_precisio
     with torch.no_grad():
         fast(torch.randn(3, 64, generator=seeded(1)))
     ((_, outcome),) = fast.report.signatures
-    assert outcome.startswith("captured for openvino")
+    assert outcome.startswith("captured for openvino, ")
+    assert f"; not chosen: {title}: " in outcome
+    assert "relative error" in outcome
 
 
 def test_a_partitioned_model_runs_in_full_precision_and_says_so():
@@ -203,3 +208,58 @@ def test_the_cache_knows_the_data(monkeypatch):
     others = [key_of_race(calibration=[x * 2 for x in images(16)]), key_of_race(max_drop=0.5)]
     assert len({usual, *others}) == 3
     assert key_of_race(metric=lambda m: 1.0) is None, "a function may be another one tomorrow"
+
+
+@pytest.mark.parametrize("data", [iter, np.stack])
+def test_another_signature_needs_no_calibration(int8_wins, monkeypatch, data):
+    """A generator is empty by then, and an array has no truth value."""
+    fast = optimized(calibration=data([image.numpy() for image in images(16)]))
+    fast_timings(monkeypatch, "OpenVINO")
+    with torch.no_grad():
+        fast(torch.cat(images(3)))
+    ((_, outcome),) = fast.report.signatures
+    assert outcome.startswith("captured for openvino")
+
+
+@pytest.mark.parametrize("metric", ["cosine", "top1", None])
+def test_classes_that_differ_are_a_drop(metric):
+    model, data = Residual().eval(), [tsopt.example(image) for image in images(8)]
+
+    def classes(x):
+        return model(x).argmax(-1)
+
+    signature = tsopt.capture(classes, images(1)[0]).signature
+    criterion = criterion_of(classes, data, metric, 0.01, signature)
+    assert criterion.judge(classes).ok
+    assert not criterion.judge(lambda x: classes(x) + 1).ok
+
+
+@pytest.mark.parametrize("metric", ["sqnr", "cosine"])
+def test_complex_outputs_are_compared_as_numbers(metric):
+    data = [tsopt.example(image) for image in images(4)]
+
+    def spectrum(x):
+        return torch.fft.fft(x)
+
+    signature = tsopt.capture(spectrum, images(1)[0]).signature
+    criterion = criterion_of(spectrum, data, metric, None if metric == "sqnr" else 0.01, signature)
+    assert criterion.judge(lambda x: spectrum(x) * 1.001).ok
+    assert not criterion.judge(lambda x: spectrum(x).conj()).ok
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("variant", ["int8-static", "int8-weights", "int8"])
+def test_a_bundle_in_int8_can_be_loaded_on_another_machine(monkeypatch, tmp_path, backend, variant):
+    if variant == "int8-weights" and largest_weight() < 127:
+        pytest.skip("int8 weights are not tried on this processor")
+    name = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}[backend]
+    fast_timings(monkeypatch, f"{name}, precision {variant}")
+    data = [torch.randn(1, 64, generator=seeded(i)) for i in range(8)]
+    calibration = None if variant != "int8-static" else data
+    fast = optimized(mlp(64, 64, 64), data[0], calibration=calibration, backends=(backend,))
+    if fast.report.winner != f"{name}, precision {variant}":
+        pytest.skip(f"not offered here: {fast.report.winner}")
+    place = fast.save(tmp_path / "m.tsopt")
+    known_bundles.forget_all()
+    loaded = tsopt.load(place)
+    assert torch.equal(loaded(data[1]), fast(data[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from tsopt.compiler.graph.origin import user_frame
 from tsopt.errors import SignatureError, UsageError
 
 MOST = 128  # calls; more hardly change the ranges
+# What numpy raises for a file that is damaged, encrypted, or says that it is larger than memory.
+UNREADABLE = (OSError, ValueError, EOFError, BadZipFile, zlib.error, RuntimeError, MemoryError)
 FORMS = (
     "pass a DataLoader, an iterable of inputs or of (input, target), the path of an .npz file or of a directory of "
     ".npy and .npz files, or a number of inputs to draw"
@@ -100,6 +103,15 @@ def read_calibration(
     return Calibration(tuple(calls), "; ".join((inputs, *reader.notes)))
 
 
+def readable_again(data: Any) -> Any:
+    """Calibration data for several runs: a generator's items in a list, as many as are needed; anything else as it is.
+
+    Raises:
+        UsageError: the generator raises.
+    """
+    return list(islice(_items(data), MOST)) if isinstance(data, Iterator) else data
+
+
 def _items(data: Any) -> Iterator[Any]:
     """The items, one by one; an error of the iterable names its place."""
     if isinstance(data, (str, Path)):
@@ -133,10 +145,10 @@ def _from_files(path: Path) -> Iterator[Any]:
         try:
             loaded = np.load(file, allow_pickle=False)
             arrays = dict(loaded) if isinstance(loaded, Mapping) else {"arr_0": loaded}
-        except (OSError, ValueError, EOFError, BadZipFile) as error:
+        except UNREADABLE as error:
             raise UsageError(
                 f"calibration cannot be read: {file}",
-                why=str(error)[:200],
+                why=str(error)[:200] or type(error).__name__,
                 fix="write it with numpy.savez or numpy.save",
             ) from error
         yield from _stacked(file, arrays)
@@ -153,7 +165,7 @@ def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
             fix="save arrays whose first axis counts the inputs: numpy.savez(file, x=images)",
         )
     unnamed = all(name.startswith("arr_") for name in arrays)
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    tensors = {name: _with_tensors(array) for name, array in arrays.items()}
     for index in range(lengths.pop()[0]):
         one = {name: tensor[index : index + 1] for name, tensor in tensors.items()}
         yield tuple(one.values()) if unnamed else _Named(one)
@@ -179,7 +191,7 @@ class _Reader:
     def calls(self, item: Any, number: int) -> Iterator[Example]:
         """The calls that an item yields."""
         failure: SignatureError | None = None
-        for made, note in self._readings(item):
+        for made, note in self._readings(_with_tensors(item)):
             try:
                 fitting = self._fitting(self._on_its_device(made))
             except SignatureError as error:
@@ -222,7 +234,9 @@ class _Reader:
         """Moves a call to the device of the model; loaders usually yield CPU tensors."""
         devices = [one.type.device for one in self._signature.user_inputs]
         leaves, structure = flatten((call.args, call.kwargs))
-        if len(leaves) != len(devices) or all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
+        if len(leaves) != len(devices) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return call
+        if all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
             return call
         return Example(*unflatten(structure, [leaf.to(at) for leaf, at in zip(leaves, devices, strict=True)]))
 
@@ -249,8 +263,6 @@ class _Reader:
                 for made, _ in self._readings(item[0]):
                     yield made, "read as (input, target), targets ignored"
             return
-        if type(item).__module__ == "numpy":
-            item = torch.from_numpy(np.ascontiguousarray(item))
         yield self._as_the_example((item,)), ""
 
     def _as_the_example(self, values: tuple[Any, ...]) -> Example:
@@ -267,6 +279,21 @@ class _Reader:
             others = [name for name in item if name not in names]
             yield Example(args, kwargs), f"{', '.join(others)} ignored" if others else ""
         yield Example((), dict(item)), ""
+
+
+def _with_tensors(item: Any) -> Any:
+    """An item with tensors in place of numpy's arrays, except of those that torch cannot represent, such as texts."""
+    if type(item) in (list, tuple):
+        return type(item)(map(_with_tensors, item))
+    if type(item) in (dict, _Named):
+        return type(item)((key, _with_tensors(value)) for key, value in item.items())
+    if not isinstance(item, (np.ndarray, np.generic)):
+        return item
+    array = np.ascontiguousarray(item)
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(item.shape)
+    except (TypeError, ValueError):
+        return item
 
 
 def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
@@ -286,7 +313,9 @@ def _are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
     if len(kinds) != len(leaves) or not leaves or not all(kind.shape and kind.shape[0] for kind in kinds):
         return False
     alike = all(
-        leaf.dim() and (leaf.shape[1:], str(leaf.dtype)) == (kind.shape[1:], f"torch.{kind.dtype}")
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim()
+        and (leaf.shape[1:], str(leaf.dtype)) == (kind.shape[1:], f"torch.{kind.dtype}")
         for leaf, kind in zip(leaves, kinds, strict=True)
     )
     return alike and len({len(leaf) for leaf in leaves}) == len({kind.shape[0] for kind in kinds}) == 1

@@ -69,7 +69,7 @@ class Structure:
         if self.kind in ("tuple", "list"):
             inner = ", ".join(str(child) for child in self.children)
             return f"({inner})" if self.kind == "tuple" else f"[{inner}]"
-        inner = ", ".join(f"{key}: {child}" for key, child in zip(self._labels(), self.children, strict=True))
+        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.labels(), self.children, strict=True))
         name = "" if self.kind == "dict" or self.cls is None else self.cls.__name__
         name = name or self.named.rpartition(":")[2]
         return f"{name}{{{inner}}}"
@@ -88,10 +88,11 @@ class Structure:
         """(index, readable path) of each leaf, in order; a shared leaf comes up more than once."""
         if self.kind == "leaf":
             yield self.index, prefix
-        for key, child in zip(self._labels(), self.children, strict=True):
+        for key, child in zip(self.labels(), self.children, strict=True):
             yield from child.paths(f"{prefix}.{key}" if prefix else str(key))
 
-    def _labels(self) -> Sequence[Any]:
+    def labels(self) -> Sequence[Any]:
+        """The keys of its parts, as a reader would write them."""
         if self.kind in ("tuple", "list", "given", "size"):
             return range(len(self.children))
         return [key[1] if self.kind == "object" else key for key in self.keys]
@@ -100,7 +101,7 @@ class Structure:
 def where_different(mine: Structure, theirs: Structure, prefix: str = "") -> tuple[str, Structure, Structure]:
     """The path to the first part in which two structures differ, and both parts."""
     if (mine.kind, mine.keys, len(mine.children)) == (theirs.kind, theirs.keys, len(theirs.children)):
-        for key, a, b in zip(mine._labels(), mine.children, theirs.children, strict=True):
+        for key, a, b in zip(mine.labels(), mine.children, theirs.children, strict=True):
             if a != b:
                 return where_different(a, b, f"{prefix}.{key}" if prefix else str(key))
     return prefix, mine, theirs

@@ -5,8 +5,10 @@ Every message says what happened, where, why and what to do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Sequence
 from itertools import zip_longest
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.errors import CaptureError, GraphBreakError, NotReady
+
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+PURE = ("torch", "math", "_operator")  # modules whose functions only compute
 
 
 def check_model(model: object, *, allow_nan: bool) -> None:
@@ -72,6 +77,13 @@ def _nan_count(tensor: torch.Tensor) -> int:
 def check_inputs(model: object, example: Example) -> None:
     leaves, structure = flatten((example.args, example.kwargs))
     paths = dict(structure.paths())
+    for where, function in _functions(structure, ""):
+        raise CaptureError(
+            f"an input is a function: {getattr(function, '__qualname__', type(function).__name__)}"[:200],
+            where=f"input {where}",
+            why="compiled calls would never call it, whatever else it does",
+            fix="leave it out, or make it part of the model if it only computes with tensors",
+        )
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     for index, leaf in enumerate(leaves):
         where = f"input {paths[index]}"
@@ -96,6 +108,16 @@ def check_inputs(model: object, example: Example) -> None:
                 where=where,
                 fix=f"move the input, x.to({str(first.device)!r}), or the model",
             )
+
+
+def _functions(node: Structure, path: str) -> Iterator[tuple[str, Any]]:
+    """Functions among the arguments that are not torch's own, with their paths; not those that objects hold."""
+    if node.kind == "const" and isinstance(node.value, FUNCTIONS):
+        if not (getattr(node.value, "__module__", None) or "").startswith(PURE):
+            yield path, node.value
+    elif node.kind in ("tuple", "list", "dict", "namedtuple"):
+        for key, child in zip(node.labels(), node.children, strict=True):
+            yield from _functions(child, f"{path}.{key}" if path else str(key))
 
 
 def check_overlap(example: Example, written: Container[int]) -> None:

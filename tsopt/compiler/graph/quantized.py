@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -267,7 +267,7 @@ def simulated(program: Program) -> Program:
         if layer.has_float_input:
             call = partial(_call_before, made, layer.node)
             if layer.x not in rounded:
-                rounded[layer.x] = rounded_by_group(layer.x, layer.x.meta["val"].shape, call)
+                rounded[layer.x] = rounded_by_group(layer.x, int(layer.x.meta["val"].shape[-1]), call)
             layer.node.replace_input_with(layer.x, rounded[layer.x])
     for node in list(made.calls()):
         found = calibrated_input(node)
@@ -286,23 +286,22 @@ def simulated(program: Program) -> Program:
     return made
 
 
-def rounded_by_group(x: Any, shape: Sequence[int], call: Callable[..., Any]) -> Any:
+def rounded_by_group(x: Any, size: int, call: Callable[..., Any]) -> Any:
     """What is left of a value when GROUP neighbours in a row are rounded to multiples of a 127th of the largest.
 
     This is what ONNX Runtime and OpenVINO do to the input of a linear layer with an int8 weight.
 
     Args:
-        shape: of the value, [..., in].
+        size: of the last axis; the others may have any.
         call: makes or computes a call of an op.
     """
-    *rows, size = shape
     count = -(-size // GROUP)
     padded = call(aten.constant_pad_nd.default, x, [0, count * GROUP - size]) if size % GROUP else x
-    groups = call(aten.reshape.default, padded, [-1, GROUP])
-    largest = call(aten.amax.default, call(aten.abs.default, groups), [1], True)
+    groups = call(aten.unflatten.int, padded, -1, [count, GROUP])
+    largest = call(aten.amax.default, call(aten.abs.default, groups), [-1], True)
     steps = call(aten.clamp.default, call(aten.div.Tensor, largest, 127.0), SMALLEST)
     near = call(aten.mul.Tensor, call(aten.round.default, call(aten.div.Tensor, groups, steps)), steps)
-    joined = call(aten.reshape.default, near, [*rows, count * GROUP])
+    joined = call(aten.flatten.using_ints, near, -2, -1)
     return call(aten.slice.Tensor, joined, -1, 0, size) if size % GROUP else joined
 
 

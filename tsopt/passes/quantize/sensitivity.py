@@ -137,7 +137,7 @@ def by_tensor(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
 
 def by_group(layer: fx.Node, x: torch.Tensor) -> torch.Tensor:
     """Rounds as an engine does that finds the range of each group of a row in each call."""
-    rounded: torch.Tensor = rounded_by_group(x, x.shape, lambda target, *args: target(*args))
+    rounded: torch.Tensor = rounded_by_group(x, x.shape[-1], lambda target, *args: target(*args))
     return rounded
 
 

@@ -19,6 +19,8 @@ from tsopt.runtime.onnx.onnx_model import DATA, FILE
 
 LARGEST = (1 << 31) - 1  # bytes: protobuf's own limit
 MOST_NODES = 200_000  # with every call of a function in its place
+MOST_FIELDS = 50 * MOST_NODES  # which take about ten seconds to read
+MOST_DIMENSIONS = 64
 DEEPEST = 32  # graphs within graphs, functions within functions
 LATEST_OPSET = 1000
 
@@ -115,8 +117,8 @@ REFUSED = {
     ),
     "MaxUnpool": "it writes to unchecked indices",
 }
-# Operators of ONNX Runtime's own that `ort_kernels.py` writes. Among the others are some that open files.
-CONTRIBUTED = frozenset({"MultiHeadAttention", "QuickGelu"})
+# ONNX Runtime's own operators that `ort_kernels.py` and `ort_int8.py` write. Among the others are some that open files.
+CONTRIBUTED = frozenset({"MultiHeadAttention", "QuickGelu", "MatMulNBits", "MatMulIntegerToFloat"})
 STANDARD, MICROSOFT = ("", "ai.onnx"), "com.microsoft"
 
 Span = tuple[int, int]
@@ -165,21 +167,23 @@ class _Scan:
         self.data, self.path, self.sizes, self.beside = data, path, sizes, beside
         self.main = _Body()
         self.functions: dict[Name, _Body] = {}
+        self.read = 0  # fields
 
     def refuse(self, why: str) -> BundleError:
         return _refused(self.path, why)
 
     def model(self) -> None:
-        found = list(self.fields("ModelProto", (0, len(self.data))))
-        if [number for number, _ in found].count(7) != 1:
-            raise self.refuse("it has no graph")
-        for number, value in found:
+        whole, graphs = (0, len(self.data)), 0
+        for number, value in self.fields("ModelProto", whole):
+            graphs += number == 7
             if number == 25:  # before the graph: it is known then what it may call
-                name, _ = self.name_of_function(value)
+                name = self.name_of_function(value)
                 if name in self.functions:
                     raise self.refuse(f"the function {name[1][:40]!r} is defined twice")
                 self.functions[name] = _Body()
-        for number, value in found:
+        if graphs != 1:
+            raise self.refuse("it has no graph")
+        for number, value in self.fields("ModelProto", whole):
             if number == 7:
                 self.graph(value, self.main, 0)
             elif number == 8:
@@ -198,14 +202,14 @@ class _Scan:
         if not 0 < version < LATEST_OPSET:
             raise self.refuse(f"invalid opset version {version}")
 
-    def name_of_function(self, span: Span) -> tuple[Name, list[tuple[int, Any]]]:
-        found = list(self.fields("FunctionProto", span))
-        texts = {number: self.text(value) for number, value in found if number in (1, 10, 13)}
-        return (_domain(texts.get(10, "")), texts.get(1, ""), texts.get(13, "")), found
+    def name_of_function(self, span: Span) -> Name:
+        fields = self.fields("FunctionProto", span)
+        texts = {number: self.text(value) for number, value in fields if number in (1, 10, 13)}
+        return _domain(texts.get(10, "")), texts.get(1, ""), texts.get(13, "")
 
     def function(self, span: Span) -> None:
-        name, found = self.name_of_function(span)
-        for number, value in found:
+        name = self.name_of_function(span)
+        for number, value in self.fields("FunctionProto", span):
             if number == 7:
                 self.node(value, self.functions[name], 0)
             elif number == 9:
@@ -279,6 +283,8 @@ class _Scan:
         for number, value in self.fields("TensorProto", span):
             if number == 1:
                 dims += self.numbers(value)
+                if len(dims) > MOST_DIMENSIONS:
+                    raise self.refuse(f"a tensor has more than {MOST_DIMENSIONS} dimensions")
             elif number == 2:
                 kind = value
             elif number == 14:
@@ -351,8 +357,8 @@ class _Scan:
         while at < end:
             number, at = self.varint(at, end)
             found.append(number)
-            if len(found) > 64:
-                raise self.refuse("a tensor has more than 64 dimensions")
+            if len(found) > MOST_DIMENSIONS:
+                break
         return found
 
     def text(self, span: Span) -> str:
@@ -384,6 +390,9 @@ class _Scan:
             if not many and number in seen:
                 raise self.refuse(f"repeated field {number} of a {message}")
             seen.add(number)
+            self.read += 1
+            if self.read > MOST_FIELDS:
+                raise self.refuse(f"it has more than {MOST_FIELDS} fields")
             kind = kind[1:] if many else kind
             if wire == 2 and (many or kind not in WIRE):
                 size, at = self.varint(at, end)

@@ -17,7 +17,7 @@ from tsopt.errors import CaptureError, SignatureError
 POLICIES = ("eager", "error")
 
 # As a guard checks them, in the order of what they cost: an expression that is true where one is on.
-FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting()"
+FAST = "transforms() is not None or tracing() is not None or dispatching() or autocasting() or (modes() and mode())"
 FAST_ON_GPU = "recording()"  # for tensors on a GPU, besides
 RECORDING = "a CUDA graph is recording the call"
 
@@ -32,6 +32,8 @@ def fast_names() -> dict[str, Callable[[], Any]]:
         "tracing": torch._C._get_tracing_state,
         "dispatching": torch._C._len_torch_dispatch_stack,
         "autocasting": torch._C._is_any_autocast_enabled,
+        "modes": torch._C._len_torch_function_stack,
+        "mode": _function_mode,
         "gradients": torch.is_grad_enabled,
         "recording": _is_recording,
     }
@@ -42,6 +44,15 @@ def _is_recording() -> bool:
     import torch
 
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _function_mode() -> str:
+    """The innermost mode that overrides torch's functions; empty if there are only default devices."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    others = [type(mode).__name__ for mode in _get_current_function_mode_stack() if type(mode) is not DeviceContext]
+    return others[-1] if others else ""
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +84,8 @@ def objection(values: Sequence[Any]) -> str:
         return "torch.jit.trace is recording the call"
     if names["dispatching"]():
         return f"{_innermost(torch)} intercepts the ops of the call"
+    if names["modes"]() and (mode := names["mode"]()):
+        return f"{mode} intercepts the functions of the call"
     if names["autocasting"]():
         return "autocast is enabled and chooses the dtype of each op"
     if any(getattr(value, "is_cuda", False) for value in values) and names["recording"]():

@@ -180,13 +180,22 @@ def difference(
         modules = modules_of(model)
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]
         written = list({id(tensor): tensor for tensor in (*buffers, *state)}.values())
+        # A buffer that the program does not write may have been written by another thread, which must not be undone.
+        among_threads = threading.active_count() > 1 and not runs_python
+        restored = state if among_threads else written
 
         def answer(called: Callable[..., Any], modules: Sequence[nn.Module]) -> _Answer:
             args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
-            with kept(modules, written):
+            with kept(modules, restored, among_threads=among_threads):
                 return _Answer.of(called, args, kwargs, written)
 
-        theirs, mine = answer(model, modules), answer(candidate, modules if runs_python else ())
+        versions = [*map(_version, buffers)] if among_threads else []
+        theirs = answer(model, modules)
+        own = {id(tensor) for tensor in state}
+        for buffer, version in zip(buffers, versions, strict=False):
+            if id(buffer) not in own and _version(buffer) != version:
+                return "the model's state differs from eager after the call: a buffer is written that was not before"
+        mine = answer(candidate, modules if runs_python else ())
         found = theirs.other_than(mine, limit)
         if found and limit is None and reference is not None and not theirs.error and not mine.error:
             reference = specialize(reference, sizes_in(reference.signature, call))
@@ -196,6 +205,10 @@ def difference(
     except Exception as error:  # whatever the inputs are that cannot be copied or compared
         log.info("a call could not be audited: %r", error)
         return None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ class Executable:
             untraced(type(self).__call__)
         self.reference = reference
         self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened
+        self.passed_over: tuple[str, ...] = ()  # candidates that were tried before it, and why they were not chosen
         self._bare = run
         self._leaves: Leaves = self._leaves_at_first
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]

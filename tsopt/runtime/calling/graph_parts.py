@@ -114,7 +114,7 @@ class Graph:
         self.fast: Optimized | None = None
         self.refused = ""
         self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
-        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
+        self._weights: dict[int, tuple[torch.Tensor, int, int]] = {}  # with their versions and addresses
         self._tried = False
         self._lock = threading.Lock()
 
@@ -184,7 +184,9 @@ class Graph:
             return
         written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
         self._places = frozenset(weights)
-        self._weights = {i: (value, value._version) for i, value in weights.items() if id(value) not in written}
+        self._weights = {
+            i: (value, value._version, value.data_ptr()) for i, value in weights.items() if id(value) not in written
+        }
         self.known[self._key(args)] = self
 
     def _shares(self, args: Sequence[Any]) -> bool:
@@ -205,7 +207,10 @@ class Graph:
         return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
 
     def _same_weights(self, args: Sequence[Any]) -> bool:
-        return all(args[i] is value and value._version == version for i, (value, version) in self._weights.items())
+        return all(
+            args[i] is value and value._version == version and value.data_ptr() == place
+            for i, (value, version, place) in self._weights.items()
+        )
 
 
 class _Bound(nn.Module):

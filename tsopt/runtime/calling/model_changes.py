@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
@@ -51,6 +51,11 @@ class Watch:
         self._flags = [module.training for module in self.modules]
         self._now()
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that the model computes with, wherever its code finds them."""
+        return (*self._tensors, *self.written)
+
     def _now(self) -> None:
         """Takes down what is there."""
         found, written = self._found, {id(tensor) for tensor in self.written}
@@ -59,7 +64,8 @@ class Watch:
         self._values = [place[name] for place, name in found.slots]
         self._classes = [getattr(cls, name) for cls, name in found.classes]
         self._cells = [_content(cell) for cell in found.cells]
-        self._functions = [_function(function) for function in found.functions]
+        functions = chain.from_iterable(map(_function, found.functions))
+        self._all = [*self._held, *self._values, *self._classes, *self._cells, *functions]
         self._sizes = [*map(len, found.tables)]
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
@@ -90,18 +96,22 @@ class Watch:
         """Whether anything is not what it was. Microseconds, and one of them for each two or three tensors."""
         found = self._found
         try:
-            # NOTE: lists compare by identity first, so that tensors are not compared with themselves by value.
             same = (
                 [*map(_version, self._counted)] == self._versions
                 and [*map(_place, self._tensors)] == self._places
                 and [*map(_strides, self._shaped)] == self._strides
-                and [*chain.from_iterable(self._views)] == self._held
                 and not any(found.empty)
-                and [place[name] for place, name in found.slots] == self._values
-                and [getattr(cls, name) for cls, name in found.classes] == self._classes
                 and [*map(len, found.tables)] == self._sizes
-                and (not found.cells or [*map(_cell, found.cells)] == self._cells)
-                and (not found.functions or [*map(_function, found.functions)] == self._functions)
+                and _all_alike(
+                    [
+                        *chain.from_iterable(self._views),
+                        *[place[name] for place, name in found.slots],
+                        *[getattr(cls, name) for cls, name in found.classes],
+                        *map(_cell, found.cells),
+                        *chain.from_iterable(map(_function, found.functions)),
+                    ],
+                    self._all,
+                )
             )
         except Exception:  # a name that is gone, a tensor that is compared with another one: neither is what it was
             same = False
@@ -126,6 +136,39 @@ class Watch:
         """Whether modules are in training mode that were not, or the other way round."""
         return [module.training for module in self.modules] != self._flags
 
+    def changes_outside(self, call: Callable[[], object]) -> list[str]:
+        """What each call of the model changes that is not part of it; a cache that the first one fills does not count.
+
+        Args:
+            call: makes one.
+        """
+        call()
+        if self._changed_outside():
+            self.renew()
+            call()
+        return self._changed_outside()
+
+    def _changed_outside(self) -> list[str]:
+        """What differs now and is not part of the model: globals, closures, and what they and hooks hold."""
+        found, outside = self._found, self._found.outside
+        held = iter(self._held)
+        names = []
+        for container, view in zip(found.containers, self._views, strict=True):
+            before = [next(held) for _ in range(found.lengths[id(container)])]
+            if id(container) in outside and not _all_alike([*view], before):
+                names.append(f"a {type(container).__name__}")
+        names += [
+            f"a {type(container).__name__}" for container in found.empty if container and id(container) in outside
+        ]
+        names += [
+            repr(slot[1])
+            for slot, before in zip(found.slots, self._values, strict=True)
+            if id(slot[0]) in outside and not _alike(slot[0].get(slot[1], ABSENT), before)
+        ]
+        cells = zip(found.cells, self._cells, strict=True)
+        names += ["a variable of a closure" for cell, before in cells if not _alike(_content(cell), before)]
+        return [*dict.fromkeys(names)]
+
     def leave_out_changes(self) -> None:
         """What differs now, tensors apart, was changed by the model's own call: it does not count any more."""
         found = self._found
@@ -134,12 +177,12 @@ class Watch:
         for container, view in zip(found.containers, self._views, strict=True):
             # As many as there were: those that are there now may be more.
             before = [next(held) for _ in range(found.lengths[id(container)])]
-            if len(before) == len(container) and all(map(_same, view, before)):
+            if len(before) == len(container) and all(map(_alike, view, before)):
                 kept.append(container)
         slots = [
             slot
             for slot, before in zip(found.slots, self._values, strict=True)
-            if _same(slot[0].get(slot[1], ABSENT), before)
+            if _alike(slot[0].get(slot[1], ABSENT), before)
         ]
         tables = [
             (table, known)
@@ -149,7 +192,7 @@ class Watch:
         found.containers, found.slots = kept, slots
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
-        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _same(_content(c), before)]
+        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _alike(_content(c), before)]
 
     def renew(self) -> None:
         """From now on what counts is how things are now."""
@@ -166,6 +209,7 @@ class _Found:
     slots: single values in dictionaries.
     tensors: what containers hold.
     tables: attributes of each module, and `known`, the names among them.
+    outside: ids of those of containers, and of dictionaries of slots, that no module holds.
     """
 
     def __init__(self, reads: Reads) -> None:
@@ -186,10 +230,16 @@ class _Found:
         self.slots += reads.places
         self.containers = [table for table in held if table]
         self.empty = [table for table in held if not table]
-        values = [place[name] for place, name in self.slots]
+        inside = len(self.slots) - len(reads.places)
+        self._below([place[name] for place, name in self.slots[:inside]], reads.names)
+        mine = {id(held) for held in (*self.containers, *self.empty, *(place for place, _ in self.slots[:inside]))}
+        mine |= {id(place) for place, _ in self.slots[inside + len(reads.places) :]}
+        values = [place[name] for place, name in reads.places]
         values += [getattr(cls, name) for cls, name in self.classes]
         values += [_content(cell) for cell in self.cells]
-        self._below(values, reads.names)
+        self._below([*values, *reads.objects], reads.names)
+        everything = (*self.containers, *self.empty, *(place for place, _ in self.slots))
+        self.outside = {id(held) for held in everything} - mine
         self.measure()
 
     def _below(self, values: list[Any], names: set[str]) -> None:
@@ -210,7 +260,8 @@ class _Found:
                 todo += value[:CONTENTS]
             elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FunctionType):
                 attributes = vars(value)
-                own = [name for name in attributes if name in names]
+                # Flags may be read by names that are computed, such as those of transformers' configurations.
+                own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
                 self.slots += [(attributes, name) for name in own]
                 todo += [attributes[name] for name in own]
 
@@ -290,9 +341,24 @@ def _content(cell: CellType) -> Any:
         return ABSENT
 
 
-def _same(value: Any, before: Any) -> bool:
+def _all_alike(values: list[Any], before: list[Any]) -> bool:
+    return len(values) == len(before) and (all(map(is_, values, before)) or all(map(_alike, values, before)))
+
+
+def _alike(value: Any, before: Any) -> bool:
+    """Whether code that computes with one computes the same with the other; 1, 1.0 and True are not alike."""
+    if value is before:
+        return True
+    if type(value) is not type(before) or isinstance(value, torch.Tensor):  # a tensor has a place, and may be written
+        return False
+    if isinstance(value, (tuple, list)):
+        return _all_alike([*value], [*before])
+    if isinstance(value, dict):
+        return _all_alike([*value], [*before]) and _all_alike([*value.values()], [*before.values()])
+    if isinstance(value, (float, complex)):
+        return repr(value) == repr(before)  # 0.0 and -0.0 are not alike, NaN and NaN are
     try:
-        return value is before or bool(value == before)
+        return bool(value == before)
     except Exception:  # of arrays, whose comparison is one for each element
         return False
 

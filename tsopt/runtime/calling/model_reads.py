@@ -1,6 +1,6 @@
 """What the Python code of a model reads besides its arguments: names, globals, closures, modules.
 
-Code is analyzed, not run: a `getattr` with a computed name, for example, is not found. Audits cover that.
+Code is analyzed, not run: a `getattr` with a computed name is not found, except of flags. Audits cover that.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Reads:
         places: dictionaries of globals and Python modules, with the names that are read from each; `classes` likewise.
         cells: of closures.
         functions: that do not come with torch.
+        objects: whose methods are hooks.
     """
 
     names: set[str] = field(default_factory=set)
@@ -39,6 +40,7 @@ class Reads:
     classes: list[tuple[type, str]] = field(default_factory=list)
     cells: list[CellType] = field(default_factory=list)
     functions: list[FunctionType] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
 
 
 def reads_of(model: Any) -> Reads:
@@ -115,6 +117,7 @@ class _Search:
             for hooks in HOOKS:
                 for hook in list(getattr(module, hooks, {}).values()):
                     self._value(hook, None)
+                    self.found.objects.append(hook.__self__ if isinstance(hook, MethodType) else hook)
             for name, value in list(module.__dict__.items()):
                 if name not in TABLES and name not in HOOKS:
                     self._value(value, cls)
@@ -173,3 +176,5 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():  # as in getattr(self, "scale", 1.0)
+            yield constant

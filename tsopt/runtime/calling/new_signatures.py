@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import TsoptError
 from tsopt.runtime.calling.executable import Executable
@@ -210,7 +211,7 @@ class NewSignatures:
             seen.failures += 1
             log.info("calls like %s are not captured for several sizes: %s", signature, error)
             return None
-        self._note(signature, f"captured for {executable.backend}, {', '.join(map(str, executable.signature.dims))}")
+        self._note(signature, _captured_for(executable))
         return self._ready(executable)
 
     def _for_one_size(self, example: Example, signature: str) -> Callable[..., Any]:
@@ -225,5 +226,13 @@ class NewSignatures:
                 return result
 
             return eager
-        self._note(signature, f"captured for {executable.backend}")
+        self._note(signature, _captured_for(executable))
         return self._ready(executable)
+
+
+def _captured_for(executable: Executable) -> str:
+    """`captured for openvino, batch: 1..8; not chosen: OpenVINO, precision int8-weights: relative error ...`"""
+    precision = "" if executable.precision == FP32 else f" in {executable.precision}"
+    sizes = [str(dim) for dim in executable.signature.dims]
+    made = ", ".join([f"captured for {executable.backend}{precision}", *sizes])
+    return "; not chosen: ".join([made, *executable.passed_over])

@@ -167,7 +167,9 @@ class Oracle:
             kept = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if not getattr(candidate, "returns_copies", False):
                 kept = [leaf.detach().clone() for leaf in kept]
-            again = [answers(candidate, expected.inputs, kept) for _ in expected.again]
+            again = [
+                answers(candidate, inputs, kept if inputs is expected.inputs else ()) for inputs, _ in expected.again
+            ]
         if not first:
             first += zip([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], kept, strict=True)
         failure = difference_in_structure(expected, structure, effects, leaves) or spoilt

@@ -18,13 +18,11 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
     At most 1 % of integer and boolean values may differ.
     """
     worst = 0.0
-    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
-        pairs = list(zip(mine, theirs, strict=True))
+    for pairs in _pairs(found, wanted):
         if any(a.shape != b.shape for a, b in pairs):
             return math.inf
-        if not theirs[0].is_floating_point():
-            flipped = sum(int((a != b).sum()) for a, b in pairs) / max(1, sum(b.numel() for b in theirs))
-            worst = max(worst, math.inf if flipped > FLIPPED else 0.0)
+        if not pairs[0][1].is_floating_point():
+            worst = max(worst, math.inf if 1 - _share_equal(pairs) > FLIPPED else 0.0)
             continue
         # The positions of NaN and infinities are compared elsewhere.
         finite = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in pairs]
@@ -35,12 +33,16 @@ def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float
 
 
 def cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The cosine similarity to eager, averaged over inputs; the lowest over the floating-point outputs."""
+    """The cosine similarity to eager, averaged over inputs; the lowest over the outputs.
+
+    Of integer and boolean outputs, the share of values that are equal.
+    """
     means = []
-    for mine, theirs in zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True):
-        if theirs[0].is_floating_point():
-            values = [_cosine_of(a, b) for a, b in zip(mine, theirs, strict=True)]
-            means.append(sum(values) / len(values))
+    for pairs in _pairs(found, wanted):
+        if pairs[0][1].is_floating_point():
+            means.append(sum(_cosine_of(a, b) for a, b in pairs) / len(pairs))
+        else:
+            means.append(_share_equal(pairs))
     return min(means, default=1.0)
 
 
@@ -56,7 +58,12 @@ def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The share of rows of the first floating-point output whose largest value is where eager has it."""
+    """The share of rows of the first floating-point output whose largest value is where eager has it.
+
+    Without such an output, the share of values that are equal, because classes may already have been chosen.
+    """
+    if not any(leaf.is_floating_point() and leaf.dim() for theirs in wanted for leaf in theirs):
+        return min(map(_share_equal, _pairs(found, wanted)), default=1.0)
     same = count = 0
     for mine, theirs in zip(found, wanted, strict=True):
         position = next((i for i, leaf in enumerate(theirs) if leaf.is_floating_point() and leaf.dim()), None)
@@ -64,3 +71,22 @@ def top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
             same += int((mine[position].argmax(-1) == theirs[position].argmax(-1)).sum())
             count += theirs[position][..., 0].numel()
     return same / count if count else 0.0
+
+
+def _pairs(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of each output, what was found and what is wanted, for all calls."""
+    columns = zip(zip(*found, strict=True), zip(*wanted, strict=True), strict=True)
+    return [[(_real(a), _real(b)) for a, b in zip(mine, theirs, strict=True)] for mine, theirs in columns]
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones."""
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+
+
+def _share_equal(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """The share of values that are equal; 0 where shapes differ."""
+    if any(a.shape != b.shape for a, b in pairs):
+        return 0.0
+    count = sum(b.numel() for _, b in pairs)
+    return sum(int((a == b).sum()) for a, b in pairs) / count if count else 1.0

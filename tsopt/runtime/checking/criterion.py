@@ -269,9 +269,10 @@ def check_metric(metric: Any, max_drop: float | None) -> None:
     """Raises UsageError for an unknown metric or an invalid `max_drop`."""
     if metric is not None and not callable(metric) and metric not in BUILT_IN:
         raise UsageError(f"unknown metric {metric!r}", fix=f"use one of: {', '.join(BUILT_IN)}, or pass a function")
-    if max_drop is not None and not 0 <= max_drop < math.inf:
+    is_number = isinstance(max_drop, (int, float)) and not isinstance(max_drop, bool)
+    if max_drop is not None and not (is_number and 0 <= max_drop < math.inf):
         raise UsageError(
-            f"max_drop must be 0 or more, got {max_drop}", fix="pass how much the metric may drop, e.g. 0.01"
+            f"max_drop must be 0 or more, got {max_drop!r}", fix="pass how much the metric may drop, e.g. 0.01"
         )
     if metric == SQNR and max_drop is not None:
         raise UsageError(
