@@ -47,6 +47,19 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     assert net.x == 4, "the buffers that a call writes are those of the model"
 
 
+def test_where_eager_wins_a_counter_does_not_begin_it_again(monkeypatch, tmp_path):
+    slower = "from tsopt.runtime.racing import race\nfrom tsopt.runtime.racing.speedup import Speedup\n"
+    (tmp_path / "sitecustomize.py").write_text(f"{slower}race.speedup = lambda *_: Speedup(0.5, 0.4, 0.6)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    net(X)
+    net(X)
+    tsopt.wait(net)
+    net(X)
+    assert [report.winner_key for report in reports(net)] == ["model"], "it is known that eager wins"
+    assert net.x == 3
+
+
 @pytest.mark.slow
 def test_weights_that_change_meanwhile_or_later_are_used():
     net = tsopt.hybridize(Net().eval(), **QUICK)
@@ -188,7 +201,7 @@ def test_the_process_ends_with_its_caller(script, end):
 
 
 def test_what_is_another_model_there_is_not_taken(monkeypatch):
-    monkeypatch.setattr(torch, "ambient", 5.0, raising=False)  # a global of a module, set at run time
+    monkeypatch.setattr(torch, "ambient", 1.01, raising=False)  # a global of a module, set at run time
     net = tsopt.hybridize(Ambient().eval(), **QUICK)
     refused(net, "the model computes different values in the background process")
 
