@@ -51,6 +51,18 @@ def hard():
     return model
 
 
+class Masked(nn.Module):
+    """Of its two layers, one reads infinities."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain, self.masked = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
+
+
 def rows(count, size=32):
     return [torch.randn(1, size, generator=seeded(i)) for i in range(count)]
 
@@ -300,15 +312,6 @@ def test_a_bug_in_quantization_costs_only_int8(monkeypatch, caplog):
 
 @pytest.mark.parametrize("data", [None, 32])  # few inputs do not show the range of others
 def test_a_layer_whose_input_is_not_finite_costs_only_itself(data):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.plain, self.masked = nn.Linear(8, 4), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
-
     found = quantized(Masked().eval(), torch.randn(4, 8, generator=seeded(0)), calibration=data)
     assert {layer.name: layer.kept for layer in records(found)} == {"plain": "", "masked": "its input is not finite"}
     made = [program for program in found.variants.values() if not isinstance(program, NoGain)]
@@ -438,14 +441,5 @@ def test_int8_weights_are_judged_at_the_sizes_of_the_data():
 
 
 def test_a_layer_that_is_not_finite_is_not_counted_twice():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.plain, self.masked = nn.Linear(32, 32), nn.Linear(32, 32)
-
-        def forward(self, x):
-            return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
-
-    found = quantized(Masked().eval(), rows(1)[0], calibration=rows(8))
+    found = quantized(Masked().eval(), torch.randn(4, 8, generator=seeded(0)), calibration=32)
     assert {name: len(layers(program)) for name, program in found.variants.items()} == {"int8": 1, "int8-static": 1}

@@ -112,10 +112,10 @@ class EagerAnswers:
         """Leaves out the call in between where the model answers it as if it were the first one: it keeps no state."""
         for position, expected in enumerate(self.expected):
             made = [(inputs, found) for inputs, found in expected.again if inputs is not expected.inputs]
-            alone = next((item for item in self.expected for inputs, _ in made if item.inputs is inputs), None)
+            fresh = next((item for item in self.expected for inputs, _ in made if item.inputs is inputs), None)
             if (
-                alone is not None
-                and _agree(made[0][1], alone.leaves)
+                fresh is not None
+                and _agree(made[0][1], fresh.leaves)
                 and _agree(expected.again[-1][1], expected.leaves)
             ):
                 again = tuple(item for item in expected.again if item[0] is expected.inputs)
