@@ -68,6 +68,7 @@ def one(name: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         timings = measure(calls, inputs, seconds=SECONDS, wait=torch.cuda.synchronize)
     return {
+        "gpu": torch.cuda.get_device_name(),
         "winner": {own: fast.report.winner for own, fast in made.items()},
         "verified": {own: str(fast.report.winning.accuracy or "eager itself") for own, fast in made.items()},
         "race": {
@@ -98,7 +99,7 @@ def by_hand(model: nn.Module, example: tsopt.Example, options: dict[str, Any]) -
 
 def page(env: Environment, rows: Rows) -> list[str]:
     header = (
-        *("model", "eager ms", *(f"{peer} ms" for peer in PEERS), "tsopt runs", "ms", "speed-up"),
+        *("model", "GPU", "eager ms", *(f"{peer} ms" for peer in PEERS), "tsopt runs", "ms", "speed-up"),
         *("against the best by hand", "with `auto`", "ms", "speed-up", "s", "verified"),
     )
     return [
@@ -114,7 +115,7 @@ def page(env: Environment, rows: Rows) -> list[str]:
 def line(name: str, row: dict[str, Any]) -> str:
     times = {key: f"{value['p50']:.3g}" for key, value in row["timings_ms"].items()}
     best = min(row["against"].values(), key=lambda found: found["ratio"], default=None)
-    cells: list[str] = [name, times["eager"], *(times.get(peer, "-") for peer in PEERS)]
+    cells: list[str] = [name, row["gpu"].split()[1], times["eager"], *(times.get(peer, "-") for peer in PEERS)]
     for own in OWN:
         gain = row["speedup"][own]
         cells += [row["winner"][own], times[own], f"{gain['ratio']:.2f}x [{gain['low']:.2f}, {gain['high']:.2f}]"]

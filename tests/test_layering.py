@@ -39,7 +39,7 @@ ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
     "onnxscript": {"runtime/onnx/translations.py", "runtime/onnx/optimize.py", "runtime/onnx/registry.py"},
     "onnx_ir": {"runtime/onnx/export.py", "runtime/onnx/onnx_model.py", "runtime/onnx/optimize.py"},
-    "onnxruntime": {"runtime/onnx/ort.py"},
+    "onnxruntime": {"runtime/onnx/ort.py", "runtime/onnx/ort_cuda.py"},
     "openvino": {"runtime/onnx/openvino.py"},
     "pandas": {"runtime/report.py"},
     "graphviz": {"cli/graph.py"},

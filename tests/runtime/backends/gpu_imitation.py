@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import tsopt
 from tsopt.runtime.backends import cudagraph
+from tsopt.runtime.backends import recorded as recorded_functions
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
 
 IMAGE = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(0))
@@ -67,9 +68,11 @@ def imitate(monkeypatch) -> SimpleNamespace:
         stream=lambda stream: contextlib.nullcontext(),
         graph=lambda graph, stream, capture_error_mode: graph,
         is_available=lambda: True,
+        synchronize=lambda device=None: None,
     )
-    monkeypatch.setattr(cudagraph, "cuda", made)
-    monkeypatch.setattr(cudagraph, "_clear_workspaces", lambda: None)
+    for module in (cudagraph, recorded_functions):
+        monkeypatch.setattr(module, "cuda", made)
+    monkeypatch.setattr(recorded_functions, "_clear_workspaces", lambda: None)
     return made
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import tsopt
 from tests.runtime.backends.gpu_imitation import IMAGE, Convolutions, needs_gpu
-from tsopt.runtime.backends import cudagraph
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
+from tsopt.runtime.backends.recorded import Recorded
 
 pytestmark = needs_gpu
 
@@ -63,7 +63,7 @@ def test_on_a_gpu_a_recording_that_fails_changes_nothing():
         return [x + float(x.sum())]  # no graph can hold that the CPU waits
 
     with pytest.raises(RuntimeError):
-        cudagraph.Recorded(waits, [torch.ones(3, device="cuda")])
+        Recorded(waits, [torch.ones(3, device="cuda")])
     assert torch.cuda.current_stream() == before
     assert not torch.cuda.is_current_stream_capturing()
     assert torch.randn(3, device="cuda").isfinite().all()
@@ -116,3 +116,14 @@ def test_on_a_gpu_both_layouts_of_convolutions_are_right(last):
         torch.testing.assert_close(found, model(x * scale).detach(), rtol=1e-2, atol=1e-2)  # TensorFloat-32, by default
         assert found.is_contiguous()
     assert isinstance(CudaGraphBackend().compile(tsopt.capture(model, x)).options["channels_last"], bool)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_on_a_gpu_all_variants_of_linear_layers_are_right(transposed, separate):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32)).eval().cuda()
+    x = torch.randn(2, 8, 64, device="cuda")
+    backend = CudaGraphBackend(transposed=transposed, separate_bias=separate)
+    made = backend.compile(tsopt.capture(model, x))
+    for scale in (1, 2):
+        torch.testing.assert_close(made(x * scale), model(x * scale).detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt.runtime.onnx import ort_cuda
 from tsopt.runtime.onnx.export import to_onnx
 from tsopt.runtime.onnx.ort import ON_CPU, OnnxRuntimeBackend, open_session
-from tsopt.runtime.onnx.ort_cuda import PROVIDER, bound_runner, providers_for, refusals_on_gpu
+from tsopt.runtime.onnx.ort_cuda import PROVIDER, bound_runner, providers_for, refusals_on_gpu, runner_on_gpu
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or PROVIDER not in ort.get_available_providers(), reason="no GPU"
@@ -134,11 +136,95 @@ def test_a_tensor_that_holds_nothing_is_refused():
     assert found.why == "the tensor is empty and has no address"
 
 
+def opened(monkeypatch, failure=None):
+    """Sessions without a GPU, with which providers they were opened; recording one fails if it is told to."""
+    asked = []
+    program = tsopt.capture(nn.Linear(3, 2).eval(), torch.ones(1, 3))
+
+    def open_it(providers, entries):
+        asked.append((providers, dict(entries)))
+        return session_of(program)
+
+    def record(open_session, signature):
+        if failure is not None:
+            raise failure
+        return "recorded"
+
+    monkeypatch.setattr(ort_cuda, "_recorded", record)
+    return open_it, on(program, "cuda:0").signature, asked
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_session_is_recorded_where_that_is_possible(monkeypatch, asked):
+    open_it, signature, _ = opened(monkeypatch)
+    assert runner_on_gpu(open_it, signature, asked) == ("recorded", True)
+
+
+def test_a_session_that_cannot_be_recorded_launches_its_kernels_one_by_one(monkeypatch):
+    open_it, signature, asked = opened(monkeypatch, RuntimeError("an operator on the CPU"))
+    run, recorded = runner_on_gpu(open_it, signature, None)
+    assert (callable(run), recorded, asked) == (True, False, [(providers_for(signature), {})])
+    with pytest.raises(tsopt.BackendError, match="cannot be captured as a CUDA graph") as caught:
+        runner_on_gpu(open_it, signature, True)
+    assert caught.value.why == "an operator on the CPU"
+
+
+def test_without_a_graph_nothing_is_recorded(monkeypatch):
+    open_it, signature, _ = opened(monkeypatch)
+    assert runner_on_gpu(open_it, signature, False)[1] is False
+
+
+def test_a_session_that_is_recorded_has_no_operator_on_the_cpu():
+    signature = on(tsopt.capture(nn.ReLU(), torch.ones(2)), "cuda:0").signature
+    assert providers_for(signature, 4711) == [(PROVIDER, {"use_tf32": 0, "user_compute_stream": "4711"})]
+
+
+def test_a_model_on_the_cpu_is_not_recorded():
+    program = tsopt.capture(nn.ReLU(), torch.ones(2))
+    (found,) = OnnxRuntimeBackend(cuda_graph=True).unsupported(program)
+    assert found.why == "the model is on the CPU; a CUDA graph needs it on a GPU"
+
+
 @needs_gpu
-def test_on_a_gpu_it_computes_what_the_model_computes():
+@pytest.mark.parametrize("graph", [True, False])
+def test_on_a_gpu_it_computes_what_the_model_computes(graph, tmp_path):
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
     x = torch.randn(8, 16, device="cuda")
-    fast = tsopt.optimize(model, x, backends=("onnxruntime",), seconds=1.0)
+    made = tsopt.compile(tsopt.capture(model, x), f"onnxruntime?cuda_graph={str(graph).lower()}")
+    assert made.options["cuda_graph"] is graph
+    assert ("recorded as a CUDA graph" in made.notes) is graph
+    answers = [made(x * scale) for scale in range(5)]
+    for scale, answer in enumerate(answers):
+        torch.testing.assert_close(answer, model(x * scale).detach())
+
+
+@needs_gpu
+def test_on_a_gpu_it_is_recorded_again_from_its_bundle(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 49, 4)).eval().cuda()
+    x = torch.randn(2, 3, 9, 9, device="cuda")
+    fast = tsopt.optimize(model, x, backends=("onnxruntime",), seconds=0.5, cache=False)
     assert fast.report.row("ONNX Runtime").status == "ok"
     executable = fast.verified("onnxruntime")
-    torch.testing.assert_close(executable(x * 2), model(x * 2).detach())
+    assert "recorded as a CUDA graph" in executable.notes
+    torch.testing.assert_close(executable(x * 2), model(x * 2).detach(), rtol=1e-3, atol=1e-3)
+    if fast.report.winner == "ONNX Runtime":
+        loaded = tsopt.load(fast.save(tmp_path / "m.tsopt"))
+        torch.testing.assert_close(loaded(x), model(x).detach(), rtol=1e-3, atol=1e-3)
+
+
+@needs_gpu
+def test_on_a_gpu_calls_of_a_recorded_session_from_several_threads_are_right():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).eval().cuda()
+    made = tsopt.compile(tsopt.capture(model, torch.randn(4, 64, device="cuda")), "onnxruntime?cuda_graph=true")
+
+    def call(seed):
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            inputs = [torch.randn(4, 64, device="cuda") * seed for _ in range(20)]
+            answers = [(made(x), model(x)) for x in inputs]
+            torch.cuda.current_stream().synchronize()
+            return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        for answers in pool.map(call, range(1, 5)):
+            for mine, theirs in answers:
+                torch.testing.assert_close(mine, theirs)

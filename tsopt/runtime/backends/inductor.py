@@ -16,8 +16,9 @@ import torch
 from tsopt.compiler.quiet import quiet
 from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
-from tsopt.runtime.backends.cudagraph import Recorded, missing_gpu, unrecordable
+from tsopt.runtime.backends.cudagraph import missing_gpu, unrecordable
 from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.backends.recorded import Recorded
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.checking.inputs import blank, exported
 

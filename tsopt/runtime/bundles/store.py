@@ -43,7 +43,7 @@ OPTIONS: dict[str, Callable[[Any], bool]] = {
     "precision": lambda value: value in STORED,
     **{
         name: lambda value: type(value) is bool
-        for name in ("spinning", "parallel", "arena", "cuda_graph", "channels_last")
+        for name in ("spinning", "parallel", "arena", "cuda_graph", "channels_last", "transposed", "separate_bias")
     },
     "int8_weights": lambda value: type(value) is int and 0 <= value <= 127,
     "int8_group": lambda value: type(value) is int and 1 <= value <= MOST_IN_A_GROUP,

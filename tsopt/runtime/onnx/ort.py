@@ -45,6 +45,7 @@ class OnnxRuntimeBackend:
     parallel: run independent parts of the graph concurrently.
     arena: keep memory from call to call.
     check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
+    cuda_graph: on a GPU, launch all kernels at once; None does so if ONNX Runtime runs every operator there.
     """
 
     threads: int | None = None
@@ -54,6 +55,7 @@ class OnnxRuntimeBackend:
     parallel: bool = False
     arena: bool = True
     check_indices: bool = False
+    cuda_graph: bool | None = None
     name: str = "onnxruntime"
 
     def missing(self) -> str | None:
@@ -67,6 +69,8 @@ class OnnxRuntimeBackend:
             from tsopt.runtime.onnx.ort_cuda import refusals_on_gpu
 
             found += refusals_on_gpu(program, ort.get_available_providers())
+        elif self.cuda_graph:
+            found.append(Unsupported("", "the model is on the CPU; a CUDA graph needs it on a GPU"))
         return found
 
     def _examined(self, program: Program) -> Examined:
@@ -87,8 +91,7 @@ class OnnxRuntimeBackend:
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
             place = Path(directory)
             model.save(place)
-            providers = _providers(program.signature)
-            held = open_session(str(place / FILE), self._options(program), providers=providers, profile=place)
+            held = open_session(str(place / FILE), self._options(program), profile=place)
             run = session_runner(held, program.signature)
             return timed(held.session, lambda: run(inputs), model, place)
 
@@ -129,13 +132,11 @@ class OnnxRuntimeBackend:
 
         options = self._options(program)
         int8_weights.check(options)
-        providers = _providers(program.signature)
         stored, weights = model.detached()
-        session = open_session(stored, options, weights, providers)
+        run, own = _opened(stored, options, program.signature, weights, self.cuda_graph)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
-        options |= to_options(bounds)
-        run = session_runner(session, program.signature)
+        options |= own | to_options(bounds)
 
         return Executable(
             self.name,
@@ -144,7 +145,7 @@ class OnnxRuntimeBackend:
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=model.save,
             options=options,
-            notes=examined.notes,
+            notes=[*examined.notes, *(["recorded as a CUDA graph"] if own.get("cuda_graph") else [])],
         )
 
     @staticmethod
@@ -182,15 +183,27 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
     return found
 
 
-def _providers(signature: Signature) -> Sequence[Any]:
-    """Who runs a session for these inputs and outputs."""
+def _opened(
+    model: bytes | str,
+    options: Mapping[str, Any],
+    signature: Signature,
+    weights: Mapping[str, Any] | None = None,
+    cuda_graph: bool | None = None,
+) -> tuple[Runner, dict[str, bool]]:
+    """The runner of a model where its inputs and outputs are, and the options that say how it runs there."""
     if not _is_on_gpu(signature):
-        return ON_CPU
+        return session_runner(open_session(model, options, weights), signature), {}
     if tensor_maker() is None:
         raise BackendError("PyTorch is required to call a model on a GPU", fix="pip install torch")
-    from tsopt.runtime.onnx.ort_cuda import providers_for
+    from tsopt.runtime.onnx.ort_cuda import runner_on_gpu
 
-    return providers_for(signature)
+    def opened(providers: Sequence[Any], entries: Mapping[str, str]) -> _Session:
+        session = open_session(model, options, weights, providers, entries=entries)
+        _check_ends(session.session, signature)
+        return session
+
+    run, recorded = runner_on_gpu(opened, signature, cuda_graph)
+    return run, {"cuda_graph": recorded}
 
 
 def _is_on_gpu(signature: Signature) -> bool:
@@ -203,7 +216,8 @@ def open_session(
     weights: Mapping[str, Any] | None = None,
     providers: Sequence[Any] = ON_CPU,
     profile: Path | None = None,
-) -> Any:
+    entries: Mapping[str, str] | None = None,
+) -> _Session:
     """A session with all graph optimizations.
 
     Args:
@@ -211,6 +225,7 @@ def open_session(
         weights: arrays for the model's external initializers, handed over without a copy.
         providers: execution providers, each a name or a name with options; the first is asked first.
         profile: turns its profiler on, for files in this directory.
+        entries: further entries of its configuration.
 
     Raises:
         BackendError: the runtime refuses the model, or cannot start the first provider.
@@ -225,6 +240,8 @@ def open_session(
         wanted.intra_op_num_threads = threads
     chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
     wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
+    for key, value in (entries or {}).items():
+        wanted.add_session_config_entry(key, value)
     wanted.enable_cpu_mem_arena = chosen["arena"]
     if profile is not None:
         from tsopt.runtime.profiling.ort import configure
@@ -271,14 +288,7 @@ class _Session:
 def session_runner(held: Any, signature: Signature) -> Runner:
     """Flat tensors in and out of a session through shared memory; numpy arrays where torch is not installed."""
     session = held.session
-    inputs = [item.name for item in session.get_inputs()]
-    outputs = [item.name for item in session.get_outputs()]
-    if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
-        raise BundleError("the ONNX model does not match its signature", why=f"inputs {inputs}, outputs {outputs}")
-    if _is_on_gpu(signature):
-        from tsopt.runtime.onnx.ort_cuda import bound_runner
-
-        return bound_runner(held, signature)
+    inputs, outputs = _check_ends(session, signature)
     # The session under the Python class: `session.run` checks names that are known to fit, which costs a
     # microsecond a call. Both take (outputs, feed, options); the class is used where there is nothing under it.
     run: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
@@ -312,6 +322,15 @@ def session_runner(held: Any, signature: Signature) -> Runner:
     return tensor if len(inputs) == len(outputs) == 1 else tensors
 
 
+def _check_ends(session: Any, signature: Signature) -> tuple[list[str], list[str]]:
+    """The names of the inputs and outputs of a session; raises BundleError if there are others than expected."""
+    inputs = [item.name for item in session.get_inputs()]
+    outputs = [item.name for item in session.get_outputs()]
+    if len(inputs) != len(signature.inputs) or len(outputs) != len(signature.outputs):
+        raise BundleError("the ONNX model does not match its signature", why=f"inputs {inputs}, outputs {outputs}")
+    return inputs, outputs
+
+
 def tensor_maker() -> Callable[[Any], Any] | None:
     """What makes a tensor over an array's memory; None where torch is not installed, and arrays are all there is."""
     if not is_installed("torch"):
@@ -324,5 +343,6 @@ def tensor_maker() -> Callable[[Any], Any] | None:
 def load_session(path: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """The runner of a stored model."""
     int8_weights.check(options)
-    run = session_runner(open_session(str(path), options, providers=_providers(signature)), signature)
+    # Another driver may not be able to record what could be recorded where the bundle was written.
+    run, _ = _opened(str(path), options, signature, cuda_graph=None if options.get("cuda_graph") else False)
     return guarded(run, from_options(options, signature), signature)

@@ -1,16 +1,25 @@
-"""ONNX Runtime on a GPU: which builds support it, and calls whose tensors stay in GPU memory."""
+"""ONNX Runtime on a GPU: which builds support it, and calls whose tensors stay in GPU memory.
+
+Its kernels are recorded as a CUDA graph where that is possible: one at a time, they take as long as the CPU needs to
+launch them, which is most of a call at small batch sizes. ONNX Runtime can record graphs by itself, but while it does,
+other threads of the process cannot allocate GPU memory, and later calls wait for the GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph.program import Program
+from tsopt.errors import BackendError
 from tsopt.runtime.backends.backend import Unsupported
+from tsopt.runtime.backends.eager import torch_runner
+from tsopt.runtime.backends.recorded import Recorded
 from tsopt.runtime.calling.executable import Runner
+from tsopt.runtime.checking.inputs import blank
 
 PROVIDER = "CUDAExecutionProvider"
 TO_INSTALL = "this ONNX Runtime is a CPU build: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
@@ -34,15 +43,65 @@ def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsuppor
     return []
 
 
-def providers_for(signature: Signature) -> list[Any]:
+def runner_on_gpu(
+    open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], signature: Signature, cuda_graph: bool | None
+) -> tuple[Runner, bool]:
+    """Flat tensors in and out of a session on the GPU of a signature, and whether it is recorded as a CUDA graph.
+
+    Args:
+        open_session: opens it for execution providers, with these further entries in its configuration.
+        cuda_graph: whether to record it; None: if that is possible.
+
+    Raises:
+        BackendError: the runtime rejects the model, or it cannot be recorded although it has to be.
+    """
+    if cuda_graph is not False:
+        try:
+            return _recorded(open_session, signature), True
+        except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
+            if cuda_graph:
+                raise BackendError("ONNX Runtime cannot be captured as a CUDA graph", why=str(error)[:300]) from error
+    return bound_runner(open_session(providers_for(signature), {}), signature), False
+
+
+def _recorded(open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], signature: Signature) -> Runner:
+    """A session whose kernels are replayed. It never runs again: the graph works in memory that it would use."""
+    import onnxruntime as ort
+
+    stream: Any = torch.cuda.Stream(device_of(signature))
+    held = open_session(providers_for(signature, stream.cuda_stream), {"session.disable_cpu_ep_fallback": "1"})
+    options = ort.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")  # no graph can hold a wait
+
+    def forward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        binding, found, given = _bound(held.session, signature, values)
+        held.session.run_with_iobinding(binding, options)
+        del given
+        return found
+
+    return torch_runner(Recorded(forward, blank(signature), stream), signature, None)
+
+
+def device_of(signature: Signature) -> torch.device:
+    """The GPU of a signature."""
+    return next(torch.device(device) for _, device in signature.devices if device.startswith("cuda"))
+
+
+def providers_for(signature: Signature, stream: int | None = None) -> list[Any]:
     """The providers of a session for tensors on a GPU, in the order of who is asked first.
 
     TensorFloat-32, which the provider takes by itself, is off: PyTorch multiplies matrices in full unless told.
+
+    Args:
+        stream: the CUDA stream to run on, by its address; None: one of the session's own.
     """
-    place = next(torch.device(device) for _, device in signature.devices if device.startswith("cuda"))
-    options = {"use_tf32": 0}
+    place = device_of(signature)
+    options: dict[str, Any] = {"use_tf32": 0}
     if place.index:  # NOTE: where it is told that this is 0, version 1.31 logs a warning, whatever the session's level
         options["device_id"] = place.index
+    if stream is not None:
+        # A graph has no operators on the CPU: the session must not be opened with any.
+        return [(PROVIDER, options | {"user_compute_stream": str(stream)})]
     return [(PROVIDER, options), "CPUExecutionProvider"]
 
 
@@ -52,26 +111,31 @@ def bound_runner(held: Any, signature: Signature) -> Runner:
     Args:
         held: what keeps the session and its weights.
     """
-    session = held.session
-    inputs = [item.name for item in session.get_inputs()]
-    outputs = [item.name for item in session.get_outputs()]
-    kinds = [item.type for item in signature.outputs]
 
     def run(values: Sequence[torch.Tensor], held: Any = held) -> Sequence[torch.Tensor]:
-        given = [value.detach().contiguous() for value in values]
-        found = [torch.empty(k.shape, dtype=getattr(torch, k.dtype), device=k.device) for k in kinds]
-        binding = session.io_binding()
-        for name, value in zip(inputs, given, strict=True):
-            binding.bind_input(name, *_place_of(value))
-        for name, value in zip(outputs, found, strict=True):
-            binding.bind_output(name, *_place_of(value))
+        binding, found, given = _bound(held.session, signature, values)
         for device in {value.device for value in (*given, *found) if value.is_cuda}:
             # The session has a stream of its own: what fills the inputs, or still reads this memory, must be done.
             torch.cuda.current_stream(device).synchronize()
-        session.run_with_iobinding(binding)  # returns when the outputs are there
+        held.session.run_with_iobinding(binding)  # returns when the outputs are there
         return found
 
     return run
+
+
+def _bound(
+    session: Any, signature: Signature, values: Sequence[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+    """A binding of tensors to the inputs and outputs of a session; the outputs, and what it reads, which must last."""
+    kinds = [item.type for item in signature.outputs]
+    given = [value.detach().contiguous() for value in values]
+    found = [torch.empty(k.shape, dtype=getattr(torch, k.dtype), device=k.device) for k in kinds]
+    binding = session.io_binding()
+    for item, value in zip(session.get_inputs(), given, strict=True):
+        binding.bind_input(item.name, *_place_of(value))
+    for item, value in zip(session.get_outputs(), found, strict=True):
+        binding.bind_output(item.name, *_place_of(value))
+    return binding, found, given
 
 
 def _place_of(value: torch.Tensor) -> tuple[str, int, Any, list[int], int]:
