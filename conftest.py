@@ -34,7 +34,7 @@ def _hasty() -> Iterator[None]:
     No test believes what a race in this process measures, and each process that imports torch takes seconds. For the
     whole session, so that fixtures of all scopes are made so.
     """
-    from tsopt import request
+    from tsopt import hybrid_state, request
     from tsopt.regression import sessions
     from tsopt.runtime.bundles import store
     from tsopt.runtime.calling import graph_parts, partitioned
@@ -51,6 +51,7 @@ def _hasty() -> Iterator[None]:
         patch.setattr(sessions, "SECONDS", 0.05)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes
+        patch.setattr(hybrid_state, "loss", lambda *_: "")  # nor is what is done around its calls
         patch.setattr(request, "is_on_cpu", lambda example: False)  # candidates run in the process of the test
         patch.setattr(store, "try_out", lambda *args: None)  # bundles are opened without a trial
         yield

@@ -7,6 +7,8 @@ import torch
 
 import tsopt
 from tests.test_hybrid import QUICK, Net, X
+from tsopt import hybrid_state
+from tsopt.runtime.calling import own_work
 from tsopt.runtime.racing import race
 from tsopt.runtime.racing.speedup import Speedup
 
@@ -97,3 +99,61 @@ def test_the_report_of_something_optimized_is_its_own():
     for other in (Net(), torch.ones(1), None):
         with pytest.raises(tsopt.UsageError, match="has no report"):
             tsopt.report(other)
+
+
+@pytest.fixture
+def too_short(monkeypatch):
+    """Calls are slower with what is done around them, on inputs of as many rows as are in the list."""
+    rows = [1, 2, 3, 4, 5]
+    monkeypatch.setattr(
+        hybrid_state, "loss", lambda model, served, example: "too short" if len(example.args[0]) in rows else ""
+    )
+    return rows
+
+
+@pytest.mark.usefixtures("too_short")
+def test_where_calls_are_too_short_the_model_itself_serves_them(always_faster):
+    model = Net().eval()
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        for _ in range(5):
+            torch.testing.assert_close(net(X), model(X))
+        model.scale = 3.0
+        torch.testing.assert_close(net(X), model(X))
+    found = tsopt.report(net)
+    assert (found.calls, found.in_eager, len(found.reports)) == (6, {"too short": 6}, 1)
+
+
+def test_where_inputs_get_larger_it_is_compiled_for_them(always_faster, too_short, monkeypatch):
+    monkeypatch.setattr(hybrid_state, "UNSEEN", 1)
+    model = Net().eval()
+    net = tsopt.hybridize(model, **QUICK)
+    large = torch.cat([X[:1]] * 8)
+    with torch.no_grad():
+        net(X[:1])
+        for x in (X[:1], X[:3], large, large):
+            torch.testing.assert_close(net(x), model(x))
+    found = tsopt.report(net)
+    assert (found.calls, found.in_eager) == (5, {"too short": 3})
+    assert [report.winner for report in found.reports] != ["eager"]
+
+
+def test_a_policy_that_refuses_calls_holds_where_eager_is_faster(always_faster, too_short):
+    net = tsopt.hybridize(Net().eval(), on_new_signature="error", **QUICK)
+    with torch.no_grad():
+        net(X)
+        with pytest.raises(tsopt.SignatureError):
+            net(X[:1])
+
+
+def test_only_short_calls_are_compared(monkeypatch):
+    monkeypatch.setattr(own_work, "seconds_of", lambda *_: 1.1e-3)
+    monkeypatch.setattr(own_work, "seconds_in_turns", lambda *_: pytest.fail("no work around a call matters here"))
+    assert own_work.loss(Net(), Net(), tsopt.example(X)) == ""
+
+
+@pytest.mark.parametrize(("ours", "expected"), [(4e-6, ""), (6e-6, "a call takes 5.0 us in eager mode, and 6.0 us")])
+def test_short_calls_are_compared_with_all_that_is_done_around_them(monkeypatch, ours, expected):
+    monkeypatch.setattr(own_work, "seconds_of", lambda *_: 5e-6)
+    monkeypatch.setattr(own_work, "seconds_in_turns", lambda *_: [[5e-6, 9e-6, 5e-6], [ours, ours, 9e-5]])
+    assert own_work.loss(Net(), Net(), tsopt.example(X)).startswith(expected)

@@ -27,6 +27,7 @@ from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
 from tsopt.runtime.calling.signature_guard import watcher
@@ -66,6 +67,8 @@ class Compiled:
         self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
         self._calls, self._seconds = 0, 0.0
+        self._stepped_back, self._size = "", 0  # why no compiled form is used although there is one; for which inputs
+        self._unseen = 0  # calls that the model itself serves before the next look
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
@@ -74,6 +77,10 @@ class Compiled:
     @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         self._calls += 1
+        unseen = self._unseen
+        if unseen:
+            self._unseen = unseen - 1
+            return eager(*args, **kwargs)
         audits = self._audits
         audits.left = left = audits.left - 1
         if left < 0:
@@ -86,6 +93,8 @@ class Compiled:
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
+        if self._stepped_back:
+            return self._by_the_model(args, kwargs, eager)
         self._calls -= 1  # it comes to `__call__` once more
         fast = self.fast
         served = fast is not None and not self._reason(args, kwargs) and not self._changed()
@@ -97,6 +106,22 @@ class Compiled:
         if found:
             self._differs(found)
         return self._audits.timed(lambda: self(args, kwargs, eager))
+
+    def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
+        """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
+        if self._changes <= CHANGES and size_of(args, kwargs) >= LARGER * self._size:
+            self._calls -= 1  # it comes to `__call__` once more
+            with self._lock:
+                self._drop()
+            return self(args, kwargs, eager)
+        self._unseen = UNSEEN
+        return eager(*args, **kwargs)
+
+    def _step_back(self, reason: str, example: Example) -> None:
+        """Leaves calls to the model itself, with next to no work around them."""
+        self._stepped_back, self._size = reason, size_of(example.args, example.kwargs)
+        self._audits = Audits(0)
+        self._audits.left = -1  # each call that is not left to the model unseen is looked at
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if isinstance(fast, Partitioned):
@@ -116,6 +141,8 @@ class Compiled:
         self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
         self._of_before = self._calls, self._in_eager.total()
         self.fast, self._watch, self._changes = None, None, self._changes + 1
+        if self._stepped_back:
+            self._stepped_back, self._unseen, self._audits = "", 0, Audits(0)
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimized | Partitioned | InBackground | None:
         if self.why_eager and self._other_flags():
@@ -143,7 +170,7 @@ class Compiled:
                 return None
             if self.fast is None and not self.why_eager:
                 self._begin() if self.background else self._optimize(Example(args, kwargs))
-            return self.fast
+            return None if self._stepped_back else self.fast
 
     def _optimize(self, example: Example) -> None:
         self._ambient, audits = self._ambient_now(), Audits(self.options.get("audit", SHARE))
@@ -172,9 +199,21 @@ class Compiled:
             self._declined(self.why_eager)
             return
         self._ambient.ask(watch.asks)
-        if not _is_eager(fast):  # which is not audited
-            self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
         self._watch, self.fast = watch, fast
+        reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example)
+        if not reason:
+            self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
+        elif "error" not in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
+            self._step_back(reason, example)
+
+    def _loss(self, fast: Optimized | Partitioned, watch: Watch, example: Example) -> str:
+        """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
+
+        def served(*args: Any, **kwargs: Any) -> Any:
+            return fast(*args, **kwargs) if not self._reason(args, kwargs) and not self._changed() else None
+
+        with protected(self.model, written=watch.written):
+            return loss(self.model, served, InputSet("example", example).clone())
 
     def _learn(self, watch: Watch, example: Example) -> list[str]:
         """Ignores what the model itself changes when it is called. Returns what each call changes outside of it."""
@@ -250,11 +289,11 @@ class Compiled:
         name = getattr(self.model, "__name__", type(self.model).__name__)
         if isinstance(fast, InBackground):
             return HybridReport(name, self._calls, in_eager + fast.in_eager, fast.seconds, tuple(fast.reports))
-        if isinstance(fast, Optimized):
-            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
-        if isinstance(fast, Partitioned) and _is_eager(fast):
+        if self._stepped_back:
             calls, of_these = self._of_before
-            in_eager[NOT_FASTER] += self._calls - calls - (in_eager.total() - of_these)
+            in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
+        elif isinstance(fast, Optimized):
+            in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
         return HybridReport(name, self._calls, in_eager, seconds, () if fast is None else (fast.report,))
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:

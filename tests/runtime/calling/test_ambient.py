@@ -33,7 +33,8 @@ def test_the_model_itself_serves_and_a_warning_says_so_once(optimized_by, mlp, b
     torch.testing.assert_close(found, use(mlp))
     torch.testing.assert_close(again, use(mlp))
     said = [str(item.message) for item in caught if "runs in eager mode" in str(item.message)]
-    assert len(said) == 1, said
+    # Where the model itself has won and gradients are off, a call is the model's own, whatever is around it.
+    assert len(said) == (0 if (backend, use) == ("model", autocast) else 1), said
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "model"])

@@ -38,6 +38,7 @@ log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
+_gradients = torch.is_grad_enabled  # looked up faster than an attribute of torch
 ABSENT = object()  # where a call has no positional argument
 
 
@@ -73,6 +74,7 @@ class Optimized:
         self.backend = "eager" if executable is None else executable.backend
         self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
         self._policy = on_new_signature
+        self._lenient = "error" not in (on_new_signature, on_gradients)  # the model itself may serve whatever is called
         self._unserved = Unserved(model, report.model, on_gradients)
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
         self._new_signatures = NewSignatures(
@@ -110,6 +112,9 @@ class Optimized:
         if left < 0:
             return self._looked_at(args, kwargs)
         if executable is None:
+            if self._lenient and not _gradients():  # the model's own work may be no more than a microsecond
+                self._eager_calls += 1
+                return self.model(*args, **kwargs)
             return self._by_the_model(args, kwargs)
         leaves = executable.accepts(args, kwargs)
         if leaves is not None:
