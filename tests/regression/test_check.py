@@ -259,6 +259,27 @@ def test_a_lower_precision_is_compiled_in_it(model, paces, monkeypatch, tmp_path
     assert "bf16" in found.now.winner
 
 
+@pytest.mark.parametrize(
+    ("options", "judged"),
+    [
+        ({"precision": "bf16"}, True),
+        ({"level": 3}, True),
+        ({"backends": ("eager?precision=bf16",)}, True),
+        ({"precision": "fp32"}, False),
+        ({}, False),
+    ],
+)
+def test_where_lower_precisions_race_the_metric_chooses_among_them(
+    model, paces, monkeypatch, tmp_path, options, judged
+):
+    given = {}
+    monkeypatch.setattr(module, "optimize", lambda *args, **kw: given.update(kw) or tsopt.optimize(*args, **kw))
+    paces(now=5.0)
+    options = OPTIONS | {"backends": ("eager",)} | options
+    tsopt.check(model, X, tmp_path / "b.json", update=True, metric="top1", max_drop=1.0, **options)
+    assert ("metric" in given, "max_drop" in given) == (judged, judged)
+
+
 def test_dropout_is_off_in_eager_too_where_it_was_asked_for(paces, monkeypatch, tmp_path):
     fast_timings(monkeypatch, wins="TorchScript")
     paces(now=5.0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsopt.api import optimize
+from tsopt.api import optimize, who_races
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.precision_names import FP32
@@ -96,8 +96,7 @@ def check(
         )
     fast: Any = candidate
     if fast is None:
-        lossy = options.get("precision") not in (None, FP32)
-        judged: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if lossy else {}
+        judged: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if _may_lose(example, options) else {}
         fast = optimize(model, example_input, progress=progress, **judged, **options)
     eager = getattr(fast, "model", model) if candidate is None else model
     tell("accuracy")
@@ -205,6 +204,13 @@ def _check_options(
     threads = options.get("threads")
     if threads is not None and (type(threads) is not int or threads < 1):
         raise UsageError(f"threads must be at least 1, got {threads!r}", fix="pass threads=1 or more")
+
+
+def _may_lose(example: Example, options: dict[str, Any]) -> bool:
+    """Whether candidates in lower precisions race, which `optimize` judges by a metric."""
+    asked = {"backends": None, "precision": None, "level": 2} | options
+    racing = who_races(example, asked["backends"], asked["precision"], asked["level"])
+    return any(candidate.precision != FP32 for candidate in racing)
 
 
 def _opened(
