@@ -1,0 +1,56 @@
+"""A model for tests of `hybridize`, and what they ask about it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import tsopt
+from tsopt import hybrid_state
+
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """With a method, a property, a constant and a buffer of its own."""
+
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+        self.register_buffer("shift", torch.ones(3))
+        self.names = ["a", "b", "c"]
+
+    @property
+    def width(self):
+        return self.layers[0].out_features
+
+    def classes(self, x):
+        return [self.names[i] for i in self(x).argmax(-1)]
+
+    def forward(self, x):
+        return self.layers(x) * self.scale + self.shift
+
+
+def counted(monkeypatch):
+    """What `optimize` was called with."""
+    seen = []
+    real = hybrid_state.optimize
+
+    def optimize(model, example, **options):
+        seen.append(model)
+        return real(model, example, **options)
+
+    monkeypatch.setattr(hybrid_state, "optimize", optimize)
+    return seen
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b)
+
+
+def eager(net, x=X):
+    return nn.Module.__call__(tsopt.hybridize(net, active=False), x)
