@@ -26,7 +26,7 @@ class Limits:
     """The limits of this machine.
 
     Attributes:
-        macs: multiply-accumulates per second in products of float32 matrices, or in convolutions where these reach more.
+        macs: float32 multiply-accumulates per second, in products of matrices or convolutions, whichever are faster.
         moved: bytes per second, read and written, by the size of what is moved, smaller sizes first.
     """
 
