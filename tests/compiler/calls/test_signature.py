@@ -29,6 +29,14 @@ def test_the_order_of_keyword_arguments_does_not_count(signature):
     assert signature.bind((X,), {"flag": 2, "scale": X + 1})[1][0, 0] == 2
 
 
+def test_the_order_of_collected_keyword_arguments_counts():
+    made = capture(lambda **rest: torch.cat(list(rest.values())), example(a=X, b=X)).signature
+    for signature in (made, signature_json.from_json(signature_json.to_json(made))):
+        assert signature.bind((), {"a": X, "b": X + 1})[1][0, 0] == 2
+        with pytest.raises(SignatureError, match="does not match the signature"):
+            signature.bind((), {"b": X, "a": X + 1})
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [

@@ -17,6 +17,7 @@ from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
 
+A, B = torch.zeros(2, 3), torch.ones(2, 3)
 OPTIONS = {"backends": ("onnxruntime", "eager"), "seconds": 0.05, "isolate": False, "cache": False}
 
 
@@ -69,6 +70,13 @@ def test_the_second_size_makes_it_dynamic(wins):
         x = torch.randn(rows, 6)
         torch.testing.assert_close(fast(x), model(x).detach())
     assert outcomes(fast) == ["captured for onnxruntime, batch: 1..12"]
+
+
+def test_another_order_of_collected_keywords_is_another_signature(wins):
+    fast = tsopt.optimize(lambda **rest: torch.cat(list(rest.values()), -1).tanh(), {"a": A, "b": B}, **OPTIONS)
+    torch.testing.assert_close(fast(b=B, a=A), torch.cat([B, A], -1).tanh())
+    torch.testing.assert_close(fast(a=A, b=B), torch.cat([A, B], -1).tanh())
+    assert len(fast.report.signatures) == 1
 
 
 def test_a_range_grows_with_the_calls_without_another_capture(wins):

@@ -34,6 +34,10 @@ def plain(x, times, name, ratio, none, flag):
     return x * times * ratio
 
 
+def collects(x, *, flag=1, **rest):
+    return x + torch.cat(list(rest.values()), -1) * flag
+
+
 def written(x, y):
     x.add_(1)
     return x + y
@@ -53,6 +57,15 @@ CALLS = {
         keyword,
         example(X, y=Y, flag=2),
         [((X,), {"flag": 2, "y": Y}), ((X,), {"y": Y, "flag": 3}), ((X,), {"y": Y, "flag": True}), ((X,), {"y": Y})],
+    ),
+    "collected": (
+        collects,
+        example(torch.ones(3, 8), a=X, flag=2, b=Y),
+        [
+            ((torch.ones(3, 8),), {"b": X, "flag": 2, "a": Y}),
+            ((torch.ones(3, 8),), {"a": X, "b": Y, "flag": 2}),
+            ((torch.ones(3, 8),), {"a": X, "c": Y, "flag": 2}),
+        ],
     ),
     "nested": (
         nested,
@@ -105,6 +118,17 @@ def test_the_guard_takes_what_the_thorough_check_takes_and_nothing_else(name):
         assert (mine is None) == (thorough is None), (args, kwargs)
         assert mine is None or all(a is b for a, b in zip(mine, thorough, strict=True))
     assert executable.accepts(captured_for.args, captured_for.kwargs) is not None
+
+
+def test_the_order_of_keywords_counts_where_the_model_collects_them():
+    executable = compile(capture(lambda **rest: torch.cat(list(rest.values()), -1), example(a=X, b=Y)), "eager")
+    assert executable.accepts((), {"b": X, "a": Y}) is None
+    named = compile(capture(lambda a, b: torch.cat([a, b], -1), example(a=X, b=Y)), "eager")
+    found = named.accepts((), {"b": Y, "a": X})
+    assert found is not None
+    assert found[0] is X
+    mixed = compile(capture(collects, example(torch.ones(3, 8), a=X, flag=2, b=Y)), "eager")
+    assert mixed.accepts((torch.ones(3, 8),), {"flag": 2, "a": X, "b": Y}) is not None
 
 
 def test_containers_that_are_one_object_are_another_form():

@@ -89,7 +89,8 @@ class Signature:
     `outer` nests the leaves of the call `(args, kwargs)`, `result` those of its return value, and `effects` those that
     it stores in objects of the call. `dims` are the dynamic dimensions. `aliasing`: whether it matters which tensors of
     the call are one object or share memory, because the model writes to one of them or checks. `modes` are the thread's
-    modes that the model has read, and whether they were on.
+    modes that the model has read, and whether they were on. `collected` are the keywords that the model takes as
+    `**kwargs`, whose order it can see.
     """
 
     inputs: tuple[Input, ...]
@@ -100,6 +101,7 @@ class Signature:
     effects: tuple[Effect, ...] = ()
     aliasing: bool = False
     modes: tuple[tuple[str, bool], ...] = ()
+    collected: tuple[str, ...] = ()
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:
@@ -137,7 +139,8 @@ class Signature:
                 something else the model reads of its inputs, or which inputs alias.
         """
         order = self.outer.children[1].keys
-        if len(order) == len(kwargs) and all(key in kwargs for key in order):
+        same_keys = len(order) == len(kwargs) and all(key in kwargs for key in order)
+        if same_keys and tuple(key for key in kwargs if key in self.collected) == self.collected:
             kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
         leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
         outer = as_called(self.outer, leaves)
@@ -213,7 +216,7 @@ class Signature:
         args = Structure("tuple", tuple, (), inputs)
         outer = Structure("tuple", tuple, (), (args, Structure("dict", dict)))
         result = outputs[0] if returned == 1 else Structure("tuple", tuple, (), outputs)
-        return replace(self, outer=outer, result=result, effects=())
+        return replace(self, outer=outer, result=result, effects=(), collected=())
 
     def unbind(self, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The user's return value around the returned tensors; objects of the call are modified as by the model.

@@ -36,6 +36,7 @@ def to_json(signature: Signature) -> dict[str, Any]:
         **({"effects": [effect.to_json() for effect in signature.effects]} if signature.effects else {}),
         **({"aliasing": True} if signature.aliasing else {}),
         **({"modes": [list(mode) for mode in signature.modes]} if signature.modes else {}),
+        **({"collected": list(signature.collected)} if signature.collected else {}),
     }
 
 
@@ -67,7 +68,8 @@ def from_json(data: Any) -> Signature:
         if len({effect.path for effect in effects}) != len(effects):
             raise ValueError("an object is modified twice")
         modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
-        made = Signature(inputs, outputs, outer, result, dims, effects, data.get("aliasing", False) is True, modes)
+        aliasing, collected = data.get("aliasing", False) is True, tuple(map(str, data.get("collected", ())))
+        made = Signature(inputs, outputs, outer, result, dims, effects, aliasing, modes, collected)
         _check_indices(made)
         _check_sizes(made)
         _check_views(made)

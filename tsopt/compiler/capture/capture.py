@@ -185,7 +185,8 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
         examples = [example.apart() for example in examples]
     wanted = _dynamic(model, examples, dynamic)
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
-    return replace(program, signature=_with_views(_with_answers(program.signature, asked), asked, program.state))
+    signature = replace(program.signature, collected=_collected(model, program.signature.outer))
+    return replace(program, signature=_with_views(_with_answers(signature, asked), asked, program.state))
 
 
 def _with_answers(signature: Signature, asked: Asked) -> Signature:
@@ -342,12 +343,7 @@ def name_of(model: object) -> str:
 
 def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
     """A name for each leaf: the parameter of forward that it belongs to, and its path below."""
-    target = model.forward if isinstance(model, nn.Module) else model
-    try:
-        signature = model.call_signature if isinstance(model, Scripted) else inspect.signature(target)
-        parameters = list(signature.parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters(model) or []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names: dict[int, str] = {}  # of a tensor in two places, the first
     args, kwargs = outer.children
@@ -357,3 +353,25 @@ def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
     for key, child in zip(kwargs.keys, kwargs.children, strict=True):
         names = dict(child.paths(str(key))) | names
     return unique([names[index] for index in sorted(names)])
+
+
+def _collected(model: Callable[..., Any], outer: Structure) -> tuple[str, ...]:
+    """The keywords of a call that the model takes as `**kwargs`; all of them where its parameters are not known."""
+    keys = tuple(map(str, outer.children[1].keys))
+    parameters = _parameters(model)
+    if parameters is None:
+        return keys
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return ()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return tuple(key for key in keys if key not in named)
+
+
+def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a call of the model; None where they are not known."""
+    target = model.forward if isinstance(model, nn.Module) else model
+    try:
+        signature = model.call_signature if isinstance(model, Scripted) else inspect.signature(target)
+    except (TypeError, ValueError):
+        return None
+    return list(signature.parameters.values())

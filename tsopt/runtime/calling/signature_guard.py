@@ -119,6 +119,10 @@ class _Writer:
         known = all(self.part(f"args[{i}]", child) for i, child in enumerate(args.children))
         keyed = zip(kwargs.keys, kwargs.children, strict=True)
         known = known and all(self.part(f"kwargs[{self.bound(key)}]", child) for key, child in keyed)
+        collected = self.signature.collected
+        if len(collected) > 1:
+            given = "kwargs" if collected == kwargs.keys else f"key for key in kwargs if key in {self.bound(collected)}"
+            self.unless(f"tuple({given}) != {self.bound(collected)}")
         if len(self._containers) > 1:  # one object in two places is another form
             ids = ", ".join(f"id({name})" for name in self._containers)
             self.unless(f"len({{{ids}}}) != {len(self._containers)}")
