@@ -353,3 +353,32 @@ def test_fuel_stops_the_rewriting():
     program = tsopt.capture(lambda x: (x * 1 + 1) * 1, torch.ones(2))
     assert tsopt.transform(program, fuel=0).node_count == program.node_count
     assert tsopt.transform(program, fuel=1).node_count > tsopt.transform(program).node_count
+
+
+def test_an_iterator_is_left_as_it_is():
+    scales = iter([2.0, 3.0])
+    with pytest.raises(tsopt.CaptureError, match="an input is an iterator"):
+        tsopt.optimize(scaled_by_each, (torch.ones(2), scales))
+    assert list(scales) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_calls_with_an_iterator_are_those_of_the_model(always_faster, hybrid):
+    options = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",), "audit": 1.0}
+    if hybrid:
+        fast = tsopt.hybridize(scaled_by_each, **options)
+    else:
+        fast = tsopt.optimize(scaled_by_each, (torch.ones(2), [2.0, 3.0]), **options)
+    with torch.no_grad():
+        fast(torch.ones(2), [2.0, 3.0])
+        for end in range(2, 150):
+            assert fast(torch.ones(2), iter([1.0, end])).tolist() == [end, end]
+            assert fast(torch.ones(2), (x for x in [1.0, end])).tolist() == [end, end]
+    report = tsopt.report(fast).reports[0] if hybrid else fast.report
+    assert report.signatures == (("an iterator among the arguments", "runs in eager mode: a call consumes it"),)
+
+
+def scaled_by_each(x, scales):
+    for scale in scales:
+        x = x * scale
+    return x

@@ -312,3 +312,13 @@ def test_an_audit_finds_what_nobody_sees_in_the_background():
         warnings.simplefilter("always")
         torch.testing.assert_close(net(X), net.layers(X))
     assert "an audit found a difference (output: " in str(said[0].message)
+
+
+def test_calls_with_an_iterator_are_those_of_the_model_and_are_not_sent():
+    def function(x, scales):
+        return x * sum(scales)
+
+    fast = tsopt.hybridize(function, **QUICK)
+    with torch.no_grad():
+        assert torch.equal(fast(X, iter([1.0, 2.0])), X * 3)
+    assert tsopt.wait(fast, 0.0) is True, "nothing is compiled"

@@ -15,6 +15,7 @@ import torch
 
 from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
@@ -136,6 +137,8 @@ class InBackground:
             key = call_key(args, kwargs)
             found = self._specializations.serving(key, args, kwargs)
         except (TypeError, CaptureError):  # what cannot be hashed, or told, cannot be recognized again
+            return self.model
+        if found is None and iterator_in(args, kwargs) is not None:  # which is not to be sent, nor called twice
             return self.model
         # Where another thread is at it, it does so for all.
         if found is None and self._lock.acquire(blocking=False):

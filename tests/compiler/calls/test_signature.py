@@ -11,7 +11,7 @@ from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.example import Example, as_example, example
 from tsopt.compiler.calls.signature import mismatch
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
-from tsopt.errors import BundleError, SignatureError, UsageError
+from tsopt.errors import BundleError, CaptureError, SignatureError, UsageError
 
 X = torch.ones(2, 3)
 
@@ -115,6 +115,18 @@ def test_damaged_signatures_are_refused(signature, damage):
     damage(data)
     with pytest.raises(BundleError):
         signature_json.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((X, iter([2.0])), "an input is an iterator: a list_iterator\n  where: input args.1"),
+        (example(X, scales=[(s for s in [2.0])]), "an input holds an iterator: a generator\n  where: input scales"),
+    ],
+)
+def test_examples_with_iterators_are_refused(given, words):
+    with pytest.raises(CaptureError, match=words):
+        as_example(given)
 
 
 def test_examples_are_read_as_calls():

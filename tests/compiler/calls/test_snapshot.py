@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import Snapshot, held_by, holders, told
+from tsopt.compiler.calls.snapshot import Snapshot, held_by, holders, is_python, iterator_in, told
 
 
 class Slots:
@@ -109,3 +109,55 @@ def test_what_a_model_holds():
     for model in (net, recursive, partial(lambda a: a, inner), Bound().call, lambda x: recursive(x)):
         assert id(inner) in held_by(model)
     assert id([1]) not in held_by(net)
+
+
+class Answers(dict):
+    """A dict whose items are its attributes, and which raises KeyError for others."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Unset:
+    __slots__ = ("v",)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+def test_what_a_class_does_with_unknown_attributes_does_not_count():
+    assert told(Answers(a=1)) == "Answers('a': 1)"
+    assert told(Unset()) == "Unset()"
+    assert not Snapshot(Answers(a=1)).changed()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        iter([1]),
+        (i for i in "a"),
+        [iter([1])],
+        {"a": (zip(),)},
+        {iter([1])},
+        SimpleNamespace(v=iter([1])),
+        slots(map(int, ())),
+    ],
+)
+def test_iterators_are_found(value):
+    assert hasattr(iterator_in(1, value), "__next__")
+
+
+def test_what_can_be_read_again_is_no_iterator(tmp_path):
+    logs = (tmp_path / "log").open("w")
+    with logs:
+        assert iterator_in([1], {"a": range(3)}, torch.ones(2), deque([1]), SimpleNamespace(log=logs)) is None
+        assert iterator_in([logs]) is logs
+
+
+@pytest.mark.parametrize("cls", [Slots, Answers, SimpleNamespace, OrderedDict, nn.Linear])
+def test_classes_whose_instances_are_their_attributes(cls):
+    assert is_python(cls)
+
+
+@pytest.mark.parametrize("cls", [partial, deque, type(i for i in ""), type(iter([])), ValueError, Several])
+def test_classes_whose_instances_are_more_than_their_attributes(cls):
+    assert not is_python(cls)

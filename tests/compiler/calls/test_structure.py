@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,3 +189,22 @@ def test_leaves_are_not_held_until_garbage_is_collected():
         assert gone() is None
     finally:
         gc.enable()
+
+
+class Answers(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_a_dict_whose_items_are_attributes_is_one_of_its_items():
+    leaves, structure = flatten(Answers(a=A, b=1))
+    assert leaves == [A]
+    made = unflatten(structure, [B])
+    assert type(made) is Answers
+    assert (made.a, made.b) == (B, 1)
+
+
+@pytest.mark.parametrize("value", [partial(torch.mul, A), (i for i in [A]), ValueError(A)])
+def test_what_cannot_be_made_of_its_attributes_is_kept(value):
+    leaves, structure = flatten([value])
+    assert leaves == []
+    assert unflatten(structure, [])[0] is value

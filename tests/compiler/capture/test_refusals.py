@@ -177,3 +177,8 @@ def test_examples_that_could_mean_several_things_are_refused(given, words):
     with pytest.raises(UsageError, match=words) as caught:
         capture(lambda *xs: xs[0], given)
     assert caught.value.fix
+
+
+def test_an_iterator_in_the_result_is_refused():
+    with pytest.raises(CaptureError, match="the model creates a generator during the call"):
+        capture(lambda x: (x + 1, (row for row in x)), X)

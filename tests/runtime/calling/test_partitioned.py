@@ -295,3 +295,18 @@ def test_a_script_keeps_the_weights_of_then(monkeypatch):
     with pytest.warns(UserWarning, match="calls keep using the old ones"):
         torch.testing.assert_close(due(fast)(X), wanted)
     assert fast.backend == "torchscript"
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_calls_with_an_iterator_are_those_of_the_model():
+    def function(x, scales):
+        for scale in scales:
+            x = x * scale
+        return x + 1 if x.sum() > 0 else x - 1
+
+    fast = optimized(function, (X.abs(), [2.0, 3.0]))
+    assert fast.backend == "parts"
+    assert torch.equal(fast(X.abs(), iter([2.0, 3.0])), X.abs() * 6 + 1)
+    scales = iter([2.0, 3.0])
+    assert fast.difference((X.abs(), scales), {}) is None
+    assert list(scales) == [2.0, 3.0]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tsopt.compiler.calls.snapshot import is_leaf
+from tsopt.compiler.calls.snapshot import is_leaf, iterator_in
 from tsopt.compiler.calls.structure import flatten, unflatten
-from tsopt.errors import UsageError
+from tsopt.errors import CaptureError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ def as_example(value: Any) -> Example:
 
     Raises:
         UsageError: it is something else, or holds a numpy array.
+        CaptureError: it holds an iterator.
     """
     if isinstance(value, Example):
         made = value
@@ -85,6 +86,15 @@ def as_example(value: Any) -> Example:
             fix="pass a tensor, a tuple of positional arguments, a dict of keyword arguments, or "
             "tsopt.example(*args, **kwargs)",
         )
+    for where, value in [*((f"args.{i}", arg) for i, arg in enumerate(made.args)), *made.kwargs.items()]:
+        found = iterator_in(value)
+        if found is not None:
+            raise CaptureError(
+                f"an input {'is' if found is value else 'holds'} an iterator: a {type(found).__name__}",
+                where=f"input {where}",
+                why="a call consumes it, so that the call cannot be repeated or compared",
+                fix="pass a list or a tuple of what it yields",
+            )
     leaves, _ = flatten((made.args, made.kwargs))
     for leaf in leaves:
         if type(leaf).__module__ == "numpy":

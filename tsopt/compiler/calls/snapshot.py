@@ -6,23 +6,26 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
+import io
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 FIXED = (*SCALARS, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, PurePath, range, slice)
 SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python's, or one of C that has been made at run time
+LAID_OUT = (object, dict, OrderedDict, SimpleNamespace)  # classes of C whose instances are their items and attributes
 ORDERED, UNORDERED = (list, deque, bytearray), (set,)
 
 
 def is_leaf(value: object) -> bool:
-    """Whether it is a tensor or an array: whatever speaks DLPack."""
-    return hasattr(value, "__dlpack__")
+    """Whether it is a tensor or an array: whatever speaks DLPack. The class says so: instances may answer anything."""
+    return hasattr(type(value), "__dlpack__")
 
 
 def is_symbolic(value: object) -> bool:
@@ -31,9 +34,17 @@ def is_symbolic(value: object) -> bool:
 
 
 def attributes_of(item: Any) -> dict[str, Any]:
-    """What is set on an object itself, by name: past properties, with slots."""
-    slots = {name: getattr(item, name) for name in _slots_of(item) if hasattr(item, name)}
-    return slots | dict(getattr(item, "__dict__", {}))
+    """What is set on an object itself, by name: past properties and whatever its class does, with slots."""
+    slots = {}
+    for name in _slots_of(item):
+        with contextlib.suppress(AttributeError):  # not set
+            slots[name] = object.__getattribute__(item, name)
+    return slots | dict(item.__dict__ if has_dict(item) else {})
+
+
+def has_dict(item: Any) -> bool:
+    """Whether an object has a `__dict__`, without calling `__getattr__` of its class."""
+    return type(item).__dictoffset__ != 0
 
 
 def _slots_of(item: Any) -> list[str]:
@@ -47,6 +58,15 @@ def has_only_dict(cls: Any) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def is_python(cls: type) -> bool:
+    """Whether an instance is its attributes, and its items if it is a dict: nothing else that C has laid out."""
+    own = [base for base in cls.__mro__ if base not in LAID_OUT]
+    slots = sum(len(vars(base).get("__slots__", ())) for base in own)
+    room = max(base.__basicsize__ for base in cls.__mro__ if base in LAID_OUT)
+    return all(base.__flags__ & HEAP_TYPE for base in own) and cls.__basicsize__ <= room + 8 * (slots + 2)
+
+
+@lru_cache(maxsize=1024)
 def _slots(cls: type) -> list[str]:
     members = ((name, member) for base in cls.__mro__ for name, member in vars(base).items())
     return [name for name, member in members if isinstance(member, MemberDescriptorType) and not name.startswith("__")]
@@ -54,7 +74,7 @@ def _slots(cls: type) -> list[str]:
 
 def set_attribute(item: Any, name: str, value: Any) -> None:
     """Past properties and whatever its class does when an attribute is set."""
-    if hasattr(item, "__dict__") and not isinstance(getattr(type(item), name, None), MemberDescriptorType):
+    if has_dict(item) and not isinstance(getattr(type(item), name, None), MemberDescriptorType):
         item.__dict__[name] = value
     else:
         object.__setattr__(item, name, value)
@@ -81,7 +101,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item) or is_symbolic(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or hasattr(item, "__dict__") or _slots_of(item):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or has_dict(item) or _slots_of(item):
             yield item
         todo += _parts(item)[::-1]
 
@@ -123,7 +143,7 @@ def told(item: Any) -> str:
             return repr(part)
         if isinstance(part, (tuple, frozenset)):
             return f"({', '.join(map(said, part))})"
-        return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '')}"
+        return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '') if is_leaf(part) else ''}"
 
     def line(holder: Any) -> str:
         elements = _elements(holder) or []
@@ -132,6 +152,29 @@ def told(item: Any) -> str:
         return f"{type(holder).__name__}({', '.join(sorted(texts) if isinstance(holder, set) else texts)})"
 
     return "; ".join(map(line, found))
+
+
+def is_iterator(value: object) -> bool:
+    return hasattr(type(value), "__next__")
+
+
+def iterator_in(*roots: Any) -> Any:
+    """An iterator among these, or in their containers and attributes; None if there is none.
+
+    Whoever reads an iterator uses it up: a call with one can neither be repeated nor compared. A file is one only where
+    it is given itself, not where some object logs to it.
+    """
+    todo, seen = [(root, True) for root in roots[::-1]], {}
+    while todo:
+        item, is_given = todo.pop()
+        if id(item) in seen or isinstance(item, FIXED) or is_leaf(item) or is_symbolic(item):
+            continue
+        if is_iterator(item) and (is_given or not isinstance(item, io.IOBase)):
+            return item
+        seen[id(item)] = item
+        is_given = is_given and isinstance(item, (tuple, frozenset, dict, *ORDERED, *UNORDERED))
+        todo += [(part, is_given) for part in _parts(item)[::-1]]
+    return None
 
 
 class Snapshot:

@@ -18,8 +18,10 @@ from typing import Any
 from tsopt.compiler.calls.snapshot import (
     FIXED,
     attributes_of,
+    has_dict,
     holders,
     is_leaf,
+    is_python,
     is_symbolic,
     items_of,
     refill_items,
@@ -250,6 +252,8 @@ def _is_its_attributes(item: Any) -> bool:
 def _is_of_attributes(cls: type) -> bool:
     if cls is SimpleNamespace:
         return True
+    if not is_python(cls):
+        return False
     plain = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
     slots = any(vars(base).get("__slots__") for base in cls.__mro__) and not dataclasses.is_dataclass(cls)
     return plain and not slots and cls.__new__ in (object.__new__, dict.__new__, OrderedDict.__new__)
@@ -261,16 +265,18 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
         return None
     cls = type(item)
     if isinstance(item, tuple):
-        return ("namedtuple" if hasattr(item, "_fields") else "tuple"), tuple(getattr(item, "_fields", ())), item
+        return ("namedtuple" if hasattr(cls, "_fields") else "tuple"), tuple(getattr(cls, "_fields", ())), item
     if cls is list:
         return "list", (), item
     if cls in (dict, OrderedDict):
         return "dict", tuple(item), list(item.values())
-    if hasattr(item, "named_parameters") or isinstance(item, (list, set, deque, bytearray, defaultdict)):
+    if hasattr(cls, "named_parameters") or isinstance(item, (list, set, deque, bytearray, defaultdict)):
         return None  # an nn.Module in a call is configuration, not data; the others are more than their attributes
+    if not is_python(cls):
+        return None
     items = [(("item", key), child) for key, child in items_of(item).items()] if isinstance(item, dict) else []
     pairs = items + [(("attr", name), child) for name, child in attributes_of(item).items()]
-    if not pairs and not (hasattr(item, "__dict__") and _is_its_attributes(item)):
+    if not pairs and not (has_dict(item) and _is_its_attributes(item)):
         return None
     return "object", tuple(key for key, _ in pairs), [child for _, child in pairs]
 

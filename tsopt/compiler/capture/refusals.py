@@ -17,6 +17,7 @@ from torch import fx, nn
 from tsopt.compiler.calls.effects import Effect, containers_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.snapshot import is_iterator
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
@@ -163,7 +164,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
             )
     for structure in (result, *(effect.parts for effect in effects)):
         for value in _changing(structure):
-            if id(value) not in held:
+            if id(value) not in held or is_iterator(value):
                 raise GraphBreakError(
                     f"the model creates a {type(value).__name__} during the call",
                     why="every call of the program would return or store the same object",
@@ -177,7 +178,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
 
 def _changing(node: Structure) -> Iterator[Any]:
     """Constants that can change."""
-    if node.kind == "const" and node.contents:
+    if node.kind == "const" and (node.contents or is_iterator(node.value)):
         yield node.value
     for child in node.children:
         yield from _changing(child)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
@@ -274,6 +275,9 @@ class Optimized:
 
     def _specialization_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
+            return self._eager
+        if iterator_in(args, kwargs) is not None:
+            self._note("an iterator among the arguments", "runs in eager mode: a call consumes it")
             return self._eager
         return self._new_signatures.serving(args, kwargs)
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.protect import InEvalMode, modules_of, protected
 from tsopt.compiler.quiet import silent
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
@@ -72,6 +73,9 @@ class Partitioned:
         reason = objection_to(args, kwargs)
         if reason:
             return self._unserved(reason, args, kwargs)
+        if iterator_in(args, kwargs) is not None:  # TorchDynamo may read it while it traces
+            with torch.no_grad():
+                return self.model(*args, **kwargs)
         self._audits.left -= 1
         if self._audits.left < 0:
             return self._looked_at(args, kwargs)
@@ -99,6 +103,8 @@ class Partitioned:
         """How it differs from the model on a call, as `audit.difference` says it."""
         if [module.training for module in modules_of(self.model)] != self._flags:
             return None  # in training mode the model is no reference
+        if iterator_in(args, kwargs) is not None:
+            return None  # the first of the two calls would consume it
         with torch.no_grad():
             return difference(self._run, self.model, Example(args, kwargs), runs_python=True)
 
