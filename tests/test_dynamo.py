@@ -150,3 +150,19 @@ def test_tensors_of_inference_mode_are_inputs():
     with torch.inference_mode():
         x = torch.ones(2, 4)
         torch.testing.assert_close(fast(x), model(x))
+
+
+def test_parts_of_a_value_that_overlap_are_written_past_a_graph_break(fresh_dynamo, always_faster):
+    def function(x):
+        whole = torch.relu(x) + 1
+        first, second = whole[:3], whole[1:]
+        torch._dynamo.graph_break()
+        first[1].zero_()
+        return first, second
+
+    options = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        found = torch.compile(function, backend="tsopt", options=options)(x)
+    for mine, wanted in zip(found, function(x), strict=True):
+        torch.testing.assert_close(mine, wanted)

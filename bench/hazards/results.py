@@ -45,6 +45,11 @@ def kept(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return whole[:, 1:3], whole
 
 
+def overlapping(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    whole = torch.relu(x)
+    return whole[:, :3], whole[0, 1:], whole[:, :1].expand(-1, 3)
+
+
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "the input": lambda model, x: x,
     "the input beside a result": lambda model, x: (x, x + 1),
@@ -61,6 +66,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "a view of an input that is written": lambda model, x: x.mul_(2)[0],
     "a result, and a view of it": lambda model, x: pair(x + 1),
     "a part of a result, and the whole": lambda model, x: kept(x),
+    "parts of a result that overlap": lambda model, x: overlapping(x),
     "one result twice": lambda model, x: (x + 1,) * 2,
     "two equal results": lambda model, x: (x + 1, x + 1),
     "halves of a result": lambda model, x: (x + 1).chunk(2),

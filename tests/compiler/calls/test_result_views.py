@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tsopt
 from tsopt.compiler.calls import signature_json
-from tsopt.compiler.calls.result_views import INPUT, OUTPUT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, View
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -132,3 +134,63 @@ def test_a_file_cannot_make_it_reach_further(stored):
     data["outputs"][0]["view"] = stored
     with pytest.raises(tsopt.BundleError, match="the stored signature is damaged"):
         signature_json.from_json(data)
+
+
+def test_results_that_overlap_lie_in_memory_for_them_all():
+    def several(x):
+        whole = x + 1
+        return whole[0, :3], whole[0, 1:], whole[1]
+
+    place = View(JOINT, 0, (4,), (3,), (1,), 0)
+    assert views(several, X) == [place, replace(place, offset=1), None]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x[:, :2], x[:, 2:]),
+        lambda x: (x[:, ::2], x[:, 1::2]),
+        lambda x: x.unbind(1),
+        lambda x: (x[:1], x[1:]),
+    ],
+)
+def test_results_that_lie_side_by_side_have_memory_of_their_own(function):
+    assert not any(views(lambda x: function(x + 1), X))
+
+
+def test_results_are_grouped_by_the_elements_they_share():
+    def several(x):
+        whole = x + 1
+        return whole[0, :2], whole[1], whole[0, 2:], whole[0, 1:3]
+
+    assert [view and view.of for view in views(several, X)] == [0, None, 0, 0]
+
+
+def test_what_is_repeated_is_moved_as_well():
+    view = View(JOINT, 0, (6,), (3, 2), (0, 1), 2)
+    memory = torch.zeros(6)
+    assert view.moved(memory, torch.tensor([[1.0, 2.0]] * 3)).tolist() == [[1.0, 2.0]] * 3
+    assert memory.tolist() == [0, 0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"layout": (2,)},
+        {"offset": 2},
+        {"shape": (2,)},
+        {"of": 2},
+        {"layout": (5,)},
+        {"kind": OUTPUT},
+    ],
+)
+def test_damaged_places_in_joint_memory_are_refused(damage):
+    made = tsopt.capture(lambda x: ((x + 1)[0, :3], (x + 1)[0, 1:], x * 2), X).signature
+    place = View(JOINT, 0, (4,), (3,), (1,), 0)
+    given = (place, replace(place, offset=1), None)
+    outputs = tuple(replace(item, view=view) for item, view in zip(made.outputs, given, strict=True))
+    whole = replace(made, outputs=outputs)
+    assert signature_json.from_json(signature_json.to_json(whole)) == whole
+    bad = replace(whole, outputs=(outputs[0], replace(outputs[1], view=replace(given[1], **damage)), outputs[2]))
+    with pytest.raises(tsopt.BundleError):
+        signature_json.from_json(signature_json.to_json(bad))

@@ -8,7 +8,7 @@ from typing import Any
 from tsopt.compiler.calls import structure_json
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
-from tsopt.compiler.calls.result_views import INPUT, View
+from tsopt.compiler.calls.result_views import INPUT, JOINT, View
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim, Input, Output, Signature, dim_of
 from tsopt.compiler.calls.types import SHORT, TensorType
 from tsopt.compiler.capture.question import Question
@@ -85,7 +85,13 @@ def _check_views(signature: Signature) -> None:
             continue
         bases = signature.inputs if item.view.kind == INPUT else signature.returned
         base = bases[item.view.of] if item.view.of < len(bases) else None
-        sound = base is not None and item.writes is None and getattr(base, "view", None) is None
+        # What it is a view of has memory of its own; what lies in JOINT memory lies in it together with another.
+        within: View | None = getattr(base, "view", None)
+        sound = base is not None and item.writes is None
+        if item.view.kind == JOINT:
+            sound = sound and within is not None and (within.kind, within.layout) == (JOINT, item.view.layout)
+        else:
+            sound = sound and within is None
         if not sound or base is None or not item.view.fits(base.type, item.type):
             raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
 

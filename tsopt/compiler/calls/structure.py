@@ -263,7 +263,7 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     """(kind, keys, children) of a container; None for what is kept as a constant."""
     if isinstance(item, FIXED) or is_symbolic(item):
         return None
-    cls = type(item)
+    cls: Any = type(item)
     if isinstance(item, tuple):
         return ("namedtuple" if hasattr(cls, "_fields") else "tuple"), tuple(getattr(cls, "_fields", ())), item
     if cls is list:

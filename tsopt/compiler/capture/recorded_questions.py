@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_map_only
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.result_views import View, views_among
+from tsopt.compiler.calls.result_views import View
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.capture.memos import forget
 from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, Question
+from tsopt.compiler.capture.recorded_views import views_among
 from tsopt.compiler.graph.ops import tensors_of
 from tsopt.compiler.protect import modules_of, protected
 

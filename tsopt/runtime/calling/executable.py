@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.compiler.calls.memory import overlap
-from tsopt.compiler.calls.result_views import INPUT, OUTPUT
+from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT
 from tsopt.compiler.calls.signature import Dim, Signature, mismatch, same_sizes
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.precision_names import FP32
@@ -213,8 +213,15 @@ class Executable:
         made = list(returned)
         for position in self._lasting:
             made[position] = made[position].clone()
+        joint: dict[int, Any] = {}
         for position, view in self._views:
-            made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], made[position])
+            value = made[position]
+            if view.kind == JOINT:
+                memory = joint.get(view.of)
+                memory = joint[view.of] = value.new_empty(view.layout) if memory is None else memory
+                made[position] = view.moved(memory, value)
+            else:
+                made[position] = view.within((inputs if view.kind == INPUT else made)[view.of], value)
         return made
 
     def _as_promised(self, outputs: Sequence[Any]) -> bool:
