@@ -37,10 +37,48 @@ def test_and_so_does_a_bundle(name, backend, tmp_path):
     assert differs(loaded, reference, inputs()) == ""
 
 
-def test_a_call_of_another_layout_gets_a_copy_of_the_right_values():
-    executable = tsopt.compile(tsopt.capture(lambda x: x.view(-1), inputs()[0]), "onnxruntime")
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_call_of_another_layout_is_another_signature_where_a_result_is_a_view_of_it(transposed):
+    first, other = inputs()[0], inputs()[1].t().contiguous().t()
+    first, other = (other, first) if transposed else (first, other)
+    executable = tsopt.compile(tsopt.capture(lambda x: (x + 1, x[0]), first), "onnxruntime")
+    assert executable.accepts((first,), {}) is not None
+    assert executable.accepts((other,), {}) is None
+    with pytest.raises(tsopt.SignatureError, match="input 'x' has other strides than in the example"):
+        executable(other)
+
+
+def test_a_call_of_another_layout_gets_a_view_as_well(always_faster):
+    options = {"backends": ("torchscript",), "seconds": 0.05, "isolate": False, "cache": False}
+    fast = tsopt.optimize(lambda x: (x.tanh(), x[0]), inputs()[0], **options)
     x = inputs()[0].t().contiguous().t()
-    assert torch.equal(executable(x), x.reshape(-1))
+    for _ in range(2):
+        assert fast(x)[1].data_ptr() == x[0].data_ptr()
+    assert len(fast.report.signatures) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_stored_in_an_argument_is_what_the_model_stores(backend):
+    def function(x, held):
+        held["x"], held["row"], held["new"] = x, x[1], x * 2
+        return x + 1, x[0], x, held["new"][0]
+
+    x, held = inputs()[0], {"a": 1}
+    executable = tsopt.compile(tsopt.capture(function, (x, dict(held))), backend)
+    _, row, same, new = executable(x, held)
+    assert same is x
+    assert held["x"] is x
+    places = [(row, x), (held["row"], x[1]), (new, held["new"])]
+    assert all(mine.data_ptr() == other.data_ptr() for mine, other in places)
+    assert torch.equal(held["new"], x * 2)
+
+
+def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
+    first, second = inputs()[:2]
+    executable = tsopt.compile(tsopt.capture(lambda x, y: (x + y, y, x[0]), (first, first)), "onnxruntime")
+    _, same, row = executable(first, second)
+    assert same is second
+    assert row.data_ptr() == first.data_ptr()
 
 
 def test_a_whole_input_is_handed_back_in_any_size():

@@ -13,7 +13,7 @@ from typing import Any
 from tsopt.compiler.calls.counters import as_called
 from tsopt.compiler.calls.effects import Effect, finish
 from tsopt.compiler.calls.memory import overlaps
-from tsopt.compiler.calls.result_views import View
+from tsopt.compiler.calls.result_views import INPUT, View
 from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
 from tsopt.compiler.capture.question import Question
@@ -173,6 +173,14 @@ class Signature:
                         why=f"the model reads it, and its value at capture was {question.answer}",
                         fix="pass an input like the one in the example, or optimize for this input as well",
                     )
+        for position, view in self.viewed:
+            leaf = leaves[position]
+            if hasattr(leaf, "stride") and not view.holds_for(leaf):  # an array is never handed out
+                raise SignatureError(
+                    f"input {self.user_inputs[position].name!r} has other strides than in the example",
+                    why="a result is a view of it, which depends on its strides",
+                    fix="pass an input like the one in the example, or optimize for this input as well",
+                )
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):
                 raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
@@ -180,6 +188,14 @@ class Signature:
         if reason:
             raise SignatureError(reason, fix="pass sizes in the supported range, or optimize for these sizes as well")
         return leaves
+
+    @property
+    def viewed(self) -> tuple[tuple[int, View], ...]:
+        """The user's inputs, by position, whose layout decides whether a result is a view of them; and the views."""
+        users = len(self.user_inputs)
+        views = [item.view for item in self.returned if item.view is not None and item.view.kind == INPUT]
+        found = {(view.of, view.layout): (view.of, view) for view in views if view.of < users}
+        return tuple(pair for pair in found.values() if pair[1].layout is not None)
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, set[int]]:
         """The sizes that a call has for each Dim; exactly one each if it matches this signature."""

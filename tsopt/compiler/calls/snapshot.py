@@ -25,7 +25,8 @@ ORDERED, UNORDERED = (list, deque, bytearray), (set,)
 
 def is_leaf(value: object) -> bool:
     """Whether it is a tensor or an array: whatever speaks DLPack. The class says so: instances may answer anything."""
-    return hasattr(type(value), "__dlpack__")
+    cls = type(value)
+    return hasattr(cls, "__dlpack__") or cls.__module__ == "torch.fx.proxy"  # what torch.fx passes instead of tensors
 
 
 def is_symbolic(value: object) -> bool:

@@ -182,7 +182,9 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
     if asked.aliasing:
         check_overlap(examples[0], asked.written)
     else:
-        examples = [example.apart() for example in examples]
+        given, examples = examples, [example.apart() for example in examples]
+        if examples[0] is not given[0]:  # the answers are for each place
+            asked = asked_by(model, examples[0])
     wanted = _dynamic(model, examples, dynamic)
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     signature = replace(program.signature, collected=_collected(model, program.signature.outer))
@@ -198,8 +200,8 @@ def _with_answers(signature: Signature, asked: Asked) -> Signature:
 
 def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
     """The same, whose results are views where those of the model are."""
-    if len(asked.views) != len(signature.returned) or signature.effects:
-        return signature  # NOTE: what a call puts into its objects is told by the effects, and may be what was there
+    if len(asked.views) != len(signature.returned):
+        return signature
     users = len(signature.user_inputs)
     held = {id(tensor): users + i for i, tensor in enumerate(state[item.name] for item in signature.state_inputs)}
     views = []

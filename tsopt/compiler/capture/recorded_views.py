@@ -51,7 +51,7 @@ def _sharing(results: Sequence[tuple[int, Any]]) -> list[list[int]]:
     """The groups of results that have elements in common, by their numbers."""
     by_memory: dict[Any, list[tuple[int, Any]]] = {}
     for i, result in results:
-        if result.numel():
+        if result.layout == torch.strided and result.numel():
             by_memory.setdefault((_memory(result), _kind(result)), []).append((i, result))
     return [group for together in by_memory.values() for group in _with_common_elements(together)]
 

@@ -206,6 +206,9 @@ class _Writer:
         inputs = self.signature.user_inputs
         for position, item in enumerate(inputs):
             self._input(f"v{position}", item)
+        for position, view in self.signature.viewed if self._torch is not None else ():
+            strides = f"v{position}.stride() != {self.bound(view.layout)}"
+            self.unless(strides if view.layout else f"not v{position}.is_contiguous()")
         for name, leaf, (axis, more) in self._integers:
             self.unless(f"type({name}) is not int or {name} != v{leaf}.shape[{axis}] + {more}")
         self._apart(inputs)
