@@ -254,3 +254,22 @@ def test_a_shallow_copy_is_another_module(net):
     assert net.scale == 2.0
     with torch.no_grad():
         close(twin(X) - twin.shift, (net(X) - net.shift) * 2.5)
+
+
+def test_the_class_of_a_hybrid_is_not_registered_as_one_of_the_users():
+    registry = {}
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, key, **options):
+            super().__init_subclass__(**options)
+            registry[key] = cls
+
+    class Registered(Base, key="registered"):
+        def forward(self, x):
+            return x + 1
+
+    net = tsopt.hybridize(Registered().eval(), **QUICK)
+    assert registry == {"registered": Registered}
+    assert isinstance(net, Registered)
+    with torch.no_grad():
+        close(net(X), X + 1)

@@ -125,6 +125,9 @@ class _Hybrid:
 
     _tsopt_compiled: Compiled
 
+    def __init_subclass__(cls) -> None:
+        """Nothing: the model's class may require arguments here, or register what is derived from it."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._tsopt_compiled
         return compiled(args, kwargs, compiled.model)

@@ -18,7 +18,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import modules_of, protected
-from tsopt.errors import AccuracyError, SignatureError, TsoptError, WeightsChangedError
+from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN, info_of
@@ -366,6 +366,27 @@ class Optimized:
                 fix="optimize the model again",
             ) from error
         return executable
+
+    def __copy__(self) -> Optimized:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raises UsageError: an engine cannot be copied."""
+        raise UsageError(
+            "an optimized model cannot be deep-copied",
+            why="its engine belongs to the original",
+            fix="copy the model and optimize the copy: tsopt.optimize(copy.deepcopy(model), example)",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises UsageError: an engine belongs to its process."""
+        raise UsageError(
+            "an optimized model cannot be pickled",
+            why="its engine belongs to this process",
+            fix="save a bundle with optimized.save(path), and load it with tsopt.load(path)",
+        )
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"
