@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tsopt.compiler.calls.memory import overlap, overlaps
+from tsopt.compiler.calls.memory import is_repeated, overlap, overlaps
 
 BASE = torch.arange(24.0)
 
@@ -36,3 +36,18 @@ def test_arrays_are_looked_at_alike():
 
 def test_other_devices_share_nothing():
     assert not overlap(BASE, BASE.to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (BASE, False),
+        (BASE.view(4, 6).t(), False),
+        (BASE[:1].expand(24), True),
+        (BASE[:1].expand(1), False),
+        (np.broadcast_to(np.arange(3.0), (2, 3)), True),
+        (np.arange(3.0), False),
+    ],
+)
+def test_elements_that_are_one_place_in_memory(value, found):
+    assert is_repeated(value) is found

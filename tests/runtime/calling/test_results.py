@@ -73,6 +73,24 @@ def test_what_is_stored_in_an_argument_is_what_the_model_stores(backend):
     assert torch.equal(held["new"], x * 2)
 
 
+def test_a_tensor_whose_elements_share_memory_is_written_by_the_model(always_faster):
+    def function(x):
+        x[0].add_(1)
+        return x.tanh()
+
+    options = {"backends": ("torchscript",), "seconds": 0.05, "isolate": False, "cache": False}
+    fast = tsopt.optimize(function, inputs()[0], **options)
+    mine, wanted = torch.zeros(1, 4).expand(2, 4), torch.zeros(1, 4).expand(2, 4)
+    assert fast.executable.accepts((mine,), {}) is None
+    assert torch.equal(fast(mine), function(wanted))
+    assert torch.equal(mine, wanted)
+    with pytest.raises(tsopt.SignatureError, match="elements of input 'x' share memory"):
+        fast.executable(mine)
+    with pytest.raises(tsopt.CaptureError, match="elements of an input share memory, and the model writes to it"):
+        tsopt.capture(function, mine)
+    assert fast.executable.accepts((inputs()[0][:, :1].expand(2, 4).contiguous(),), {}) is not None
+
+
 def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
     first, second = inputs()[:2]
     executable = tsopt.compile(tsopt.capture(lambda x, y: (x + y, y, x[0]), (first, first)), "onnxruntime")

@@ -32,3 +32,9 @@ def _span(value: Any) -> tuple[int, int]:
     start = value.data_ptr()
     places = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     return start, start + places * value.itemsize
+
+
+def is_repeated(value: Any) -> bool:
+    """Whether elements of a tensor or an array are one place in memory, as `expand` makes them."""
+    strides = value.stride() if hasattr(value, "stride") else value.strides
+    return 0 in strides and any(step == 0 and size > 1 for step, size in zip(strides, value.shape, strict=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 from tsopt.compiler.calls.counters import as_called
 from tsopt.compiler.calls.effects import Effect, finish
-from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.memory import is_repeated, overlaps
 from tsopt.compiler.calls.result_views import INPUT, View
 from tsopt.compiler.calls.structure import Structure, flatten, same_but_for_sharing, where_different
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
@@ -180,6 +180,13 @@ class Signature:
                     f"input {self.user_inputs[position].name!r} has other strides than in the example",
                     why="a result is a view of it, which depends on its strides",
                     fix="pass an input like the one in the example, or optimize for this input as well",
+                )
+        for position in self.written_inputs:
+            if is_repeated(leaves[position]):
+                raise SignatureError(
+                    f"elements of input {self.user_inputs[position].name!r} share memory",
+                    why="the model writes to it, and a write to one would have to be visible in the others",
+                    fix="pass a tensor with memory for each element: x.contiguous()",
                 )
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):

@@ -31,6 +31,7 @@ from tsopt.compiler.capture.refusals import (
     check_inputs,
     check_model,
     check_overlap,
+    check_repeated,
     check_result,
     check_training,
 )
@@ -187,6 +188,7 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
             asked = asked_by(model, examples[0])
     wanted = _dynamic(model, examples, dynamic)
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
+    check_repeated(examples[0], program.signature.written_inputs)
     signature = replace(program.signature, collected=_collected(model, program.signature.outer))
     return replace(program, signature=_with_views(_with_answers(signature, asked), asked, program.state))
 

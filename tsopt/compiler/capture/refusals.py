@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from tsopt.compiler.calls.effects import Effect, containers_of
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.memory import overlaps
+from tsopt.compiler.calls.memory import is_repeated, overlaps
 from tsopt.compiler.calls.snapshot import is_iterator
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.graph import ops
@@ -133,6 +133,20 @@ def check_overlap(example: Example, written: Container[int]) -> None:
             where=f"inputs {names}",
             why="a write to one would have to be visible in the other",
             fix="pass tensors that do not overlap, or the same tensor twice",
+        )
+
+
+def check_repeated(example: Example, written: Container[int]) -> None:
+    """Refuses a call with a tensor whose elements share memory (`expand`), if the model writes to it."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    found = next((i for i, leaf in enumerate(leaves) if i in written and is_repeated(leaf)), None)
+    if found is not None:
+        raise GraphBreakError(
+            "elements of an input share memory, and the model writes to it",
+            where=f"input {paths[found]}",
+            why="a write to one would have to be visible in the others",
+            fix="pass a tensor with memory for each element: x.contiguous()",
         )
 
 

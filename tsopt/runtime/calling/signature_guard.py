@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from tsopt.compiler.calls.memory import overlap
+from tsopt.compiler.calls.memory import is_repeated, overlap
 from tsopt.compiler.calls.signature import DERIVED, Dim, Input, Output, Signature, dim_of
 from tsopt.compiler.calls.snapshot import attributes_of, has_only_dict, items_of
 from tsopt.compiler.calls.structure import Structure
@@ -79,7 +79,7 @@ class _Writer:
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {"overlap": overlap, "Question": Question}
+        self.names: dict[str, Any] = {"overlap": overlap, "is_repeated": is_repeated, "Question": Question}
         self._containers: list[str] = []
         self._integers: list[tuple[str, int, tuple[int, int]]] = []  # that go along with a size: where, and of what
         self._seen: set[int] = set()
@@ -209,6 +209,8 @@ class _Writer:
         for position, view in self.signature.viewed if self._torch is not None else ():
             strides = f"v{position}.stride() != {self.bound(view.layout)}"
             self.unless(strides if view.layout else f"not v{position}.is_contiguous()")
+        for position in sorted(self.signature.written_inputs):
+            self.unless(f"is_repeated(v{position})")
         for name, leaf, (axis, more) in self._integers:
             self.unless(f"type({name}) is not int or {name} != v{leaf}.shape[{axis}] + {more}")
         self._apart(inputs)
