@@ -382,3 +382,21 @@ def scaled_by_each(x, scales):
     for scale in scales:
         x = x * scale
     return x
+
+
+def test_attributes_of_tensors_are_read_by_the_model_itself(always_faster):
+    def function(x):
+        return x.tanh() * getattr(x, "scale", 1.0)
+
+    options = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
+    fast = tsopt.optimize(function, torch.ones(2), **options)
+    plain, scaled = torch.ones(2), torch.ones(2)
+    scaled.scale = 3.0
+    scaled.other = plain.other = 1
+    for _ in range(2):
+        torch.testing.assert_close(fast(plain), plain.tanh())
+        torch.testing.assert_close(fast(scaled), scaled.tanh() * 3)
+    assert fast.executable.accepts((plain,), {}) is not None
+    with pytest.raises(tsopt.CaptureError, match="the model reads the attribute 'scale' of an input"):
+        tsopt.capture(function, scaled)
+    torch.testing.assert_close(tsopt.optimize(function, scaled, **options)(scaled), scaled.tanh() * 3)

@@ -14,10 +14,17 @@ X = torch.arange(12.0).reshape(3, 4)
 IMAGE = torch.ones(1, 2, 3, 4)
 
 
+def with_attribute():
+    made = X.clone()
+    made.scale = 2.0
+    return made
+
+
 @pytest.mark.parametrize(
     ("question", "same", "other"),
     [
         (Question("is_contiguous", (), True), X + 1, X.t()),
+        (Question("hasattr", ("scale",), False), X, with_attribute()),
         (Question("is_contiguous", ("channels_last",), False), IMAGE, IMAGE.to(memory_format=torch.channels_last)),
         (Question("stride", (), (4, 1)), X + 1, X.t()),
         (Question("stride", (0,), 4), X + 1, X.t()),

@@ -28,6 +28,7 @@ from tsopt.compiler.capture.lowering import functional, lower, unique
 from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.capture.refusals import (
     check_apart,
+    check_attributes,
     check_inputs,
     check_model,
     check_overlap,
@@ -180,6 +181,7 @@ def _in_its_mode(
 def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str) -> Program:
     """The program, with what the model has asked of its inputs as part of its signature."""
     asked = asked_by(model, examples[0])
+    check_attributes(examples[0], asked.questions)
     if asked.aliasing:
         check_overlap(examples[0], asked.written)
     else:

@@ -13,6 +13,7 @@ METHODS = frozenset({"is_contiguous", "stride", "storage_offset", "is_inference"
 METHODS |= {"is_shared", "is_pinned"}
 ATTRIBUTES = frozenset({"requires_grad", "is_leaf"})
 FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
+PRESENT = "hasattr"  # whether the user has set an attribute of this name on the tensor
 LAYOUT = frozenset({"is_contiguous", "stride"})
 
 
@@ -21,8 +22,8 @@ class Question:
     """A method or an attribute of `torch.Tensor`, what it was called with, and its answer.
 
     Attributes:
-        name: one of METHODS or ATTRIBUTES.
-        args: whole numbers, and memory formats by name.
+        name: one of METHODS or ATTRIBUTES, or PRESENT.
+        args: whole numbers, and memory formats by name; of PRESENT, the name of the attribute.
         answer: a bool, a whole number, or a tuple of such.
     """
 
@@ -40,6 +41,8 @@ class Question:
 
     def is_sound(self) -> bool:
         """Whether it is safe to ask of any tensor, even if it comes from a file."""
+        if self.name == PRESENT:
+            return len(self.args) == 1 and str(self.args[0]).isidentifier() and self.answer is False
         if self.name in ATTRIBUTES:
             return not self.args and type(self.answer) is bool
         simple = all(type(arg) is int or arg in FORMATS for arg in self.args)
@@ -48,6 +51,8 @@ class Question:
 
     def answered_by(self, value: Any) -> bool:
         """Whether a tensor, or a numpy array, gives the same answer."""
+        if self.name == PRESENT:
+            return hasattr(value, self.args[0]) is self.answer
         if hasattr(value, "__array_interface__") and not hasattr(value, "requires_grad"):
             return self._answered_by_array(value)
         if self.name in ATTRIBUTES:
@@ -64,7 +69,7 @@ class Question:
 
     def __str__(self) -> str:
         inner = ", ".join(map(str, self.args))
-        return f"{self.name}({inner})" if self.name in METHODS else self.name
+        return f"{self.name}({inner})" if self.name in METHODS or self.name == PRESENT else self.name
 
     def to_json(self) -> list[Any]:
         return [self.name, list(self.args), list(self.answer) if isinstance(self.answer, tuple) else self.answer]

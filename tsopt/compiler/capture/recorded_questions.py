@@ -30,7 +30,7 @@ from tsopt.compiler.calls.result_views import View
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.capture.memos import forget
-from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, Question
+from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, PRESENT, Question
 from tsopt.compiler.capture.recorded_views import views_among
 from tsopt.compiler.graph.ops import tensors_of
 from tsopt.compiler.protect import modules_of, protected
@@ -94,6 +94,8 @@ def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakr
     places = len(list(structure.paths()))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     copies = [mode.from_tensor(leaf.detach().clone(), static_shapes=True) for leaf in leaves]
+    for copy in copies:
+        copy.__class__ = _Asked
     recorder = _Recorder(mode, copies, _memory_of_weights(model))
     args, kwargs = unflatten(structure, copies)
 
@@ -227,9 +229,23 @@ class _Recorder(TorchFunctionMode):
     def questions(self, position: int) -> tuple[Question, ...]:
         """What was asked of one of the inputs."""
         found = dict(self._asked.get(position, {}))
+        found |= dict.fromkeys(Question(PRESENT, (name,), False) for name in _missing(self._inputs[position]))
         if self._all_strides or (position in self._decided and position in self.written):
             found[Question("stride", (), tuple(self._inputs[position].stride()))] = None
         return tuple(found)
+
+
+class _Asked(FakeTensor):
+    """An input that notes which attributes the user's code looks for in vain: the tensor of a call may have them."""
+
+    def __getattr__(self, name: str) -> Any:
+        if _is_of_the_user(sys._getframe(1).f_code):
+            self.__dict__.setdefault("_tsopt_missing", {})[name] = None
+        raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+
+
+def _missing(tensor: torch.Tensor) -> list[str]:
+    return list(tensor.__dict__.get("_tsopt_missing", ()))
 
 
 @functools.lru_cache(maxsize=4096)

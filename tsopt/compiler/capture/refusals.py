@@ -19,6 +19,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.memory import is_repeated, overlaps
 from tsopt.compiler.calls.snapshot import is_iterator
 from tsopt.compiler.calls.structure import Structure, flatten
+from tsopt.compiler.capture.question import PRESENT, Question
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
@@ -134,6 +135,21 @@ def check_overlap(example: Example, written: Container[int]) -> None:
             why="a write to one would have to be visible in the other",
             fix="pass tensors that do not overlap, or the same tensor twice",
         )
+
+
+def check_attributes(example: Example, asked: Sequence[Sequence[Question]]) -> None:
+    """Refuses a call whose tensors have attributes of the user's that the model reads: a program sees only values."""
+    leaves, structure = flatten((example.args, example.kwargs))
+    paths = dict(structure.paths())
+    for index, (leaf, questions) in enumerate(zip(leaves, asked, strict=True)):
+        for question in questions:
+            if question.name == PRESENT and not question.answered_by(leaf):
+                raise CaptureError(
+                    f"the model reads the attribute {question.args[0]!r} of an input",
+                    where=f"input {paths[index]}",
+                    why="a program computes with the values of a tensor; its attributes would be baked in",
+                    fix="pass what the attribute holds as an argument of its own",
+                )
 
 
 def check_repeated(example: Example, written: Container[int]) -> None:
