@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.clamp_min.Tensor: _clamp,
         torch.ops.aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
         torch.ops.aten.clamp_max.Tensor: lambda x, high: _clamp(x, None, high),
+        torch.ops.aten.log1p.default: _log1p,
+        torch.ops.aten.expm1.default: _expm1,
+        torch.ops.aten.log_sigmoid.default: _log_sigmoid,
+        torch.ops.aten.logaddexp.default: _logaddexp,
+        torch.ops.aten.logaddexp2.default: _logaddexp2,
     }
     if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
         found[torch.ops.transformers.grouped_mm_fallback.default] = _grouped_mm
@@ -63,6 +69,48 @@ def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
     """The upper bound wins where the bounds are out of order."""
     bounded = x if low is None else _maximum(x, op.CastLike(low, x))
     return bounded if high is None else _minimum(bounded, op.CastLike(high, x), x.dtype)
+
+
+# Of formulas that overflow or cancel where PyTorch does not. The exporter's own are log(1 + x), exp(x) - 1,
+# log(sigmoid(x)) and log(exp(x) + exp(y)): 0 for small x, infinite from 88 in float32.
+
+
+def _log1p(x: Any) -> Any:
+    is_near = op.And(op.Greater(x, op.CastLike(-0.5, x)), op.Less(x, op.CastLike(1.0, x)))
+    return op.Where(is_near, _log1p_near(x), op.Log(op.Add(x, op.CastLike(1.0, x))))
+
+
+def _log1p_near(x: Any) -> Any:
+    """For |x| up to 1: 2 atanh(x / (2 + x))."""
+    half = op.Atanh(op.Div(x, op.Add(x, op.CastLike(2.0, x))))
+    return op.Add(half, half)
+
+
+def _expm1(x: Any) -> Any:
+    """2 t / (1 - t) with t = tanh(x / 2) where exp(x) is near 1."""
+    one = op.CastLike(1.0, x)
+    half = op.Tanh(op.Mul(x, op.CastLike(0.5, x)))
+    near = op.Div(op.Add(half, half), op.Sub(one, half))
+    is_near = op.Less(op.Abs(x), op.CastLike(0.5, x))
+    return op.Where(is_near, near, op.Sub(op.Exp(x), one))
+
+
+def _log_sigmoid(x: Any) -> Any:
+    return op.Sub(op.Min(x, op.CastLike(0.0, x)), _log1p_near(op.Exp(op.Neg(op.Abs(x)))))
+
+
+def _logaddexp(x: Any, y: Any) -> Any:
+    return op.Add(op.Max(x, y), _log1p_near(op.Exp(_minus_distance(x, y))))
+
+
+def _logaddexp2(x: Any, y: Any) -> Any:
+    more = _log1p_near(op.Pow(op.CastLike(2.0, x), _minus_distance(x, y)))
+    return op.Add(op.Max(x, y), op.Mul(more, op.CastLike(1 / math.log(2), x)))
+
+
+def _minus_distance(x: Any, y: Any) -> Any:
+    """-|x - y|; 0 also for two infinities of one sign."""
+    return op.Where(op.Equal(x, y), op.CastLike(0.0, x), op.Neg(op.Abs(op.Sub(x, y))))
 
 
 def _grouped_mm(rows: Any, matrices: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:

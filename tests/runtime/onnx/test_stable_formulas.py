@@ -1,0 +1,95 @@
+"""Functions whose obvious formulas overflow or cancel: both engines compute them as accurately as PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tsopt
+from tsopt.runtime.onnx.openvino import OpenVinoBackend
+from tsopt.runtime.onnx.ort import OnnxRuntimeBackend
+
+SIZES = torch.tensor(
+    [0.0, 1e-30, 1e-8, 1e-4, 0.01, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0, 18.0, 25.0, 80.0, 120.0, 200.0, 1e4, 1e30]
+)
+X = torch.cat([SIZES, -SIZES, torch.tensor([math.inf, -math.inf, math.nan])])
+FIRST, SECOND = (part.flatten() for part in torch.meshgrid(X, X, indexing="ij"))
+ENGINES = ["onnxruntime", "openvino"]
+
+
+def check(model, *example, relative=1e-6, absolute=1e-37):
+    """Every element is as close to float64 as a few roundings are, and infinite or NaN only where eager's is."""
+    program = tsopt.transform(tsopt.capture(model, example, allow_nan=True))
+    expected, wide = model(*example), model(*(value.double() for value in example))
+    for engine in ENGINES:
+        found = tsopt.compile(program, engine)(*example)
+        assert torch.equal(found.isnan(), expected.isnan()), engine
+        finite = expected.isfinite()
+        assert torch.equal(found[~finite].nan_to_num(), expected[~finite].nan_to_num()), engine
+        assert found[finite].isfinite().all(), engine
+        off = (found.double() - wide)[finite].abs()
+        slack = (expected.double() - wide)[finite].abs()
+        assert (off <= relative * wide[finite].abs() + 4 * slack + absolute).all(), engine
+
+
+@pytest.mark.parametrize("name", ["log1p", "expm1"])
+def test_functions_near_one_keep_their_digits(name):
+    x = X[X.abs() < 80]  # OpenVINO's exp ends at 88.4
+    check(getattr(torch, name), x)
+
+
+def test_the_logarithm_of_a_sigmoid_has_no_end():
+    check(F.logsigmoid, X)
+
+
+@pytest.mark.parametrize("name", ["logaddexp", "logaddexp2"])
+def test_sums_of_exponentials_do_not_overflow(name):
+    check(getattr(torch, name), FIRST, SECOND)
+
+
+def test_sums_of_exponentials_in_half_precision():
+    x = torch.tensor([-20.0, -5.0, 0.0, 5.0, 20.0]).half()
+    run = tsopt.compile(tsopt.capture(torch.logaddexp, (x, x + 1)), "onnxruntime")
+    torch.testing.assert_close(run(x, x + 1), torch.logaddexp(x, x + 1))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_the_cross_entropy_of_logits_does_not_overflow(reduction, weighted):
+    x = SIZES[SIZES < 1e5].repeat(2)[:28].reshape(4, 7) * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    target = torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 1.0, 0.0])
+    weights = {"weight": target + 1, "pos_weight": target + 0.5} if weighted else {}
+
+    def model(x, y):
+        return F.binary_cross_entropy_with_logits(x, y, reduction=reduction, **weights)
+
+    y = target.repeat(4, 1)
+    program = tsopt.capture(model, (x, y))
+    for engine in ENGINES:
+        torch.testing.assert_close(tsopt.compile(program, engine)(x, y), model(x, y), msg=engine)
+
+
+class Tail(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.erfc, torch.special.erfcx, torch.special.log_ndtr, lambda x: torch.logcumsumexp(x, -1)],
+    ids=["erfc", "erfcx", "log_ndtr", "logcumsumexp"],
+)
+def test_functions_without_a_stable_translation_are_refused(function):
+    program = tsopt.capture(Tail(function), torch.randn(3, 4))
+    for backend in (OnnxRuntimeBackend(), OpenVinoBackend()):
+        (found,) = backend.unsupported(program)
+        assert "loses" in found.why
+        assert "test_stable_formulas.py" in found.where
