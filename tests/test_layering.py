@@ -37,7 +37,12 @@ MAY = {
 }
 ONLY_IN = {
     "onnx": {"runtime/onnx/export.py"},
-    "onnxscript": {"runtime/onnx/translations.py", "runtime/onnx/optimize.py", "runtime/onnx/registry.py"},
+    "onnxscript": {
+        "runtime/onnx/nearest.py",
+        "runtime/onnx/translations.py",
+        "runtime/onnx/optimize.py",
+        "runtime/onnx/registry.py",
+    },
     "onnx_ir": {"runtime/onnx/export.py", "runtime/onnx/onnx_model.py", "runtime/onnx/optimize.py"},
     "onnxruntime": {"runtime/onnx/ort.py", "runtime/onnx/ort_cuda.py"},
     "openvino": {"runtime/onnx/openvino.py"},

@@ -216,6 +216,8 @@ def _name_sizes(graph: Any, program: Program) -> None:
         return
     nodes = onnx_ir.traversal.RecursiveGraphIterator(graph)
     for value in (*graph.inputs, *(value for node in nodes for value in node.outputs)):
+        if value.shape is not None and value.shape.frozen:  # the exporter freezes those of some sizes
+            value.shape = value.shape.copy()
         for axis, size in enumerate(value.shape or ()):
             if isinstance(size, onnx_ir.SymbolicDim) and str(size.value) in names:
                 value.shape[axis] = names[str(size.value)]

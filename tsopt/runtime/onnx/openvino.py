@@ -63,7 +63,8 @@ class OpenVinoBackend:
         return to_install("openvino", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        return refusals(program, "OpenVINO") or list(self._examined(program).refused)
+        found = refusals(program, "OpenVINO")
+        return found or [*self._examined(program).refused, *_imprecise(program)]
 
     def _examined(self, program: Program) -> Examined:
         from tsopt.runtime.onnx.integers.engine_differences import OPENVINO
@@ -137,6 +138,15 @@ class OpenVinoBackend:
     @staticmethod
     def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
         return load_runner(directory, signature, options)
+
+
+def _imprecise(program: Program) -> list[Unsupported]:
+    from tsopt.compiler.graph import ops
+    from tsopt.compiler.graph.origin import origin_of
+    from tsopt.runtime.onnx.nearest import imprecise
+
+    why = "OpenVINO multiplies by a reciprocal where {} divides sizes, and reads other elements at some sizes"
+    return [Unsupported(origin_of(node), why.format(ops.name_of(node))) for node in imprecise(program)]
 
 
 def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:

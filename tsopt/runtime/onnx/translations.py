@@ -10,6 +10,7 @@ import torch
 from onnxscript import ir, opset18
 
 from tsopt.errors import BackendError
+from tsopt.runtime.onnx import nearest
 
 op: Any = opset18
 FLOAT, INT64 = 1, 7  # as onnx.TensorProto numbers them
@@ -28,6 +29,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.clamp_min.Tensor: _clamp,
         torch.ops.aten.clamp_max.default: lambda x, high: _clamp(x, None, high),
         torch.ops.aten.clamp_max.Tensor: lambda x, high: _clamp(x, None, high),
+        **nearest.translations(),
         torch.ops.aten.log1p.default: _log1p,
         torch.ops.aten.expm1.default: _expm1,
         torch.ops.aten.log_sigmoid.default: _log_sigmoid,
