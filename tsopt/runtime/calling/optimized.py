@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.checking.accuracy import verify
+from tsopt.runtime.checking.held_out_sizes import answers_at_other_sizes, failure_of
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.profile import Profile
 from tsopt.runtime.report import Report
@@ -345,7 +347,8 @@ class Optimized:
 
         Raises:
             BackendError: the backend does not support the program, or fails.
-            AccuracyError: it does not compute the same values as the model.
+            AccuracyError: it does not compute the same values as the model, for the example or at another size that
+                the program is for.
             WeightsChangedError: the model's weights have changed since, and some of the old ones are gone.
         """
         self._check_weights(thoroughly=True)
@@ -357,6 +360,7 @@ class Optimized:
             executable.precision, executable.tolerance = variant, self.executable.tolerance
         try:
             verify(self.model, executable, self.example, program=self.program, precision=executable.precision)
+            self._verify_at_other_sizes(executable)
         except AccuracyError as error:
             if self._weights is None or not self._weights.touched():
                 raise
@@ -367,26 +371,19 @@ class Optimized:
             ) from error
         return executable
 
-    def __copy__(self) -> Optimized:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Raises UsageError: an engine cannot be copied."""
-        raise UsageError(
-            "an optimized model cannot be deep-copied",
-            why="its engine belongs to the original",
-            fix="copy the model and optimize the copy: tsopt.optimize(copy.deepcopy(model), example)",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises UsageError: an engine belongs to its process."""
-        raise UsageError(
-            "an optimized model cannot be pickled",
-            why="its engine belongs to this process",
-            fix="save a bundle with optimized.save(path), and load it with tsopt.load(path)",
-        )
+    def _verify_at_other_sizes(self, executable: Executable) -> None:
+        """Raises AccuracyError where an executable for many sizes is wrong at one of those that were validated."""
+        accuracy: dict[str, Any] = {"precision": executable.precision}
+        if executable.tolerance is not None:  # which is of real data, and there is none of these sizes
+            accuracy["tolerance"] = math.inf
+        for item in answers_at_other_sizes(self.model, self.program, self.example, seed=1):
+            failure = failure_of(executable, item.oracle, **accuracy)
+            if failure:
+                raise AccuracyError(
+                    f"{executable.backend} does not compute the same values as the model at {item}",
+                    why=failure,
+                    fix="use another backend, or a smaller range of sizes",
+                )
 
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

@@ -6,7 +6,7 @@ A range is accepted if the program was run at both ends and in between, and was 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -26,7 +26,7 @@ from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.judge import HeldOut, said
+from tsopt.runtime.checking.judge import HeldOut
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
@@ -59,7 +59,7 @@ class ValidatedRanges:
         """
         run = compile(optimized, "eager", share_weights=True)
         for item in self.held_out:
-            failure = _failure(run, item.oracle)
+            failure = failure_of(run, item.oracle)
             if failure:
                 raise NotGeneral(
                     "the program after the passes is correct only at some sizes", why=f"at {item}: {failure}"
@@ -101,26 +101,37 @@ def validate_ranges(
     limits, whole = program.signature.dims, with_upper_ends(wanted or {}, program.signature)
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known], whole=dim.name in whole) for dim in limits)
     program = replace(program, signature=replace(program.signature, dims=dims))
-    held_out = []
-    for sizes in _corners(dims):
-        oracle = None if _too_large(program.signature, sizes) else asked.answers_at(program, sizes)
-        if oracle is None:  # ends that the model takes one by one, and not together
-            continue
-        failure = _failure(search.run, oracle)
+    held_out = tuple(answers_at_other_sizes(model, program, examples[0], seed=seed))
+    for item in held_out:
+        failure = failure_of(search.run, item.oracle)
         if failure:
             raise CaptureError(
-                f"the captured program is wrong at {said(sizes)}",
+                f"the captured program is wrong at {item}",
                 why=failure,
                 fix="leave dynamic out: each size is captured when it is first called",
             )
-        held_out.append(HeldOut(sizes, oracle))
     if dims and not held_out:
         raise CaptureError(
             "no size other than that of the example could be tried",
             why="the model fails at other sizes, or its inputs would be larger than 1 GB",
             fix="leave dynamic out: each size is captured when it is first called",
         )
-    return ValidatedRanges(program, tuple(held_out), tuple(search.notes), limits)
+    return ValidatedRanges(program, held_out, tuple(search.notes), limits)
+
+
+def answers_at_other_sizes(
+    model: Callable[..., Any], program: Program, example: Example, *, seed: int
+) -> Iterator[HeldOut]:
+    """Eager's answers at the ends of a program's ranges and between them, where the model takes such sizes.
+
+    Args:
+        program: its Dims have upper ends.
+    """
+    asked = _Asked(model, example, seed)
+    for sizes in _corners(program.signature.dims):
+        oracle = None if _too_large(program.signature, sizes) else asked.answers_at(program, sizes)
+        if oracle is not None:  # the model may take two ends one by one, and not together
+            yield HeldOut(sizes, oracle)
 
 
 def widened(model: Callable[..., Any], executable: Executable, example: Example, *, seed: int = 0) -> Executable | None:
@@ -203,7 +214,7 @@ def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[E
 def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
     """Whether the model runs at these sizes, and the program as it does."""
     oracle = asked.answers_at(program, sizes) if asked.runs_at(program, sizes) else None
-    return oracle is not None and not _failure(run, oracle)
+    return oracle is not None and not failure_of(run, oracle)
 
 
 def _beside(dim: Dim, size: int) -> int:
@@ -328,10 +339,12 @@ class _Search:
         if _too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         oracle = self.asked.answers_at(self.program, sizes)
-        return "the model itself fails at this size" if oracle is None else _failure(self.run, oracle, **self.accuracy)
+        return (
+            "the model itself fails at this size" if oracle is None else failure_of(self.run, oracle, **self.accuracy)
+        )
 
 
-def _failure(run: Callable[..., Any], oracle: Oracle, **accuracy: Any) -> str:
+def failure_of(run: Callable[..., Any], oracle: Oracle, **accuracy: Any) -> str:
     """Why a candidate is wrong; empty if it is correct."""
     try:
         verdict = oracle.judge(run, **accuracy)
