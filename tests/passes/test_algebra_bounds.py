@@ -140,6 +140,21 @@ def test_bounds_out_of_order_stay(model):
 @pytest.mark.parametrize(
     "model",
     [
+        lambda x: x.clamp(-5, 3).clamp(0, 10),
+        lambda x: x.clamp_min(-5).relu(),
+        lambda x: x.relu().clamp_max(-1),
+        lambda x: F.relu6(x).clamp(-5, 3),
+    ],
+    ids=["clamp", "lower end", "upper end", "relu6"],
+)
+def test_bounds_that_wrap_around_in_the_dtype_are_not_compared(model):
+    """-5 is 251 in uint8."""
+    check_declines(algebra.clamp_clamp, model, torch.tensor([0, 3, 5, 200, 251, 255], dtype=torch.uint8), algebra.WRAPS)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
         lambda x: x.clamp(float("nan"), 5).clamp(0, 7),
         lambda x: x.relu().neg().relu(),
         lambda x: x.clamp(torch.tensor(0.0), torch.tensor(5.0)).clamp(0, 7),

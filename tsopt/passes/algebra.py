@@ -23,6 +23,7 @@ LOSES = "the first cast is lossy"
 FROM_BOOL = "PyTorch supports adding to a boolean, but not subtracting from one"
 PROMOTES_SIGN = "the negated value is promoted, so it matters whether it is negated before or after"
 CROSSED = "the bounds are out of order"
+WRAPS = "a bound is not a value of the dtype"
 SHARED = "the inner value has other users"
 
 
@@ -187,6 +188,8 @@ def clamp_clamp(at, x, *_):
     assert outer is not None, "the root of every pattern has bounds"
     if inner is None or not at.same_type(x.args[0]):
         return None
+    if any(_wraps(bound, at.root.meta["val"].dtype) for bound in (*outer, *inner)):
+        return at.skip(WRAPS)
     if not (outer[0] <= outer[1] and inner[0] <= inner[1]):  # nor where a bound is NaN
         return at.skip(CROSSED)
     low, high = (min(max(bound, outer[0]), outer[1]) for bound in inner)
@@ -198,6 +201,14 @@ def clamp_clamp(at, x, *_):
         return at.call(at.root.target, x.args[0], *at.root.args[1:], **at.root.kwargs)
     ends = [None if math.isinf(bound) else bound for bound in (low, high)]
     return at.call(aten.clamp.default, x.args[0], *ends)
+
+
+def _wraps(bound: float, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes a bound for another number: -5 is 251 in uint8."""
+    if dtype.is_floating_point or math.isinf(bound) or math.isnan(bound):
+        return False
+    limits = torch.iinfo(dtype)
+    return not limits.min <= bound <= limits.max
 
 
 def bounds_of(node: fx.Node) -> tuple[float, float] | None:
