@@ -42,14 +42,15 @@ class OpenVinoBackend:
     hint: `latency` or `throughput`.
     other_ops: of an int8 program, the precision of the ops that are not in int8: `fp32` or `bf16`.
     precision: `fp32` (by default OpenVINO would use bfloat16 if the CPU supports it), `bf16` or `fp16`.
-    check_indices: check the indices of each call, whatever the cost; False does so if it takes less than 1 % of a call.
+    check_indices: check the indices of each call: for one that is out of range, OpenVINO reads whatever memory is there.
+        False does so only if it takes less than 1 % of a call.
     """
 
     threads: int | None = None
     hint: str = "latency"
     precision: str = FP32
     other_ops: str = FP32
-    check_indices: bool = False
+    check_indices: bool = True
     name: str = "openvino"
 
     def __post_init__(self) -> None:

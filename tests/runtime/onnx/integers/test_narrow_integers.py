@@ -264,6 +264,23 @@ def test_an_index_that_is_not_checked_is_stated_for_every_engine(engine):
     assert "out-of-range indices" in found.notes[0]
 
 
+def test_openvino_which_reads_other_memory_is_asked_for_no_index_that_does_not_exist():
+    model = nn.Embedding(10, 2)
+    run = tsopt.compile(tsopt.capture(model, torch.tensor([1, 9])), "openvino")
+    assert not run.notes
+    with pytest.raises(IndexError):
+        run(torch.tensor([51, 1]))
+
+
+def test_indices_that_are_computed_are_stated_with_what_becomes_of_them():
+    def model(i, x):
+        return x[i * i]
+
+    made = tsopt.compile(tsopt.capture(model, (INTS, torch.ones(64, 2))), "openvino")
+    assert "reads memory outside the tensor" in made.notes[-1]
+    assert "check_indices" not in made.notes[-1]
+
+
 @pytest.mark.parametrize(("width", "checked"), [(4, False), (200_000, True)])
 def test_indices_are_checked_by_default_where_that_costs_next_to_nothing(width, checked):
     found = examined(Products(width), torch.zeros(2, 64).long(), engine=ONNX_RUNTIME, threads=1)

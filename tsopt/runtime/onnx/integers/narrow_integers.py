@@ -48,7 +48,8 @@ class Engine:
         by_op: the numbers that an op may take and make.
         absent: dtypes that it does not have, and what happens to them.
         rounds: float ops that it makes of a quotient, which is rounded before it is cut.
-    doubles: ops that it computes in float32 where they are of float64.
+        doubles: ops that it computes in float32 where they are of float64.
+        beyond: what it does with an index that is out of range.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Engine:
     absent: Mapping[torch.dtype, str] = field(default_factory=dict)
     rounds: frozenset[str] = frozenset()
     doubles: frozenset[str] = frozenset()
+    beyond: str = "accepts negative and out-of-range indices"
 
 
 def signed(bits: int) -> Range:
@@ -122,9 +124,9 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
     ]
     if unchecked:
         notes.append(
-            f"{engine.name} accepts negative and out-of-range indices for which PyTorch raises IndexError or "
-            f"RuntimeError: {', '.join(unchecked[:3])}{', ...' if len(unchecked) > 3 else ''}; "
-            "check_indices=True checks them"
+            f"{engine.name} {engine.beyond} for which PyTorch raises IndexError or "
+            f"RuntimeError: {', '.join(unchecked[:3])}{', ...' if len(unchecked) > 3 else ''}"
+            f"{'' if check_indices else '; check_indices=True checks those that are inputs'}"
         )
     return Examined((), tuple(bounds), tuple(notes))
 
