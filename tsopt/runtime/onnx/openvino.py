@@ -42,7 +42,7 @@ class OpenVinoBackend:
     hint: `latency` or `throughput`.
     other_ops: of an int8 program, the precision of the ops that are not in int8: `fp32` or `bf16`.
     precision: `fp32` (by default OpenVINO would use bfloat16 if the CPU supports it), `bf16` or `fp16`.
-    check_indices: check the indices of each call: for one that is out of range, OpenVINO reads whatever memory is there.
+    check_indices: check the indices of each call: OpenVINO reads whatever memory is there for one that is out of range.
         False does so only if it takes less than 1 % of a call.
     """
 
