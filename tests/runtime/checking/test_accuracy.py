@@ -241,3 +241,8 @@ def test_what_differs_where_eager_makes_infinities_of_extremes_is_a_note():
     x = torch.linspace(-2, 2, 64, dtype=torch.float64) * 1e100
     oracle = Oracle(model, tsopt.example(x), tsopt.capture(model, x))
     assert oracle.judge(model).ok
+
+
+def test_a_formula_that_overflows_is_found_with_an_example_of_small_numbers():
+    with pytest.raises(tsopt.AccuracyError, match="large"):
+        verify(F.logsigmoid, lambda x: torch.sigmoid(x).log(), torch.randn(8, 8) / 10)

@@ -20,6 +20,19 @@ def test_floats_get_seven_kinds_at_least():
     assert not found[ZEROS].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_inputs_reach_to_where_exp_overflows(dtype):
+    example = (torch.rand(4, 4) / 10).to(dtype)
+    found = leaves(input_sets(Example((example,)), 0))["large"]
+    assert found.abs().max() >= 199
+    assert not found.exp().isfinite().all()
+
+
+def test_large_inputs_are_a_hundred_times_the_example_where_that_is_more():
+    found = leaves(input_sets(Example((torch.full((8, 8), 30.0) + torch.randn(8, 8),)), 0))["large"]
+    assert 2_500 < found.mean() < 3_500
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 def test_integers_are_drawn_from_the_examples_own_values(dtype):
     example = torch.tensor([[0, 1], [1, 0]]).to(dtype)

@@ -18,6 +18,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.runtime.checking.extremes import EXTREME as EXTREME
 from tsopt.runtime.checking.extremes import extreme_values
 
+LARGE = 100.0  # times the example
 SPECIAL, ZEROS = "special", "zeros"
 
 
@@ -56,13 +57,16 @@ def exported(program: Program) -> ExportedProgram:
 
 # Beginnings of the kinds of inputs that are made up as large as the example.
 OF_THE_SAME_SIZE = ("drawn", "random", "near")
+# What the largest number of a `large` input is at least, where the dtype has the exponents of float32: exp overflows
+# there, and so does what a formula computes by way of it.
+REACH = {torch.float32: 200.0, torch.bfloat16: 200.0}
 NEAR = 0.01  # the part of a number that a value near it may be off by
 
 
 def input_sets(example: Example, seed: int, program: Program | None = None) -> list[InputSet]:
-    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 and x0.001,
-    `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and `zeros`,
-    such as padding.
+    """The example, values drawn from it, and for floats: normal values of its mean and spread, x100 (see REACH) and
+    x0.001, `special` ones (NaN, infinities, zeros of both signs, denormals), on which only bits can be compared, and
+    `zeros`, such as padding.
 
     In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
     program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
@@ -78,7 +82,7 @@ def input_sets(example: Example, seed: int, program: Program | None = None) -> l
     sets = [InputSet("example", example)]
     sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (1, 2)]
     if any(leaf.is_floating_point() for leaf in leaves):
-        for kind, scale in (("random", 1.0), ("large", 100.0), ("tiny", 1e-3)):
+        for kind, scale in (("random", 1.0), ("large", LARGE), ("tiny", 1e-3)):
             sets.append(rebuilt(kind, [_normal(leaf, scale, generator) for leaf in leaves]))
         sets.append(rebuilt(SPECIAL, [_special(leaf, generator) for leaf in leaves]))
         sets.append(rebuilt(ZEROS, [_zeros(leaf, generator) for leaf in leaves]))
@@ -125,7 +129,11 @@ def _normal(leaf: torch.Tensor, scale: float, generator: torch.Generator) -> tor
     values = leaf.detach().float()
     spread = float(values.std()) if leaf.numel() > 1 else 0.0
     noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf.device)
-    return _like(leaf, ((noise * (spread or 1.0) + float(values.mean())) * scale).to(leaf.dtype))
+    made = (noise * (spread or 1.0) + float(values.mean())) * scale
+    largest = float(made.abs().max())
+    if scale == LARGE and 0 < largest < REACH.get(leaf.dtype, 0.0):
+        made *= REACH[leaf.dtype] / largest
+    return _like(leaf, made.to(leaf.dtype))
 
 
 def _zeros(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
