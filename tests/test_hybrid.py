@@ -133,6 +133,7 @@ def test_what_cannot_be_captured_runs_eager_and_says_why(monkeypatch):
         close(net(X), Net().eval()(X))
 
 
+@pytest.mark.filterwarnings("ignore:tsopt")
 def test_hooks_still_run(net):
     seen = []
     net.register_forward_hook(lambda *_: seen.append(1))

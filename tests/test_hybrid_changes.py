@@ -159,6 +159,7 @@ def test_modes_are_looked_at_where_the_model_asks_for_them(always_faster):
         close(net(X), wanted)
 
 
+@pytest.mark.filterwarnings("ignore:tsopt: Counts: compiled calls do not change")
 def test_what_a_call_of_the_model_counts_is_no_change(always_faster, calls):
     class Counts(Net):
         def __init__(self):
@@ -448,3 +449,48 @@ def test_what_only_another_input_shows_to_be_state_is_eagers(always_faster, cls)
     with torch.no_grad():
         for x in (10 * X, X, 2 * X):
             close(net(x), wanted(x))
+
+
+class Keeps(nn.Module):
+    """Keeps what it computes where its caller may look for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.calls, self.all = None, 0, []
+
+    def forward(self, x):
+        self.last, self.calls = x * 2, self.calls + 1
+        self.all.append(x)
+        self.attention = x + 1
+        return x * 2
+
+
+class Fills(nn.Module):
+    """Fills a cache at the first call, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {}
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if "factor" not in self.kept:
+            self.kept["factor"] = torch.ones(())
+        self.calls += 1
+        return x * self.kept["factor"]
+
+
+def test_attributes_that_each_call_changes_are_told(always_faster):
+    net = tsopt.hybridize(Keeps().eval(), **QUICK)
+    with torch.no_grad(), pytest.warns(UserWarning, match="compiled calls do not change its attributes") as caught:
+        net(X)
+    (warning,) = caught
+    assert all(name in str(warning.message) for name in ("'last'", "'calls'", "'attention'", "a list"))
+
+
+def test_a_cache_and_a_buffer_are_no_such_attributes(always_faster):
+    net = tsopt.hybridize(Fills().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), X)
+    assert (net.calls, tsopt.report(net).in_eager) == (3, {})

@@ -10,6 +10,7 @@ from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.devices import check_not_recording, check_usable, is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.errors import GraphBreakError, UsageError
@@ -229,7 +230,8 @@ def optimize(
             dynamic=dynamic,
             int8=int8,
         )
-        return _optimized(request, *examples)
+        with kept_outside(model):
+            return _optimized(request, *examples)
 
 
 def _optimized(request: Request, *examples: Example) -> Optimized | Partitioned | InEager:

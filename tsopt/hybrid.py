@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tsopt.background.in_background import InBackground
+from tsopt.compiler.model_reads import HOOKS
 from tsopt.errors import UsageError
 from tsopt.hybrid_state import Compiled
 from tsopt.pipelines import model_in, with_model
-from tsopt.runtime.calling.model_reads import HOOKS
 from tsopt.runtime.calling.served import HybridReport
 from tsopt.runtime.report import Report
 

@@ -20,6 +20,7 @@ from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.outside import Outside, kept_outside
 from tsopt.compiler.protect import modules_of, protected
 from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
@@ -193,7 +194,7 @@ class Compiled:
             return
         fast.unwatched()
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
-        outside = self._learn(watch, example)
+        outside = self._learn(watch, example, is_eager=_is_eager(fast))
         if outside and not _is_eager(fast):
             self.why_eager = f"a call changes {', '.join(outside)} outside of the model, which compiled calls would not"
             self._declined(self.why_eager)
@@ -212,16 +213,24 @@ class Compiled:
         def served(*args: Any, **kwargs: Any) -> Any:
             return fast(*args, **kwargs) if not self._reason(args, kwargs) and not self._changed() else None
 
-        with protected(self.model, written=watch.written):
+        with kept_outside(self.model), protected(self.model, written=watch.written):
             return loss(self.model, served, InputSet("example", example).clone())
 
-    def _learn(self, watch: Watch, example: Example) -> list[str]:
+    def _learn(self, watch: Watch, example: Example, *, is_eager: bool) -> list[str]:
         """Ignores what the model itself changes when it is called. Returns what each call changes outside of it."""
-        outside: list[str] = []
+        outside, inside = list[str](), list[str]()
+        before = Outside(self.model)
         with protected(self.model, written=watch.written), contextlib.suppress(Exception):
-            outside = watch.changes_outside(partial(self._called_once, example))
+            outside, inside = watch.changes_of(partial(self._called_once, example), partial(kept_outside, self.model))
             watch.leave_out_changes()
+        if outside:  # the model itself will serve the call
+            before.put_back()
         watch.renew()
+        if inside and not outside and not is_eager:
+            names = f"its attribute{'s' * (len(inside) > 1)} {', '.join(inside)}"
+            self._warn(
+                f": compiled calls do not change {names}, which each call of the model itself does", stacklevel=8
+            )
         return outside
 
     def _called_once(self, example: Example) -> None:

@@ -16,12 +16,12 @@ import torch
 from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
-from tsopt.runtime.calling.model_reads import reads_of
 from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_FAILURES
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of

@@ -8,18 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from tsopt.compiler.contents import Contents
 from tsopt.compiler.random_state import RandomState
-
-# Hooks live in OrderedDicts: transformers installs some at the first call and keeps a flag that it did.
-CONTAINERS = (dict, OrderedDict, list, set)
 
 
 @contextmanager
@@ -35,7 +33,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         inference: run the block without gradients.
     """
     modules = modules_of(model)
-    attributes = [_snapshot(module) for module in modules]
+    attributes = Attributes(modules)
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
     parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
@@ -58,8 +56,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         if directory and _directory() != directory:
             with contextlib.suppress(OSError):  # it may be gone
                 os.chdir(directory)
-        for module, saved in zip(modules, attributes, strict=True):
-            _restore(module, saved)
+        attributes.put_back()
         with torch.no_grad():
             for tensor, data in memory:
                 if not _same_memory(tensor, data):
@@ -83,9 +80,10 @@ def kept(
             buffers and submodules, only the tensors given are put back.
     """
     tensors = list(tensors)
-    attributes = [(module, _snapshot(module)) for module in modules]
+    modules = list(modules)
+    attributes = Attributes(modules)
     own = {id(tensor) for tensor in tensors}
-    tables = [module._buffers for module, _ in attributes]
+    tables = [module._buffers for module in modules]
     buffers = [(table, {name: item for name, item in table.items() if id(item) in own}) for table in tables]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     random_state = RandomState.now()
@@ -93,8 +91,7 @@ def kept(
         yield
     finally:
         random_state.restore()
-        for module, saved in attributes:
-            _restore(module, saved, _OTHERS if among_threads else ())
+        attributes.put_back(but=_OTHERS if among_threads else ())
         for table, held in buffers:
             if any(table.get(name) is not tensor for name, tensor in held.items()):
                 table.update(held)
@@ -167,71 +164,46 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
-Snapshot = tuple[dict[str, Any], list[tuple[Any, Any]]]
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OTHERS = frozenset({*_TABLES, "training"})  # what is rarely changed by a call, and often by other threads
 
 
-def _snapshot(module: nn.Module) -> Snapshot:
-    """The attributes, and the contents of the containers among them, however deep."""
-    attributes = dict(module.__dict__)
-    contents: list[tuple[Any, Any]] = []
-    seen: set[int] = set()
-    todo: list[Any] = list(attributes.values())
-    while todo:
-        held = todo.pop()
-        if type(held) not in CONTAINERS or id(held) in seen:
-            continue
-        seen.add(id(held))
-        contents.append((held, type(held)(held)))
-        todo += held.values() if isinstance(held, dict) else held
-    return attributes, contents
+class Attributes:
+    """The attributes of modules as they are, and what the containers, objects and generators among them hold."""
 
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._of = [(module, dict(module.__dict__)) for module in modules]
+        self._contents = Contents(chain.from_iterable(attributes.values() for _, attributes in self._of))
 
-def _restore(module: nn.Module, saved: Snapshot, but: Container[str] = ()) -> None:
-    """Puts back what is another than it was, and touches nothing else: other threads may be looking.
+    def put_back(self, but: Container[str] = ()) -> None:
+        """Restores what is another than it was, and touches nothing else: other threads may be looking.
 
-    Args:
-        but: attributes that stay as they are.
-    """
-    attributes, contents = saved
-    for name in [name for name in module.__dict__ if name not in attributes]:
-        del module.__dict__[name]
-    for name, value in attributes.items():
-        if name not in but and module.__dict__.get(name, saved) is not value:
-            module.__dict__[name] = value
-    left = {id(attributes.get(name)) for name in _TABLES if name in but}
-    for held, content in contents:
-        if id(held) in left or _same_contents(held, content):
-            continue
-        if isinstance(held, list):
-            held[:] = content
-        else:
-            held.clear()
-            held.update(content)
+        Args:
+            but: attributes that stay as they are.
+        """
+        for module, attributes in self._of:
+            for name in [name for name in module.__dict__ if name not in attributes]:
+                del module.__dict__[name]
+            for name, value in attributes.items():
+                if name not in but and module.__dict__.get(name, attributes) is not value:
+                    module.__dict__[name] = value
+        left = [name for name in _TABLES if name in but]
+        self._contents.put_back(but=[id(attributes.get(name)) for name in left for _, attributes in self._of])
 
-
-def _same_contents(held: Any, content: Any) -> bool:
-    """Whether a container holds the very same objects, in the same order."""
-    if len(held) != len(content):
-        return False
-    if isinstance(held, dict):
-        pairs = zip(held.items(), content.items(), strict=True)
-        return all(a is b and key is other for (key, a), (other, b) in pairs)
-    return held == content if isinstance(held, set) else all(a is b for a, b in zip(held, content, strict=True))
+    def are_same(self) -> bool:
+        """Whether nothing has changed."""
+        return self._contents.are_same() and all(
+            len(module.__dict__) == len(attributes)
+            and all(module.__dict__.get(name, attributes) is value for name, value in attributes.items())
+            for module, attributes in self._of
+        )
 
 
 def is_untouched(model: Any, call: Callable[[], Any]) -> bool:
     """Makes a call, and tells whether it has left the attributes of all modules as they were, and the buffers."""
     modules = modules_of(model)
-    before = [(module, *_snapshot(module)) for module in modules]
+    attributes = Attributes(modules)
     buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor)]
     versions = [None if t.is_inference() else t._version for t in buffers]
     call()
-    same = all(
-        len(module.__dict__) == len(attributes)
-        and all(module.__dict__.get(name, before) is value for name, value in attributes.items())
-        and all(_same_contents(held, content) for held, content in contents)
-        for module, attributes, contents in before
-    )
-    return same and versions == [None if t.is_inference() else t._version for t in buffers]
+    return attributes.are_same() and versions == [None if t.is_inference() else t._version for t in buffers]

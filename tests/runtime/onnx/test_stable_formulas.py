@@ -93,3 +93,12 @@ def test_functions_without_a_stable_translation_are_refused(function):
         (found,) = backend.unsupported(program)
         assert "loses" in found.why
         assert "test_stable_formulas.py" in found.where
+
+
+def test_a_cross_entropy_with_smoothed_labels_is_refused():
+    program = tsopt.capture(
+        lambda x, labels: F.cross_entropy(x, labels, label_smoothing=0.1),
+        (torch.randn(4, 3), torch.tensor([0, 1, 2, 0])),
+    )
+    (found,) = OnnxRuntimeBackend().unsupported(program)
+    assert found.why == "the ONNX exporter leaves out label_smoothing"

@@ -53,8 +53,17 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
                     found = True
             elif type(holder) in (tuple, list) and id(holder) not in seen:
                 seen.add(id(holder))
-                todo.append(holder)
+                if type(holder) is tuple or all(map(_is_left, holder)):
+                    todo.append(holder)
+                else:  # somebody collects in it what is not a tracer's
+                    holder[:] = [value for value in holder if not _is_left(value)]
+                    found = True
     return found
+
+
+def _is_left(value: Any) -> bool:
+    """Whether it is a tensor of a tracer, or a tuple of such."""
+    return type(value) is FakeTensor or (type(value) is tuple and any(map(_is_left, value)))
 
 
 def _held_by(wave: list[Any], frozen: list[Any]) -> list[tuple[Any, Any]]:

@@ -33,6 +33,7 @@ from tsopt.compiler.capture.memos import forget
 from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, PRESENT, Question
 from tsopt.compiler.capture.recorded_views import views_among
 from tsopt.compiler.graph.ops import tensors_of
+from tsopt.compiler.outside import Outside
 from tsopt.compiler.protect import modules_of, protected
 
 # What else reveals how a tensor lies in memory. Where one of these is asked, the strides count.
@@ -78,14 +79,21 @@ def asked_by(model: Callable[..., Any], example: Example) -> Asked:
     how it goes on, the record ends. A model that memoizes tensors is called with values as well, so that what it holds
     is real when it is traced.
     """
-    asked, mode = _asked_by(model, example)
-    if forget(mode):
+    asked, is_changed = _asked_and_forgotten(model, example)
+    if is_changed:
         args, kwargs = unflatten_clones(example)
         with protected(model), contextlib.suppress(Exception):  # one that fails here is explained when it is captured
             outcome_of(model, args, kwargs)
-        asked, mode = _asked_by(model, example)
-        forget(mode)
+        asked, _ = _asked_and_forgotten(model, example)
     return asked
+
+
+def _asked_and_forgotten(model: Callable[..., Any], example: Example) -> tuple[Asked, bool]:
+    """What it asks, and whether it has kept anything outside of itself, which is gone again."""
+    outside = Outside(model)
+    asked, mode = _asked_by(model, example)
+    is_changed = outside.put_back()
+    return asked, forget(mode) or is_changed
 
 
 def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakref.ref[FakeTensorMode]]:

@@ -8,8 +8,9 @@ contents of lists, dicts and plain objects among them. Not detected: values writ
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, FunctionType, ModuleType
@@ -18,15 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, reads_of
 from tsopt.compiler.protect import modules_of
-from tsopt.runtime.calling.model_reads import HOOKS, TABLES, Reads, reads_of
 
-PLAIN = (list, dict, set, deque, OrderedDict, defaultdict)
+PLAIN = (list, dict, set, deque)
 CONTENTS = 64  # values in a container that is compared; longer ones are for audits
 CONTAINERS = 512  # and how many of them
 ABSENT = object()
 Slot = tuple[Mapping[str, Any], str]
 _version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # of subclasses that are no more than a name for a tensor
 _cell: Any = attrgetter("cell_contents")
 _function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -59,7 +61,7 @@ class Watch:
     def _now(self) -> None:
         """Takes down what is there."""
         found, written = self._found, {id(tensor) for tensor in self.written}
-        self._views = [held.values() if isinstance(held, dict) else held for held in found.containers]
+        self._views = [dict.values(held) if isinstance(held, dict) else held for held in found.containers]
         self._held = [*chain.from_iterable(self._views)]
         self._values = [place[name] for place, name in found.slots]
         self._classes = [getattr(cls, name) for cls, name in found.classes]
@@ -67,6 +69,7 @@ class Watch:
         functions = chain.from_iterable(map(_function, found.functions))
         self._all = [*self._held, *self._values, *self._classes, *self._cells, *functions]
         self._sizes = [*map(len, found.tables)]
+        self._keys, self._lengths = [*chain.from_iterable(found.keyed)], [*map(len, found.sized)]
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -101,6 +104,8 @@ class Watch:
                 and [*map(_place, self._tensors)] == self._places
                 and [*map(_strides, self._shaped)] == self._strides
                 and not any(found.empty)
+                and [*map(len, found.sized)] == self._lengths
+                and _all_alike([*chain.from_iterable(found.keyed)], self._keys)
                 and [*map(len, found.tables)] == self._sizes
                 and _all_alike(
                     [
@@ -136,17 +141,38 @@ class Watch:
         """Whether modules are in training mode that were not, or the other way round."""
         return [module.training for module in self.modules] != self._flags
 
-    def changes_outside(self, call: Callable[[], object]) -> list[str]:
-        """What each call of the model changes that is not part of it; a cache that the first one fills does not count.
+    def changes_of(
+        self, call: Callable[[], object], kept: Callable[[], AbstractContextManager[None]]
+    ) -> tuple[list[str], list[str]]:
+        """What each call of the model changes: outside of it, and of its attributes.
+
+        What the first call fills, as a cache, does not count; nor do buffers.
 
         Args:
             call: makes one.
+            kept: puts back what further ones change outside.
         """
         call()
-        if self._changed_outside():
-            self.renew()
+        if not self._changed_outside() and not self._changed_inside():
+            return [], []
+        self.renew()
+        with kept():
             call()
-        return self._changed_outside()
+            return self._changed_outside(), self._changed_inside()
+
+    def _changed_inside(self) -> list[str]:
+        """Attributes of modules, and of objects that they hold, which differ now."""
+        found, outside = self._found, self._found.outside
+        names = [
+            repr(name)
+            for (place, name), before in zip(found.slots, self._values, strict=True)
+            if id(place) not in outside and not _alike(place.get(name, ABSENT), before)
+        ]
+        for table, known in zip(found.tables, found.known, strict=True):
+            names += [repr(name) for name in table if name not in known and name in self.asks]
+        lengths = zip(found.sized, self._lengths, strict=True)
+        names += [f"a {type(held).__name__}" for held, size in lengths if len(held) != size and id(held) not in outside]
+        return [*dict.fromkeys(names)]
 
     def _changed_outside(self) -> list[str]:
         """What differs now and is not part of the model: globals, closures, and what they and hooks hold."""
@@ -189,6 +215,10 @@ class Watch:
             for table, known, size in zip(found.tables, found.known, self._sizes, strict=True)
             if len(table) == size
         ]
+        out = {id(container) for container in found.containers} - {id(container) for container in kept}
+        out |= {id(container) for container in found.empty if container}
+        found.keyed = [held for held in found.keyed if id(held) not in out]
+        found.sized = [held for held in found.sized if id(held) not in out]
         found.containers, found.slots = kept, slots
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
@@ -208,6 +238,7 @@ class _Found:
     empty: tables that held nothing.
     slots: single values in dictionaries.
     tensors: what containers hold.
+    keyed, sized: containers that are not a module's own: dicts, whose keys count, and all, whose lengths do.
     tables: attributes of each module, and `known`, the names among them.
     outside: ids of those of containers, and of dictionaries of slots, that no module holds.
     """
@@ -217,6 +248,8 @@ class _Found:
         self.empty: list[Any] = []
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
+        self.keyed: list[dict[Any, Any]] = []
+        self.sized: list[Any] = []
         self.cells: list[CellType] = reads.cells
         self.functions, self.classes = reads.functions, reads.classes
         self.tables = [module.__dict__ for module in reads.modules]
@@ -237,7 +270,7 @@ class _Found:
         values = [place[name] for place, name in reads.places]
         values += [getattr(cls, name) for cls, name in self.classes]
         values += [_content(cell) for cell in self.cells]
-        self._below([*values, *reads.objects], reads.names)
+        self._below([*values, *reads.objects, *reads.held], reads.names)
         everything = (*self.containers, *self.empty, *(place for place, _ in self.slots))
         self.outside = {id(held) for held in everything} - mine
         self.measure()
@@ -252,20 +285,24 @@ class _Found:
             self._seen.add(id(value))
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
-            elif type(value) in PLAIN:
+            elif isinstance(value, PLAIN):
                 if len(value) <= CONTENTS:
                     (self.containers if value else self.empty).append(value)
-                    todo += value.values() if isinstance(value, dict) else value
+                    todo += dict.values(value) if isinstance(value, dict) else value
+                    self.keyed += [value] if isinstance(value, dict) else []
+                    self.sized += [value]
             elif isinstance(value, tuple):
                 todo += value[:CONTENTS]
-            elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, FunctionType):
-                attributes = vars(value)
+            elif not isinstance(value, (FunctionType, *LEAVES)):
+                attributes = _attributes_of(value)
                 # Flags may be read by names that are computed, such as those of transformers' configurations.
                 own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
                 self.slots += [(attributes, name) for name in own]
                 todo += [attributes[name] for name in own]
 
     def measure(self) -> None:
+        self.containers += [table for table in self.empty if table]
+        self.empty = [table for table in self.empty if not table]
         self.lengths = {id(container): len(container) for container in self.containers}
 
 
@@ -331,7 +368,35 @@ def _address(tensor: torch.Tensor) -> Any:
 def _has_place(tensor: torch.Tensor) -> bool:
     """Whether it has memory that can be told by an address."""
     lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    return not lazy and tensor.layout == torch.strided and type(tensor) in (torch.Tensor, nn.Parameter)
+    return not lazy and tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
+
+
+class _Slots(Mapping[str, Any]):
+    """The attributes of an object whose class has slots for them."""
+
+    def __init__(self, value: Any, names: Sequence[str]) -> None:
+        self._value, self._names = value, names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._value, name)
+        except AttributeError as error:
+            raise KeyError(name) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self._value, name))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object by name."""
+    namespace = getattr(value, "__dict__", None)
+    if isinstance(namespace, dict):
+        return namespace
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    return _Slots(value, [name for names in slots for name in ([names] if isinstance(names, str) else names)])
 
 
 def _content(cell: CellType) -> Any:

@@ -385,5 +385,26 @@ class Optimized:
                     fix="use another backend, or a smaller range of sizes",
                 )
 
+    def __copy__(self) -> Optimized:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raises UsageError: an engine cannot be copied."""
+        raise UsageError(
+            "an optimized model cannot be deep-copied",
+            why="its engine belongs to the original",
+            fix="copy the model and optimize the copy: tsopt.optimize(copy.deepcopy(model), example)",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises UsageError: an engine belongs to its process."""
+        raise UsageError(
+            "an optimized model cannot be pickled",
+            why="its engine belongs to this process",
+            fix="save a bundle with optimized.save(path), and load it with tsopt.load(path)",
+        )
+
     def __repr__(self) -> str:
         return f"<tsopt.Optimized {self.report.model} on {self.backend}, {self.report.why}>"

@@ -177,6 +177,8 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
         if base_name(node) in UNSTABLE:
             why = f"the ONNX translation of {ops.name_of(node)} overflows or loses digits where PyTorch does not"
             found.append(Unsupported(origin_of(node), why))
+        elif base_name(node) == "cross_entropy_loss" and ops.bind(node)["label_smoothing"]:
+            found.append(Unsupported(origin_of(node), "the ONNX exporter leaves out label_smoothing"))
         elif ops.is_random(node) and not ops.is_uninitialized(node):
             found.append(
                 Unsupported(origin_of(node), f"{ops.name_of(node)} would use a different random number generator")

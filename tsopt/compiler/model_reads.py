@@ -6,16 +6,20 @@ Code is analyzed, not run: a `getattr` with a computed name is not found, except
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-SEARCHED = 4000  # values, at most
+SEARCHED = 4000  # containers and objects that are looked through
 PARTS = 64  # of a container that is looked through
+LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
+HEAP_TYPE = 1 << 9  # flag of classes that are made in Python
+CODE = (FunctionType, property, classmethod, staticmethod, MemberDescriptorType)
 BASES = (nn.Module, object)
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -31,7 +35,8 @@ class Reads:
         places: dictionaries of globals and Python modules, with the names that are read from each; `classes` likewise.
         cells: of closures.
         functions: that do not come with torch.
-        objects: whose methods are hooks.
+        objects: plain ones, whose attributes its functions may read, and hooks.
+        held: values that functions compute with beside their arguments: defaults, arguments of partial functions.
     """
 
     names: set[str] = field(default_factory=set)
@@ -41,6 +46,7 @@ class Reads:
     cells: list[CellType] = field(default_factory=list)
     functions: list[FunctionType] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
 
 
 def reads_of(model: Any) -> Reads:
@@ -54,11 +60,19 @@ class _Search:
         self._seen: set[Any] = set()
         self._kept: list[Any] = []  # ids are those of what is there
         self._todo: list[tuple[FunctionType, type | None]] = []
+        self._searched = 0
+        self._classes: dict[type, frozenset[str]] = {}  # reached by a value or by name, and their attributes
 
     def run(self, model: Any) -> Reads:
         self._value(model, None)
-        while self._todo and len(self._seen) < SEARCHED:
-            self._function(*self._todo.pop())
+        known = -1
+        while known != len(self._seen):  # a method that is reached may bring names of others
+            known = len(self._seen)
+            while self._todo:
+                self._function(*self._todo.pop())
+            for cls, names in list(self._classes.items()):
+                for name in sorted(names & self.found.names):
+                    self._class_name(cls, name)
         return self.found
 
     def _is_new(self, *key: Any) -> bool:
@@ -81,13 +95,16 @@ class _Search:
         elif isinstance(value, functools.partial):
             for part in (value.func, *value.args, *value.keywords.values()):
                 self._value(part, cls)
+            self.found.held += [*value.args, *value.keywords.values()]
         elif isinstance(value, (staticmethod, classmethod)):
             self._value(value.__func__, cls)
         elif isinstance(value, property):
             self._value(value.fget, cls)
-        elif hasattr(value, "__wrapped__") and callable(value):
-            self._value(value.__wrapped__, cls)
-        elif isinstance(value, (type, ModuleType)):
+        elif callable(value) and "__wrapped__" in _namespace(value):  # what answers to any name would never end
+            self._value(_namespace(value)["__wrapped__"], cls)
+        elif isinstance(value, type):
+            self._class(value, code=False)
+        elif isinstance(value, ModuleType):
             return True
         else:
             self._parts(value)
@@ -96,16 +113,36 @@ class _Search:
 
     def _parts(self, value: Any) -> None:
         """Code and modules below what code computes with: in a list, or an object that can be called."""
-        if isinstance(value, (str, bytes, torch.Tensor)) or not self._is_new(value):
+        if isinstance(value, LEAVES) or self._searched >= SEARCHED:
             return
-        if isinstance(value, (list, tuple, set, dict)):
-            parts = list(value.values() if isinstance(value, dict) else value)
+        is_container = isinstance(value, (list, tuple, set, dict))
+        if (is_container and not value) or not self._is_new(value):
+            return
+        self._searched += 1
+        if is_container:
+            parts = list(dict.values(value) if isinstance(value, dict) else value)
         else:
-            if isinstance(vars(type(value)).get("__call__"), FunctionType):
-                self._class_name(type(value), "__call__")
-            parts = list(getattr(value, "__dict__", {}).values())
+            if not _is_library(type(value).__module__):
+                if isinstance(vars(type(value)).get("__call__"), FunctionType):
+                    self._class_name(type(value), "__call__")
+                self._class(type(value), code=True)
+                self.found.objects.append(value)
+            parts = list(_namespace(value).values())
         for part in parts if len(parts) <= PARTS else ():
             self._value(part, None)
+
+    def _class(self, cls: type, *, code: bool) -> None:
+        """The attributes of a class made in Python, of those that are read by name; nn.Modules have their own way.
+
+        Args:
+            code: its methods are called on an object that was found; otherwise only its values may be read.
+        """
+        if not cls.__flags__ & HEAP_TYPE or issubclass(cls, (nn.Module, torch.Tensor)):
+            return
+        made = [base for base in cls.__mro__ if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__)]
+        attributes = {name: value for base in made for name, value in vars(base).items() if not name.startswith("__")}
+        names = {name for name, value in attributes.items() if code or not isinstance(value, CODE)}
+        self._classes[cls] = self._classes.get(cls, frozenset()) | names
 
     def _module(self, root: nn.Module) -> None:
         for module in root.modules():
@@ -128,6 +165,8 @@ class _Search:
         if base is None or base in BASES or not self._is_new(cls, name):
             return
         self._value(vars(base)[name], cls)
+        if isinstance(vars(base)[name], classmethod) or name in ("__dict__", "__class__"):
+            return  # what is read from the class is another object each time
         # Of torch's own classes only what users are known to replace: there are many, and each costs time in each call.
         if name == "forward" or cls.__module__.partition(".")[0] != "torch":
             self.found.classes.append((cls, name))
@@ -140,11 +179,15 @@ class _Search:
         for name in names if cls is not None else ():
             assert cls is not None
             self._class_name(cls, name)
-        if (function.__module__ or "").partition(".")[0] == "torch":
+        if _is_library(function.__module__):
             return
         self.found.functions.append(function)
         for cell in function.__closure__ or ():
             self._cell(cell, cls)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for value in defaults:
+            self._value(value, None)
+        self.found.held += defaults
         for name in names & function.__globals__.keys():
             self._global(function.__globals__, name, names)
 
@@ -169,6 +212,18 @@ class _Search:
             return
         if not self._value(value, None) or isinstance(value, (FunctionType, nn.Module)):
             self.found.places.append((place, name))
+
+
+def _namespace(value: Any) -> dict[str, Any]:
+    """The attributes of an object itself; none of what makes them when it is asked."""
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
+def _is_library(module: str | None) -> bool:
+    """Whether a class or function comes with torch or with Python."""
+    package = (module or "").partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -9,7 +9,7 @@ import types
 import torch
 from torch import nn
 
-from tsopt.runtime.calling.model_reads import reads_of
+from tsopt.compiler.model_reads import reads_of
 
 SCALE, UNUSED = 2.0, 1.0
 
@@ -106,3 +106,15 @@ def test_cycles_and_large_objects_come_to_an_end():
     net.loop.append(net.loop)
     net.words = dict.fromkeys(range(100_000))
     assert len(reads_of(net).modules) == 2
+
+
+def test_an_object_that_answers_to_any_name_comes_to_an_end():
+    class Mock:
+        def __getattr__(self, name):
+            return type(self)()
+
+        def __call__(self):
+            return self
+
+    held = Mock()
+    assert reads_of(lambda x: held.scale(x)).functions

@@ -1,0 +1,161 @@
+"""What a model's code reaches outside of the model is as it was after calls that nobody has asked for."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tsopt.compiler import outside
+from tsopt.compiler.outside import Outside, kept_outside
+
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchscript",)}
+SEEN, TABLES, NAMED = [torch.ones(3)], {"seen": []}, collections.defaultdict(list)
+LAST = None
+QUEUE = collections.deque(maxlen=3)
+
+
+class Recorder:
+    count = 0
+
+    def __init__(self) -> None:
+        self.seen, self.last, self.calls = [], None, 0
+
+    def see(self, y):
+        self.seen.append(y)
+        self.last, self.calls = y, self.calls + 1
+        Recorder.count += 1
+
+
+RECORDER = Recorder()
+
+
+def in_a_list(x):
+    SEEN.append(x + 1)
+    return x.relu()
+
+
+def in_a_dict(x):
+    TABLES["seen"].append(x + 1)
+    return x.relu()
+
+
+def in_a_defaultdict(x):
+    NAMED["seen"].append(x + 1)
+    return x.relu()
+
+
+def in_a_queue(x):
+    QUEUE.append(x + 1)
+    return x.relu()
+
+
+def in_an_object(x):
+    RECORDER.see(x + 1)
+    return x.relu()
+
+
+def in_a_global(x):
+    global LAST
+    LAST = x + 1
+    return x.relu()
+
+
+def state():
+    held = [*SEEN, *TABLES["seen"], *NAMED.items(), *QUEUE, *RECORDER.seen]
+    return [*map(id, held)], id(RECORDER.last), RECORDER.calls, Recorder.count, id(LAST), [*TABLES]
+
+
+WAYS = [in_a_list, in_a_dict, in_a_defaultdict, in_a_queue, in_an_object, in_a_global]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No other threads, such as those of whatever runs the tests."""
+    monkeypatch.setattr(outside, "_is_other", lambda thread: False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", WAYS)
+def test_optimize_leaves_what_a_call_keeps_outside_as_it_was(always_faster, function):
+    before = state()
+    fast = tsopt.optimize(function, X, **QUICK)
+    assert state() == before
+    torch.testing.assert_close(fast(X), X.relu())
+    with kept_outside(function):
+        function(X)
+        assert state() != before
+
+
+@pytest.mark.filterwarnings("ignore:tsopt")
+def test_hooks_collect_what_they_did(always_faster):
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), {"0": [], "1": []}
+    for name, child in model.named_children():
+        child.register_forward_hook(lambda module, args, output, name=name: seen[name].append(output))
+    tsopt.optimize(model, X, **QUICK)
+    assert seen == {"0": [], "1": []}
+    with torch.no_grad():
+        net = tsopt.hybridize(model, **QUICK)
+        for _ in range(3):
+            found = net(X)
+        torch.testing.assert_close(found, model(X))
+    assert [len(found) for found in seen.values()] == [4, 4]
+
+
+class Draws(nn.Module):
+    """Has generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.python = torch.Generator().manual_seed(0), random.Random(0)
+        self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
+
+    def forward(self, x):
+        return x * torch.rand(1, generator=self.torch) + self.python.random() + self.numpy.random() + self.old.rand()
+
+
+@pytest.mark.filterwarnings("ignore:tsopt")
+@pytest.mark.parametrize("how", ["optimize", "hybridize"])
+def test_generators_of_the_model_draw_what_they_would_have_drawn(how):
+    expected = Draws()(X)
+    model = Draws().eval()
+    made = tsopt.optimize(model, X, **QUICK) if how == "optimize" else tsopt.hybridize(model, **QUICK)
+    found = made(X)
+    torch.testing.assert_close(found, expected)
+
+
+def test_among_threads_only_what_has_brought_tensors_is_taken_back():
+    go = threading.Event()
+    other = threading.Thread(target=go.wait)
+    seen, counts = [1], {"calls": 0}
+
+    def function(x):
+        seen.append(x)
+        counts["calls"] += 1
+        return x
+
+    other.start()
+    try:
+        with kept_outside(function):
+            function(X)
+            seen.append(2)
+    finally:
+        go.set()
+        other.join()
+    assert (seen, counts) == ([1, 2], {"calls": 1})
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_as_it_was_is_not_touched():
+    found, before = Outside(in_a_list), [*SEEN]
+    assert not found.put_back()
+    SEEN.append(3)
+    assert found.put_back()
+    assert len(SEEN) == len(before)

@@ -1,0 +1,201 @@
+"""`hybridize`: values that a model reaches through objects, classes, defaults and partial functions."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.hybrids import QUICK, X, close
+
+
+class Holds:
+    """Has what a model computes with, and methods that read it."""
+
+    def __init__(self) -> None:
+        self.w, self.k = torch.ones(8), 2.0
+
+    def __call__(self, x):
+        return x * self.w + self.k
+
+    def method(self, x):
+        return x * self.w + self.k
+
+    @property
+    def double(self):
+        return self.k * 2
+
+    @staticmethod
+    def shared(x):
+        return x * 2
+
+
+class Config:
+    scale = 2.0
+
+
+CONFIG, OBJECT = Config(), Holds()
+
+
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+
+
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class Named(nn.Parameter):
+    """A class of its own, as quantization libraries have, and no more than that."""
+
+
+class Model(nn.Module):
+    """Computes with something that it holds."""
+
+    def __init__(self, held, compute) -> None:
+        super().__init__()
+        self.held, self.compute = held, compute
+        self.eval()
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def by_default(weight):
+    def function(x, w=weight):
+        return x * w
+
+    return function, weight
+
+
+def through_object(attribute):
+    held = Holds()
+    return Model(held, lambda self, x: x * getattr(self.held, attribute)), held
+
+
+def of_partial():
+    w = torch.ones(8)
+    return functools.partial(lambda x, w: x * w, w=w), w
+
+
+def of_object():
+    held = Holds()
+    return held, held
+
+
+def of_bound_method():
+    held = Holds()
+    return held.method, held
+
+
+def in_a_module():
+    held = Holds()
+    return Model(held, lambda self, x: self.held.method(x)), held
+
+
+def by_property():
+    held = Holds()
+    return Model(held, lambda self, x: x * self.held.double), held
+
+
+def with_slots():
+    held = Slotted()
+    return Model(held, lambda self, x: x * self.held.scale), held
+
+
+def with_attributes():
+    held = Attributes(scale=2.0)
+    return Model(held, lambda self, x: x * self.held.scale), held
+
+
+def of_a_global_class():
+    return lambda x: x * Config.scale, Config
+
+
+def of_a_global_object():
+    return lambda x: OBJECT.method(x), OBJECT
+
+
+def of_a_named_parameter():
+    model = Model(None, lambda self, x: x * self.w)
+    model.w = Named(torch.ones(8), requires_grad=False)
+    return model, model.w
+
+
+def of_keys():
+    held = {"relu": True}
+    return Model(held, lambda self, x: x.relu() if self.held.get("relu") else x + 1), held
+
+
+def of_lists():
+    held = [[1.0, 2.0], [3.0]]
+    return Model(held, lambda self, x: x * len(self.held[0]) + sum(self.held[1])), held
+
+
+def other_key(held):
+    held.pop("relu")
+    held["gelu"] = True
+
+
+def scaled(value):
+    value.mul_(2)
+
+
+CASES = {
+    "a partial function's tensor": (of_partial, scaled),
+    "a callable object's tensor": (of_object, lambda held: held.w.mul_(2)),
+    "a callable object's value": (of_object, lambda held: setattr(held, "k", 5.0)),
+    "a bound method's object": (of_bound_method, lambda held: setattr(held, "k", 5.0)),
+    "a default": (lambda: by_default(torch.ones(8)), scaled),
+    "an object's tensor": (in_a_module, lambda held: held.w.mul_(2)),
+    "an object's other tensor": (in_a_module, lambda held: setattr(held, "w", torch.full((8,), 3.0))),
+    "an object's value": (in_a_module, lambda held: setattr(held, "k", 5.0)),
+    "a property": (by_property, lambda held: setattr(held, "k", 5.0)),
+    "an object with slots": (with_slots, lambda held: setattr(held, "scale", 3.0)),
+    "a dict with attributes": (with_attributes, lambda held: setattr(held, "scale", 3.0)),
+    "a global class": (of_a_global_class, lambda held: setattr(held, "scale", held.scale + 1)),
+    "a global object": (of_a_global_object, lambda held: setattr(held, "k", held.k + 1)),
+    "a parameter of another class": (of_a_named_parameter, scaled),
+    "another key with the same value": (of_keys, other_key),
+    "a value in another list": (of_lists, lambda held: held[1].insert(0, held[0].pop())),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_reaches_may_change_between_calls(always_faster, case):
+    make, change = CASES[case]
+    model, held = make()
+    net = tsopt.hybridize(model, audit=0, **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), model(X))
+        assert not tsopt.report(net).in_eager, "it is compiled"
+        change(held)
+        close(net(X), model(X))
+
+
+@pytest.mark.parametrize("make", [of_partial, of_object, in_a_module, of_a_named_parameter])
+@pytest.mark.filterwarnings("ignore:tsopt")
+def test_gradients_of_what_it_reaches_are_not_lost(always_faster, make):
+    model, held = make()
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        net(X)
+    (held if isinstance(held, torch.Tensor) else held.w).requires_grad_()
+    assert net(X).requires_grad
+
+
+def test_a_model_of_many_modules_is_watched_too(always_faster):
+    model = Model(2.0, lambda self, x: self.body(x) * self.held)
+    model.body = nn.Sequential(*(nn.Identity() for _ in range(500))).eval()
+    net = tsopt.hybridize(model, audit=0, **QUICK)
+    with torch.no_grad():
+        close(net(X), model(X))
+        model.held = 3.0
+        close(net(X), model(X))

@@ -1,0 +1,75 @@
+"""What a model's code reaches outside of the model, put back after calls that nobody has asked for.
+
+Globals, variables of closures, attributes of classes, and what these and hooks hold: a list that collects activations,
+a counter, a table. Capturing and racing call a model hundreds of times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tsopt.compiler.contents import Contents, holds_tensor
+from tsopt.compiler.model_reads import reads_of
+
+ABSENT = object()
+
+
+class Outside:
+    """All of that as it is now.
+
+    Where other threads run, only what has brought tensors is put back: the rest may be theirs.
+    """
+
+    def __init__(self, model: Any) -> None:
+        reads = reads_of(model)
+        self._among_threads = any(map(_is_other, threading.enumerate()))
+        self._globals = [(place, name, place.get(name, ABSENT)) for place, name in reads.places]
+        self._classes = [(cls, name, vars(cls)[name]) for cls, name in reads.classes if name in vars(cls)]
+        self._cells = [(cell, cell.cell_contents) for cell in reads.cells]
+        values = [value for *_, value in (*self._globals, *self._classes, *self._cells)]
+        self._contents = Contents([*values, *reads.objects])
+
+    def put_back(self) -> bool:
+        """Restores what is another than it was. Returns whether anything was."""
+        changed = False
+        for place, name, value in self._globals:
+            if self._is_ours(value, place.get(name, ABSENT)):
+                place[name] = value  # type: ignore[index]
+                changed = True
+        for cls, name, value in self._classes:
+            if self._is_ours(value, vars(cls).get(name, ABSENT)):
+                setattr(cls, name, value)
+                changed = True
+        for cell, value in self._cells:
+            if self._is_ours(value, _content(cell)):
+                cell.cell_contents = value
+                changed = True
+        return self._contents.put_back(only_tensors=self._among_threads) or changed
+
+    def _is_ours(self, before: Any, now: Any) -> bool:
+        return now is not before and (not self._among_threads or holds_tensor(now))
+
+
+@contextmanager
+def kept_outside(model: Any) -> Iterator[None]:
+    """Runs a block in which the model may be called, then puts back what that has changed outside of it."""
+    outside = Outside(model)
+    try:
+        yield
+    finally:
+        outside.put_back()
+
+
+def _is_other(thread: threading.Thread) -> bool:
+    """Whether it may run code of the user's; tqdm, which torch imports, starts one that only redraws bars."""
+    return thread is not threading.current_thread() and type(thread).__name__ != "TMonitor"
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the name has no value any more
+        return ABSENT
