@@ -159,7 +159,7 @@ def test_modes_are_looked_at_where_the_model_asks_for_them(always_faster):
         close(net(X), wanted)
 
 
-@pytest.mark.filterwarnings("ignore:tsopt: Counts: compiled calls do not change")
+@pytest.mark.filterwarnings("ignore:tsopt")
 def test_what_a_call_of_the_model_counts_is_no_change(always_faster, calls):
     class Counts(Net):
         def __init__(self):

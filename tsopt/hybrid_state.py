@@ -110,17 +110,26 @@ class Compiled:
 
     def _by_the_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that the model itself serves, unless its inputs are so much larger that another race may pay."""
-        if self._changes <= CHANGES and size_of(args, kwargs) >= LARGER * self._size:
+        if self._races_again(args, kwargs):
             self._calls -= 1  # it comes to `__call__` once more
-            with self._lock:
-                self._drop()
             return self(args, kwargs, eager)
         self._unseen = UNSEEN
         return eager(*args, **kwargs)
 
+    def _races_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether inputs are so much larger than those of the last race that there will be another one."""
+        if size_of(args, kwargs) < LARGER * self._size:
+            return False
+        with self._lock:
+            if self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other thread was faster
+                self._calls -= 1  # this one is not among those that have been served
+                self._drop(changes=0)
+                self._calls += 1
+        return True
+
     def _step_back(self, reason: str, example: Example) -> None:
         """Leaves calls to the model itself, with next to no work around them."""
-        self._stepped_back, self._size = reason, size_of(example.args, example.kwargs)
+        self._stepped_back, self._size = reason, max(1, size_of(example.args, example.kwargs))
         self._audits = Audits(0)
         self._audits.left = -1  # each call that is not left to the model unseen is looked at
 
@@ -136,12 +145,12 @@ class Compiled:
             self._drop()
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
-    def _drop(self) -> None:
-        """Gives the compiled form up, after a change of the model; what it has counted stays."""
+    def _drop(self, changes: int = 1) -> None:
+        """Gives the compiled form up, after so many changes of the model; what it has counted stays."""
         known = self.report()
         self._in_eager, self._seconds = Counter(known.in_eager), known.compile_seconds
         self._of_before = self._calls, self._in_eager.total()
-        self.fast, self._watch, self._changes = None, None, self._changes + 1
+        self.fast, self._watch, self._changes = None, None, self._changes + changes
         if self._stepped_back:
             self._stepped_back, self._unseen, self._audits = "", 0, Audits(0)
 
@@ -218,12 +227,13 @@ class Compiled:
 
     def _learn(self, watch: Watch, example: Example, *, is_eager: bool) -> list[str]:
         """Ignores what the model itself changes when it is called. Returns what each call changes outside of it."""
-        outside, inside = list[str](), list[str]()
+        outside, inside, complete = list[str](), list[str](), False
         before = Outside(self.model)
         with protected(self.model, written=watch.written), contextlib.suppress(Exception):
             outside, inside = watch.changes_of(partial(self._called_once, example), partial(kept_outside, self.model))
             watch.leave_out_changes()
-        if outside:  # the model itself will serve the call
+            complete = True
+        if outside or not complete:  # the model itself will serve the call
             before.put_back()
         watch.renew()
         if inside and not outside and not is_eager:

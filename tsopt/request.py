@@ -22,6 +22,7 @@ from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import InEvalMode, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
@@ -348,6 +349,12 @@ class Request:
         # Calibration and criterion belong to the first signature; without them, each precision is checked here again.
         lower = () if self.int8.are_given else candidates
         candidates = tuple(dict.fromkeys([*lower, *in_full]))
+        with kept_outside(self.model):
+            return self._specialized(candidates, lower, *examples)
+
+    def _specialized(
+        self, candidates: Sequence[Candidate], lower: Sequence[Candidate], *examples: Example
+    ) -> Executable:
         example = examples[0]
         captured, rehearsal = self.captured(list(examples) if len(examples) > 1 else example, allow_nan=True)
         if not captured.signature.aliasing:

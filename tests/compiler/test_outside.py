@@ -159,3 +159,77 @@ def test_what_is_as_it_was_is_not_touched():
     SEEN.append(3)
     assert found.put_back()
     assert len(SEEN) == len(before)
+
+
+class Cache(dict):
+    """A class of its own, which refuses what its users must not do."""
+
+    def __setitem__(self, key, value):
+        raise TypeError("use put")
+
+    def put(self, key, value):
+        super().__setitem__(key, value)
+
+
+class Base:
+    count = 0
+
+
+class Derived(Base):
+    pass
+
+
+CACHE, COUNTER = Cache(), collections.Counter()
+
+
+def in_many_ways(x):
+    CACHE.put(len(CACHE), 1)
+    COUNTER["calls"] += 1
+    Derived.count += 1
+    return x.relu()
+
+
+@pytest.mark.usefixtures("alone")
+def test_subclasses_and_attributes_of_base_classes_go_back():
+    with kept_outside(in_many_ways):
+        in_many_ways(X)
+        in_many_ways(X)
+    assert (dict(CACHE), dict(COUNTER), "count" in vars(Derived), Derived.count) == ({}, {}, False, 0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("function", WAYS)
+def test_capture_leaves_it_too(function):
+    before = state()
+    tsopt.capture(function, X)
+    assert state() == before
+
+
+def test_locks_are_left_as_they_are():
+    held = threading.Condition()
+
+    def function(x):
+        with held:
+            return x
+
+    waiting = threading.Thread(target=lambda: held.acquire() and held.wait(5) and held.release())
+    with kept_outside(function):
+        waiting.start()
+        while not held._waiters:
+            waiting.join(0.01)
+    with held:
+        held.notify_all()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_long_chains_come_to_an_end():
+    class Link:
+        def __init__(self, next):
+            self.next = next
+
+    chain = None
+    for _ in range(3000):
+        chain = Link(chain)
+    with kept_outside(lambda x: x + chain.next):
+        pass

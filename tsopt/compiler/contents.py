@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict, deque
+import sys
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)  # and subclasses, which may override any method: those of these are called
 MOST = 2048  # values below the first ones that are looked at: what lies deeper belongs to more than the model
-LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, nn.Module, type)
+LEAVES: tuple[Any, ...] = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.Tensor,
+    nn.Module,
+    type,
+    *weakref.ProxyTypes,
+)
 HEAP_TYPE = 1 << 9  # flag of classes that are made in Python
 
 
@@ -25,47 +40,51 @@ class Contents:
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._held: list[tuple[Any, Any]] = []
+        self._held: list[tuple[Any, Any, bool]] = []  # with whether it belongs to an object
         self._states: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
         seen: set[int] = set()
-        todo = deque(values)
+        todo = deque((value, False) for value in values)
         end = len(todo) + MOST
         while todo and len(seen) < end:
-            value = todo.popleft()
-            if id(value) in seen or isinstance(value, LEAVES):
+            value, of_object = todo.popleft()
+            kind = type(value)  # no proxy is asked what it stands for
+            if id(value) in seen or issubclass(kind, LEAVES):
                 continue
             seen.add(id(value))
-            if type(value) in CONTAINERS:
-                self._held.append((value, value.copy()))
-                todo.extend(value.values() if isinstance(value, dict) else value)
-            elif isinstance(value, tuple):
-                todo.extend(value)
+            if issubclass(kind, CONTAINERS):
+                content = _content(value)
+                self._held.append((value, content, of_object))
+                inner = content.values() if isinstance(content, dict) else content
+                todo.extend((item, of_object) for item in inner)
+            if issubclass(kind, tuple):
+                todo.extend((item, of_object) for item in value)
             elif (state := _state_of(value)) is not None:
                 self._states.append((*state, state[1]()))
             elif is_plain(value):
                 namespace = vars(value)
-                self._held.append((namespace, namespace.copy()))
-                todo.extend(namespace.values())
+                self._held.append((namespace, namespace.copy(), True))
+                todo.extend((item, True) for item in namespace.values())
 
     def are_same(self) -> bool:
         """Whether nothing has changed."""
-        held = all(_same(held, content) for held, content in self._held)
+        held = all(_same(held, content) for held, content, _ in self._held)
         return held and all(_same_state(now(), state) for _, now, state in self._states)
 
-    def put_back(self, *, but: Iterable[int] = (), only_tensors: bool = False) -> bool:
-        """Restores what is another than it was, and touches nothing else: other threads may be looking.
+    def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["of objects", "of all", ""] = "") -> bool:
+        """Restores what has changed, and touches nothing else: other threads may be looking.
 
         Args:
             but: ids of containers that stay as they are.
-            only_tensors: leave all changes that have not brought a tensor.
+            only_tensors: leave all changes that have not brought a tensor, for they may be another thread's: of
+                objects, or of all.
 
         Returns:
             Whether anything was.
         """
         left, changed = set(but), False
-        for held, content in self._held:
+        for held, content, of_object in self._held:
             if id(held) not in left and not _same(held, content):
-                changed |= _restore(held, content, only_tensors)
+                changed |= _restore(held, content, only_tensors == "of all" or (of_object and bool(only_tensors)))
         for set_state, state_now, state in self._states:
             if not _same_state(state_now(), state):
                 set_state(state)
@@ -74,14 +93,16 @@ class Contents:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is an object of a class made in Python, all of whose state is in its attributes."""
+    """Whether it is an object of a class made in Python, and not of a library's: locks and queues must not go back."""
     cls = type(value)
-    return (
-        bool(cls.__flags__ & HEAP_TYPE)
-        and type(getattr(value, "__dict__", None)) is dict
-        and not isinstance(value, (nn.Module, torch.Tensor, type))
-        and cls.__module__.partition(".")[0] != "torch"
-    )
+    has_namespace = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
+    return has_namespace and not is_library(cls.__module__) and type(vars(value)) is dict
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a class or function comes with torch or with Python."""
+    package = (module or "").partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def holds_tensor(value: Any, depth: int = 3) -> bool:
@@ -115,42 +136,63 @@ def _same_state(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
+def _content(held: Any) -> Any:
+    """A plain copy of a container, made in one step: other threads may change it."""
+    if isinstance(held, dict):
+        return dict.copy(held)
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(held, kind))
+    return kind(held)
+
+
 def _same(held: Any, content: Any) -> bool:
     """Whether a container holds the very same objects, in the same order."""
-    if len(held) != len(content):
+    now = _content(held)
+    if len(now) != len(content):
         return False
-    if isinstance(held, dict):
-        pairs = zip(held.items(), content.items(), strict=True)
+    if isinstance(now, dict):
+        pairs = zip(now.items(), content.items(), strict=True)
         return all(a is b and key is other for (key, a), (other, b) in pairs)
-    return held == content if isinstance(held, set) else all(a is b for a, b in zip(held, content, strict=True))
+    return now == content if isinstance(now, set) else all(a is b for a, b in zip(now, content, strict=True))
 
 
 def _restore(held: Any, content: Any, only_tensors: bool) -> bool:
     """Puts back what was in a container. Returns whether it has done anything."""
+    now = _content(held)
     if isinstance(held, dict):
-        new = [key for key, value in held.items() if content.get(key, held) is not value]
-        gone = [] if only_tensors else [key for key in content if key not in held]
-        wrong = [key for key in new if not only_tensors or holds_tensor(held[key])]
+        new = [key for key, value in now.items() if content.get(key, now) is not value]
+        wrong = [key for key in new if not only_tensors or holds_tensor(now[key])]
         for key in wrong:
             if key in content:
-                held[key] = content[key]
+                dict.__setitem__(held, key, content[key])
             else:
-                del held[key]
-        for key in gone:
-            held[key] = content[key]
-        if not only_tensors and [*held] != [*content]:  # the order is part of it
-            held.clear()
-            held.update(content)
-        return bool(wrong or gone) or not only_tensors
-    kept = content
+                dict.pop(held, key, None)
+        if not only_tensors and any(a is not b for a, b in zip_longest(dict.copy(held), content)):
+            for key, value in content.items():  # which are gone, or in another order; never all at once
+                dict.pop(held, key, None)
+                dict.__setitem__(held, key, value)
+        return bool(wrong) or not only_tensors
     if only_tensors:
         known = set(map(id, content))
-        kept = [value for value in held if id(value) in known or not holds_tensor(value)]
-        if len(kept) == len(held):
-            return False
+        wrong = [value for value in now if id(value) not in known and holds_tensor(value)]
+        for value in wrong:
+            _remove(held, value)
+        return bool(wrong)
     if isinstance(held, list):
-        held[:] = kept
+        list.__setitem__(held, slice(None), content)
+    elif isinstance(held, set):
+        set.clear(held)
+        set.update(held, content)
     else:
-        held.clear()
-        held.update(kept) if isinstance(held, set) else held.extend(kept)
+        deque.clear(held)
+        deque.extend(held, content)
     return True
+
+
+def _remove(held: Any, value: Any) -> None:
+    """Takes one object out of a list, deque or set; equality says nothing of tensors."""
+    if isinstance(held, set):
+        set.discard(held, value)
+        return
+    place = next((place for place, other in enumerate(_content(held)) if other is value), None)
+    if place is not None:
+        del held[place]

@@ -6,19 +6,20 @@ Code is analyzed, not run: a `getattr` with a computed name is not found, except
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import nn
 
+from tsopt.compiler.contents import HEAP_TYPE, is_library
+
 SEARCHED = 4000  # containers and objects that are looked through
 PARTS = 64  # of a container that is looked through
 LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
-HEAP_TYPE = 1 << 9  # flag of classes that are made in Python
 CODE = (FunctionType, property, classmethod, staticmethod, MemberDescriptorType)
 BASES = (nn.Module, object)
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
@@ -60,6 +61,7 @@ class _Search:
         self._seen: set[Any] = set()
         self._kept: list[Any] = []  # ids are those of what is there
         self._todo: list[tuple[FunctionType, type | None]] = []
+        self._parts_left: list[Any] = []  # not by recursion: what is looked through may be chained
         self._searched = 0
         self._classes: dict[type, frozenset[str]] = {}  # reached by a value or by name, and their attributes
 
@@ -68,8 +70,11 @@ class _Search:
         known = -1
         while known != len(self._seen):  # a method that is reached may bring names of others
             known = len(self._seen)
-            while self._todo:
-                self._function(*self._todo.pop())
+            while self._todo or self._parts_left:
+                if self._parts_left:
+                    self._value(self._parts_left.pop(), None)
+                else:
+                    self._function(*self._todo.pop())
             for cls, names in list(self._classes.items()):
                 for name in sorted(names & self.found.names):
                     self._class_name(cls, name)
@@ -85,6 +90,8 @@ class _Search:
 
     def _value(self, value: Any, cls: type | None) -> bool:
         """Follows what can be followed; whether it is code or a module, and not what code computes with."""
+        if type(value) in ProxyTypes:
+            return False
         if isinstance(value, nn.Module):
             self._module(value)
         elif isinstance(value, FunctionType):
@@ -101,7 +108,8 @@ class _Search:
         elif isinstance(value, property):
             self._value(value.fget, cls)
         elif callable(value) and "__wrapped__" in _namespace(value):  # what answers to any name would never end
-            self._value(_namespace(value)["__wrapped__"], cls)
+            if self._is_new(value):
+                self._value(_namespace(value)["__wrapped__"], cls)
         elif isinstance(value, type):
             self._class(value, code=False)
         elif isinstance(value, ModuleType):
@@ -122,14 +130,13 @@ class _Search:
         if is_container:
             parts = list(dict.values(value) if isinstance(value, dict) else value)
         else:
-            if not _is_library(type(value).__module__):
+            if not is_library(type(value).__module__):
                 if isinstance(vars(type(value)).get("__call__"), FunctionType):
                     self._class_name(type(value), "__call__")
                 self._class(type(value), code=True)
                 self.found.objects.append(value)
             parts = list(_namespace(value).values())
-        for part in parts if len(parts) <= PARTS else ():
-            self._value(part, None)
+        self._parts_left += reversed(parts) if len(parts) <= PARTS else ()
 
     def _class(self, cls: type, *, code: bool) -> None:
         """The attributes of a class made in Python, of those that are read by name; nn.Modules have their own way.
@@ -139,7 +146,7 @@ class _Search:
         """
         if not cls.__flags__ & HEAP_TYPE or issubclass(cls, (nn.Module, torch.Tensor)):
             return
-        made = [base for base in cls.__mro__ if base.__flags__ & HEAP_TYPE and not _is_library(base.__module__)]
+        made = [base for base in cls.__mro__ if base.__flags__ & HEAP_TYPE and not is_library(base.__module__)]
         attributes = {name: value for base in made for name, value in vars(base).items() if not name.startswith("__")}
         names = {name for name, value in attributes.items() if code or not isinstance(value, CODE)}
         self._classes[cls] = self._classes.get(cls, frozenset()) | names
@@ -179,7 +186,7 @@ class _Search:
         for name in names if cls is not None else ():
             assert cls is not None
             self._class_name(cls, name)
-        if _is_library(function.__module__):
+        if is_library(function.__module__):
             return
         self.found.functions.append(function)
         for cell in function.__closure__ or ():
@@ -218,12 +225,6 @@ def _namespace(value: Any) -> dict[str, Any]:
     """The attributes of an object itself; none of what makes them when it is asked."""
     found = getattr(value, "__dict__", None)
     return found if type(found) is dict else {}
-
-
-def _is_library(module: str | None) -> bool:
-    """Whether a class or function comes with torch or with Python."""
-    package = (module or "").partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

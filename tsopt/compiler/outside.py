@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tsopt.compiler.contents import Contents, holds_tensor
+from tsopt.compiler.contents import Contents, holds_tensor, is_library
 from tsopt.compiler.model_reads import reads_of
 
 ABSENT = object()
@@ -27,13 +27,19 @@ class Outside:
         reads = reads_of(model)
         self._among_threads = any(map(_is_other, threading.enumerate()))
         self._globals = [(place, name, place.get(name, ABSENT)) for place, name in reads.places]
-        self._classes = [(cls, name, vars(cls)[name]) for cls, name in reads.classes if name in vars(cls)]
+        self._classes = [
+            (base, name, vars(base).get(name, ABSENT))
+            for cls, name in reads.classes
+            for base in {cls, *[base for base in cls.__mro__ if name in vars(base)][:1]}
+            if not is_library(base.__module__)
+        ]
         self._cells = [(cell, cell.cell_contents) for cell in reads.cells]
         values = [value for *_, value in (*self._globals, *self._classes, *self._cells)]
         self._contents = Contents([*values, *reads.objects])
 
     def put_back(self) -> bool:
-        """Restores what is another than it was. Returns whether anything was."""
+        """Restores what has changed. Returns whether anything was."""
+        self._among_threads |= any(map(_is_other, threading.enumerate()))
         changed = False
         for place, name, value in self._globals:
             if self._is_ours(value, place.get(name, ABSENT)):
@@ -41,13 +47,13 @@ class Outside:
                 changed = True
         for cls, name, value in self._classes:
             if self._is_ours(value, vars(cls).get(name, ABSENT)):
-                setattr(cls, name, value)
+                delattr(cls, name) if value is ABSENT else setattr(cls, name, value)
                 changed = True
         for cell, value in self._cells:
             if self._is_ours(value, _content(cell)):
                 cell.cell_contents = value
                 changed = True
-        return self._contents.put_back(only_tensors=self._among_threads) or changed
+        return self._contents.put_back(only_tensors="of all" if self._among_threads else "") or changed
 
     def _is_ours(self, before: Any, now: Any) -> bool:
         return now is not before and (not self._among_threads or holds_tensor(now))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -91,7 +91,7 @@ def kept(
         yield
     finally:
         random_state.restore()
-        attributes.put_back(but=_OTHERS if among_threads else ())
+        attributes.put_back(among_threads=among_threads)
         for table, held in buffers:
             if any(table.get(name) is not tensor for name, tensor in held.items()):
                 table.update(held)
@@ -175,12 +175,13 @@ class Attributes:
         self._of = [(module, dict(module.__dict__)) for module in modules]
         self._contents = Contents(chain.from_iterable(attributes.values() for _, attributes in self._of))
 
-    def put_back(self, but: Container[str] = ()) -> None:
-        """Restores what is another than it was, and touches nothing else: other threads may be looking.
+    def put_back(self, *, among_threads: bool = False) -> None:
+        """Restores what has changed, and touches nothing else: other threads may be looking.
 
         Args:
-            but: attributes that stay as they are.
+            among_threads: what others may have changed stays: tables and flags, and what has not brought a tensor.
         """
+        but = _OTHERS if among_threads else ()
         for module, attributes in self._of:
             for name in [name for name in module.__dict__ if name not in attributes]:
                 del module.__dict__[name]
@@ -188,7 +189,8 @@ class Attributes:
                 if name not in but and module.__dict__.get(name, attributes) is not value:
                     module.__dict__[name] = value
         left = [name for name in _TABLES if name in but]
-        self._contents.put_back(but=[id(attributes.get(name)) for name in left for _, attributes in self._of])
+        tables = [id(attributes.get(name)) for name in left for _, attributes in self._of]
+        self._contents.put_back(but=tables, only_tensors="of objects" if among_threads else "")
 
     def are_same(self) -> bool:
         """Whether nothing has changed."""

@@ -102,3 +102,12 @@ def test_a_cross_entropy_with_smoothed_labels_is_refused():
     )
     (found,) = OnnxRuntimeBackend().unsupported(program)
     assert found.why == "the ONNX exporter leaves out label_smoothing"
+
+
+@pytest.mark.parametrize(
+    "function", [torch.log1p, F.logsigmoid, lambda x: torch.logaddexp(x, x * 2), lambda x: torch.logaddexp2(x, x * 2)]
+)
+def test_they_are_as_exact_in_float64(function):
+    x = torch.tensor([0.0, 1e-20, -1e-20, 1e-9, 1e-3, 0.3, 0.9, 1.0, 30.0, 700.0], dtype=torch.float64)
+    made = tsopt.compile(tsopt.capture(Tail(function), x), "onnxruntime")
+    torch.testing.assert_close(made(x), function(x), rtol=1e-15, atol=0)

@@ -43,6 +43,7 @@ from tsopt.compiler.capture.thread_patches import TRACING, apart
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import protected, training_flags
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
@@ -90,9 +91,10 @@ def capture(
         CaptureError: the model cannot be captured; the message says where, and what to write instead.
         GraphBreakError: a CaptureError; the model runs, but is not one graph.
     """
-    return capture_apart(
-        model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
-    )[0]
+    with kept_outside(model):
+        return capture_apart(
+            model, example_input, dynamic=dynamic, frontend=frontend, eval_mode=eval_mode, allow_nan=allow_nan
+        )[0]
 
 
 def capture_apart(

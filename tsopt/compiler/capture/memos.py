@@ -32,7 +32,9 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
     if alive is None:
         return False
     left = [
-        item for item in gc.get_objects() if type(item) is FakeTensor and getattr(item, "fake_mode", None) is alive
+        item
+        for item in gc.get_objects()
+        if issubclass(type(item), FakeTensor) and getattr(item, "fake_mode", None) is alive
     ][:MOST]
     if not left:
         return False
@@ -63,7 +65,7 @@ def forget(mode: weakref.ref[FakeTensorMode]) -> bool:
 
 def _is_left(value: Any) -> bool:
     """Whether it is a tensor of a tracer, or a tuple of such."""
-    return type(value) is FakeTensor or (type(value) is tuple and any(map(_is_left, value)))
+    return issubclass(type(value), FakeTensor) or (type(value) is tuple and any(map(_is_left, value)))
 
 
 def _held_by(wave: list[Any], frozen: list[Any]) -> list[tuple[Any, Any]]:

@@ -71,7 +71,7 @@ def applicable(program: Program) -> dict[str, bool]:
 
 
 def combinations(variant: Variant, keys: Sequence[str]) -> list[Variant]:
-    """A variant with these properties changed, in all ways but its own."""
+    """The variants that differ from this one in some of these properties."""
     values = (dict(zip(keys, found, strict=True)) for found in product((False, True), repeat=len(keys)))
     return [made for made in (replace(variant, **found) for found in values) if made != variant]
 

@@ -22,6 +22,7 @@ from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import TsoptError, UsageError
@@ -261,4 +262,5 @@ class _Answer:
 def executable_difference(executable: Executable, model: Callable[..., Any], call: Example) -> str | None:
     """`difference` for an executable."""
     limit = executable.tolerance or LIMITS.get(executable.precision)
-    return difference(executable, model, call, state=executable.state, reference=executable.reference, limit=limit)
+    with kept_outside(model):
+        return difference(executable, model, call, state=executable.state, reference=executable.reference, limit=limit)

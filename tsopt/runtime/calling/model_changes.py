@@ -1,8 +1,8 @@
 """Whether a model has changed since it was compiled, as far as that can be detected at every call.
 
 Detected: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced,
-added or removed; training flags; attributes, globals and closures that its Python code reads (`reads.py`), and the
-contents of lists, dicts and plain objects among them. Not detected: values written through numpy or `.data`.
+added or removed; training flags; attributes, globals and closures that its Python code reads (`model_reads.py`), and
+the contents of lists, dicts and plain objects among them. Not detected: values written through numpy or `.data`.
 """
 
 from __future__ import annotations
@@ -277,12 +277,13 @@ class _Found:
 
     def _below(self, values: list[Any], names: set[str]) -> None:
         """What containers and plain objects hold, however deep, as long as it is little."""
-        todo = values[::-1]
-        while todo and len(self._seen) < CONTAINERS:
+        todo, left = values[::-1], CONTAINERS
+        while todo and left:
             value = todo.pop()
             if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
+            left -= isinstance(value, PLAIN) or hasattr(value, "__dict__")
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
             elif isinstance(value, PLAIN):

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.errors import CaptureError
@@ -21,7 +23,7 @@ LARGER = 4  # times as many elements as the inputs had: another engine may be fa
 
 
 def loss(model: Callable[..., Any], served: Callable[..., Any], example: Example) -> str:
-    """Why calls had better be the model's own; empty if they are faster as they are served.
+    """Why eager should serve the calls; empty if they are faster as they are served.
 
     Args:
         served: a call with all that is done around it.
@@ -40,4 +42,4 @@ def size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         leaves, _ = flatten((args, kwargs))
     except CaptureError:
         return 0
-    return sum(leaf.numel() for leaf in leaves)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))

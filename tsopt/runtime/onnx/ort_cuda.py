@@ -14,7 +14,7 @@ import torch
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph.program import Program
-from tsopt.errors import BackendError
+from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
 from tsopt.runtime.backends.recorded import Recorded
@@ -58,6 +58,8 @@ def runner_on_gpu(
     if cuda_graph is not False:
         try:
             return _recorded(open_session, signature), True
+        except BundleError:
+            raise
         except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
             if cuda_graph:
                 raise BackendError("ONNX Runtime cannot be captured as a CUDA graph", why=str(error)[:300]) from error

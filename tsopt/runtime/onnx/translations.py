@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -79,11 +78,23 @@ def _clamp(x: Any, low: Any = None, high: Any = None) -> Any:
 
 def _log1p(x: Any) -> Any:
     is_near = op.And(op.Greater(x, op.CastLike(-0.5, x)), op.Less(x, op.CastLike(1.0, x)))
-    return op.Where(is_near, _log1p_near(x), op.Log(op.Add(x, op.CastLike(1.0, x))))
+    return op.Where(is_near, _log1p_near(x, x.dtype), op.Log(op.Add(x, op.CastLike(1.0, x))))
 
 
-def _log1p_near(x: Any) -> Any:
-    """For |x| up to 1: 2 atanh(x / (2 + x))."""
+def _log1p_near(x: Any, dtype: Any) -> Any:
+    """For |x| up to 1: 2 atanh(x / (2 + x)).
+
+    ONNX Runtime's Atanh is for float32 only. In float64: log(u) x / (u - 1) with u = 1 + x, whose rounding cancels out
+    (W. Kahan; D. Goldberg, "What every computer scientist should know about floating-point arithmetic", theorem 4).
+
+    Args:
+        dtype: of `x`, which may be a value in between.
+    """
+    if dtype == ir.DataType.DOUBLE:
+        one = op.CastLike(1.0, x)
+        rounded = op.Add(one, x)
+        more = op.Sub(rounded, one)
+        return op.Where(op.Equal(rounded, one), x, op.Div(op.Mul(op.Log(rounded), x), more))
     half = op.Atanh(op.Div(x, op.Add(x, op.CastLike(2.0, x))))
     return op.Add(half, half)
 
@@ -98,16 +109,16 @@ def _expm1(x: Any) -> Any:
 
 
 def _log_sigmoid(x: Any) -> Any:
-    return op.Sub(op.Min(x, op.CastLike(0.0, x)), _log1p_near(op.Exp(op.Neg(op.Abs(x)))))
+    return op.Sub(op.Min(x, op.CastLike(0.0, x)), _log1p_near(op.Exp(op.Neg(op.Abs(x))), x.dtype))
 
 
 def _logaddexp(x: Any, y: Any) -> Any:
-    return op.Add(op.Max(x, y), _log1p_near(op.Exp(_minus_distance(x, y))))
+    return op.Add(op.Max(x, y), _log1p_near(op.Exp(_minus_distance(x, y)), x.dtype))
 
 
 def _logaddexp2(x: Any, y: Any) -> Any:
-    more = _log1p_near(op.Pow(op.CastLike(2.0, x), _minus_distance(x, y)))
-    return op.Add(op.Max(x, y), op.Mul(more, op.CastLike(1 / math.log(2), x)))
+    more = _log1p_near(op.Pow(op.CastLike(2.0, x), _minus_distance(x, y)), x.dtype)
+    return op.Add(op.Max(x, y), op.Div(more, op.Log(op.CastLike(2.0, x))))
 
 
 def _minus_distance(x: Any, y: Any) -> Any:
