@@ -70,13 +70,13 @@ class Contents:
         held = all(_same(held, content) for held, content, _ in self._held)
         return held and all(_same_state(now(), state) for _, now, state in self._states)
 
-    def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["of objects", "of all", ""] = "") -> bool:
+    def put_back(self, *, but: Iterable[int] = (), only_tensors: Literal["objects", "all", ""] = "") -> bool:
         """Restores what has changed, and touches nothing else: other threads may be looking.
 
         Args:
             but: ids of containers that stay as they are.
-            only_tensors: leave all changes that have not brought a tensor, for they may be another thread's: of
-                objects, or of all.
+            only_tensors: leave all changes that have not brought a tensor, for they may be another thread's:
+                those of plain objects, or all.
 
         Returns:
             Whether anything was.
@@ -84,7 +84,7 @@ class Contents:
         left, changed = set(but), False
         for held, content, of_object in self._held:
             if id(held) not in left and not _same(held, content):
-                changed |= _restore(held, content, only_tensors == "of all" or (of_object and bool(only_tensors)))
+                changed |= _restore(held, content, only_tensors == "all" or (of_object and bool(only_tensors)))
         for set_state, state_now, state in self._states:
             if not _same_state(state_now(), state):
                 set_state(state)

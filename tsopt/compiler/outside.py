@@ -53,7 +53,7 @@ class Outside:
             if self._is_ours(value, _content(cell)):
                 cell.cell_contents = value
                 changed = True
-        return self._contents.put_back(only_tensors="of all" if self._among_threads else "") or changed
+        return self._contents.put_back(only_tensors="all" if self._among_threads else "") or changed
 
     def _is_ours(self, before: Any, now: Any) -> bool:
         return now is not before and (not self._among_threads or holds_tensor(now))

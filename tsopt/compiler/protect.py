@@ -190,7 +190,7 @@ class Attributes:
                     module.__dict__[name] = value
         left = [name for name in _TABLES if name in but]
         tables = [id(attributes.get(name)) for name in left for _, attributes in self._of]
-        self._contents.put_back(but=tables, only_tensors="of objects" if among_threads else "")
+        self._contents.put_back(but=tables, only_tensors="objects" if among_threads else "")
 
     def are_same(self) -> bool:
         """Whether nothing has changed."""
