@@ -37,9 +37,9 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager, reason_of
-from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
+from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race

@@ -77,12 +77,12 @@ WAYS = [in_a_list, in_a_dict, in_a_defaultdict, in_a_queue, in_an_object, in_a_g
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def single_threaded(monkeypatch):
     """No other threads, such as those of whatever runs the tests."""
     monkeypatch.setattr(outside, "_is_other", lambda thread: False)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("function", WAYS)
 def test_optimize_leaves_what_a_call_keeps_outside_as_it_was(always_faster, function):
     before = state()
@@ -152,7 +152,7 @@ def test_among_threads_only_what_has_brought_tensors_is_taken_back():
     assert (seen, counts) == ([1, 2], {"calls": 1})
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_threaded")
 def test_what_is_as_it_was_is_not_touched():
     found, before = Outside(in_a_list), [*SEEN]
     assert not found.put_back()
@@ -189,7 +189,7 @@ def in_many_ways(x):
     return x.relu()
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_threaded")
 def test_subclasses_and_attributes_of_base_classes_go_back():
     with kept_outside(in_many_ways):
         in_many_ways(X)
@@ -197,7 +197,7 @@ def test_subclasses_and_attributes_of_base_classes_go_back():
     assert (dict(CACHE), dict(COUNTER), "count" in vars(Derived), Derived.count) == ({}, {}, False, 0)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("function", WAYS)
 def test_capture_leaves_it_too(function):
     before = state()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.runtime.calling.model_changes import Watch, Weights
+from tsopt.runtime.calling.model_changes import Watch
+from tsopt.runtime.calling.weights import Weights
 
 FACTOR = 1.0
 TABLE = {"gain": 1.0}

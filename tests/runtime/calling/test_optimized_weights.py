@@ -12,8 +12,8 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.calling.audit import Audits
-from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import Optimized
+from tsopt.runtime.calling.weights import Weights
 
 X = torch.randn(2, 6, generator=torch.Generator().manual_seed(3))
 Y = torch.randn(5, 6, generator=torch.Generator().manual_seed(4))

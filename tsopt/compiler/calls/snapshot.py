@@ -162,7 +162,7 @@ def is_iterator(value: object) -> bool:
 def iterator_in(*roots: Any) -> Any:
     """An iterator among these, or in their containers and attributes; None if there is none.
 
-    Whoever reads an iterator uses it up: a call with one can neither be repeated nor compared. A file is one only where
+    Reading an iterator exhausts it, so a call that has one cannot be repeated for comparison. A file is one only where
     it is given itself, not where some object logs to it.
     """
     todo, seen = [(root, True) for root in roots[::-1]], {}

@@ -7,7 +7,6 @@ the contents of lists, dicts and plain objects among them. Not detected: values 
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, reads_of
-from tsopt.compiler.protect import modules_of
+from tsopt.runtime.calling.weights import has_place
 
 PLAIN = (list, dict, set, deque)
 CONTENTS = 64  # values in a container that is compared; longer ones are for audits
@@ -28,7 +27,6 @@ CONTAINERS = 512  # and how many of them
 ABSENT = object()
 Slot = tuple[Mapping[str, Any], str]
 _version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
-_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # of subclasses that are no more than a name for a tensor
 _cell: Any = attrgetter("cell_contents")
 _function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
@@ -73,7 +71,7 @@ class Watch:
         # Tensors by what holds them: whatever code reads, however it is reached.
         held = (*self._held, *self._values, *self._classes, *self._cells, *found.tensors)
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
-        unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and _has_place(tensor)}
+        unique = {id(tensor): tensor for tensor in tensors if id(tensor) not in written and has_place(tensor)}
         self._tensors = [*unique.values()]
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._shaped = [tensor for tensor in self._tensors if tensor.dim() > 1]
@@ -307,71 +305,6 @@ class _Found:
         self.lengths = {id(container): len(container) for container in self.containers}
 
 
-class Weights:
-    """The weights of a model at one time, known again by their values.
-
-    Args:
-        also: tensors that the model computes with beside its own; `written`: those that it writes in its calls.
-        exact: take down what the values are, which reads all of them once; otherwise only who has written is noticed.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        also: Iterable[torch.Tensor] = (),
-        written: Iterable[torch.Tensor] = (),
-        *,
-        exact: bool = True,
-    ) -> None:
-        self._model, self._also = model, list(also)
-        self._out = [*written]
-        self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors()]
-        self._digest = self._now() if exact else None
-
-    def _tensors(self) -> list[torch.Tensor]:
-        out = {_address(tensor) for tensor in self._out}
-        own = tensors_of(self._model)
-        mine = {_address(tensor) for tensor in own}
-        tensors = [*own, *(tensor for tensor in self._also if _address(tensor) not in mine)]
-        return [tensor for tensor in tensors if _has_place(tensor) and _address(tensor) not in out]
-
-    def touched(self) -> bool:
-        """Whether somebody has written to one of them, or put another in its place, as far as torch knows."""
-        return any(_touch(tensor) != touch for tensor, touch in self._seen)
-
-    def changed(self) -> bool:
-        """Whether their values are others, whoever has written them. Reads all of them."""
-        if self._digest is None:
-            return self.touched()
-        if self._now() != self._digest:
-            return True
-        self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
-        return False
-
-    def _now(self) -> list[tuple[Any, int]]:
-        return [((tensor.dtype, tensor.shape), _checksum(tensor)) for tensor in self._tensors()]
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    with torch.no_grad():
-        dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _touch(tensor: torch.Tensor) -> tuple[int, int]:
-    return 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
-
-
-def _address(tensor: torch.Tensor) -> Any:
-    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if _has_place(tensor) and tensor.numel() else id(tensor)
-
-
-def _has_place(tensor: torch.Tensor) -> bool:
-    """Whether it has memory that can be told by an address."""
-    lazy = isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
-    return not lazy and tensor.layout == torch.strided and type(tensor).__torch_dispatch__ is _NO_DISPATCH
-
-
 class _Slots(Mapping[str, Any]):
     """The attributes of an object whose class has slots for them."""
 
@@ -427,9 +360,3 @@ def _alike(value: Any, before: Any) -> bool:
         return bool(value == before)
     except Exception:  # of arrays, whose comparison is one for each element
         return False
-
-
-def tensors_of(model: Any) -> Sequence[torch.Tensor]:
-    """The parameters and buffers of a module, each once; none of a function."""
-    held = [tensor for m in modules_of(model) for tensor in (*m._parameters.values(), *m._buffers.values())]
-    return [*{id(tensor): tensor for tensor in held if tensor is not None}.values()]

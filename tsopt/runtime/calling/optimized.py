@@ -27,10 +27,10 @@ from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
+from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.checking.held_out_sizes import answers_at_other_sizes, failure_of
 from tsopt.runtime.profiling.engines import profile

@@ -24,8 +24,8 @@ from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.calling.graph_parts import MOST_LATER, Graph, as_lines, weigh
-from tsopt.runtime.calling.model_changes import Weights
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
+from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.racing.contenders import Progress, device_wait

@@ -12,19 +12,9 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.hybrids import QUICK, Net, X, close, counted, eager
+from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return counted(monkeypatch)
-
-
-@pytest.fixture
-def net(always_faster):
-    return tsopt.hybridize(Net().eval(), **QUICK)
 
 
 def test_it_is_compiled_at_the_first_call_and_once(net, calls):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsopt
-from tests.hybrids import QUICK, Net, X
+from tests.hybrid.models import QUICK, Net, X
 from tsopt import hybrid_state
 from tsopt.runtime.calling import own_work
 from tsopt.runtime.racing import race

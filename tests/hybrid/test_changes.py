@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import types
 import warnings
 
@@ -12,20 +11,9 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.hybrids import QUICK, Net, X, close, counted, eager
+from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
-from tsopt.runtime.calling.audit import difference
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return counted(monkeypatch)
-
-
-@pytest.fixture
-def net(always_faster):
-    return tsopt.hybridize(Net().eval(), **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -131,54 +119,6 @@ def test_a_module_that_was_in_training_mode_at_first_does_not_stand_for_good(alw
         assert compiled_of(net).fast.executable is not None
 
 
-def test_another_default_dtype_is_eagers(always_faster):
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    with torch.no_grad():
-        net(X)
-        torch.set_default_dtype(torch.float64)
-        try:
-            with pytest.warns(UserWarning, match="the default dtype has changed"):
-                close(net(X), eager(net))
-        finally:
-            torch.set_default_dtype(torch.float32)
-
-
-def test_modes_are_looked_at_where_the_model_asks_for_them(always_faster):
-    class Asks(Net):
-        def forward(self, x):
-            found = super().forward(x)
-            return found * 3 if torch.is_inference_mode_enabled() or torch.is_grad_enabled() else found
-
-    net = tsopt.hybridize(Asks().eval().requires_grad_(False), **QUICK)
-    with torch.no_grad():
-        wanted = net(X)
-    with torch.inference_mode(), pytest.warns(UserWarning, match="queries the grad mode"):
-        close(net(X), wanted * 3)
-    close(net(X), wanted * 3)
-    with torch.no_grad():
-        close(net(X), wanted)
-
-
-@pytest.mark.filterwarnings("ignore:tsopt")
-def test_what_a_call_of_the_model_counts_is_no_change(always_faster, calls):
-    class Counts(Net):
-        def __init__(self):
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x):
-            self.calls += 1
-            return super().forward(x)
-
-    net = tsopt.hybridize(Counts().eval(), **QUICK)
-    with torch.no_grad():
-        net(X)
-        eager(net)
-        net(X)
-    assert len(calls) == 1
-    assert net.calls == 1, "of eager alone: what was compiled does not count"
-
-
 def test_what_nobody_sees_an_audit_finds_and_it_is_compiled_again(always_faster, calls):
     net = tsopt.hybridize(Net().eval(), share_weights=False, **QUICK)
     with torch.no_grad():
@@ -264,157 +204,6 @@ def test_an_attribute_that_is_read_by_name_is_watched(always_faster):
         close(net(X), X * 3 + 1)
 
 
-def test_a_hook_that_keeps_what_it_sees_is_called_each_time(always_faster):
-    seen = {}
-    model = Net().eval()
-    model.layers[0].register_forward_hook(lambda module, args, output: seen.__setitem__("x", output))
-    net = tsopt.hybridize(model, **QUICK)
-    found = []
-
-    def calls():
-        for x in (X, 2 * X, 3 * X):
-            net(x)
-            found.append(torch.equal(seen["x"], model.layers[0].forward(x)))
-
-    with torch.no_grad(), pytest.warns(UserWarning, match="a call changes .* outside of the model"):
-        calls()
-    assert found == [True] * 3
-
-
-def test_a_hook_that_only_computes_is_compiled(always_faster):
-    model = Net().eval()
-    model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
-    net = tsopt.hybridize(model, **QUICK)
-    with torch.no_grad():
-        close(net(X), eager(net))
-    assert compiled_of(net).fast.executable is not None
-
-
-def test_a_cache_that_the_first_call_fills_is_no_reason_for_eager(always_faster):
-    kept = {}
-
-    class Cached(nn.Module):
-        def forward(self, x):
-            if "factor" not in kept:
-                kept["factor"] = 3.0
-            return x * kept["factor"]
-
-    net = tsopt.hybridize(Cached().eval(), **QUICK)
-    with torch.no_grad():
-        close(net(X), X * 3)
-    assert compiled_of(net).fast.executable is not None
-
-
-def test_a_callback_is_called_each_time(always_faster):
-    class Tells(nn.Module):
-        def forward(self, x, callback):
-            callback(x.shape)
-            return x * 2
-
-    seen = []
-    net = tsopt.hybridize(Tells().eval(), **QUICK)
-    with torch.no_grad():
-        with pytest.warns(UserWarning, match="an input is a function: list.append"):
-            net(X, seen.append)
-        before = len(seen)
-        close(net(X, seen.append), X * 2)
-    assert len(seen) == before + 1
-
-
-def test_another_number_of_threads_is_compiled_for(always_faster, calls, torch_threads):
-    torch_threads(1)
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    with torch.no_grad():
-        wanted = net(X)
-        torch_threads(2)
-        close(net(X), wanted)
-        assert len(calls) == 2
-        torch_threads(1)
-        close(net(X), wanted)
-        assert len(calls) == 3
-
-
-def test_another_number_of_threads_in_another_thread_is_eagers(always_faster, calls, torch_threads):
-    torch_threads(1)
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    with torch.no_grad():
-        wanted = net(X)
-    found = []
-
-    def elsewhere():
-        torch.set_num_threads(2)
-        with torch.no_grad(), pytest.warns(UserWarning, match="number of threads has changed"):
-            found.append(net(X))
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-    close(found[0], wanted)
-    assert len(calls) == 1
-
-
-def test_a_given_number_of_threads_stays(always_faster, calls, torch_threads):
-    torch_threads(1)
-    net = tsopt.hybridize(Net().eval(), threads=1, **QUICK)
-    with torch.no_grad():
-        net(X)
-        torch_threads(2)
-        net(X)
-    assert len(calls) == 1
-
-
-def test_a_mode_that_overrides_functions_is_eagers(always_faster):
-    class Twice(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            found = func(*args, **kwargs or {})
-            return found * 2 if func is nn.functional.linear else found
-
-    net = tsopt.hybridize(nn.Linear(8, 3).eval(), **QUICK)
-    with torch.no_grad():
-        wanted = net(X)
-        with Twice(), pytest.warns(UserWarning, match="Twice intercepts the functions of the call"):
-            close(net(X), wanted * 2)
-        close(net(X), wanted)
-
-
-def test_another_default_device_is_eagers(always_faster):
-    class Makes(nn.Module):
-        def forward(self, x):
-            return x.shape[0] + torch.arange(3)
-
-    net = tsopt.hybridize(Makes().eval(), **QUICK)
-    with torch.no_grad():
-        assert net(X).device.type == "cpu"
-        with torch.device("meta"), pytest.warns(UserWarning, match="the default device has changed"):
-            assert net(X).device.type == "meta"
-
-
-def test_what_another_thread_loads_during_an_audit_stays(always_faster):
-    net = tsopt.hybridize(Net().eval(), **QUICK)
-    with torch.no_grad():
-        net(X)
-    loaded = {"shift": torch.full((3,), 7.0)}
-
-    def load_in_the_middle(x):
-        thread = threading.Thread(target=lambda: net.load_state_dict(loaded, strict=False))
-        thread.start()
-        thread.join()
-        net.layers[2].training = False
-        return nn.Module.__call__(model, x)
-
-    model = tsopt.hybridize(net, active=False)
-    waiting = threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    try:
-        with torch.no_grad():
-            difference(load_in_the_middle, model, tsopt.example(X))
-            close(net.shift, loaded["shift"])
-    finally:
-        waiting.set()
-        thread.join()
-
-
 class Peak(nn.Module):
     """Scales by the largest value that it has seen."""
 
@@ -449,48 +238,3 @@ def test_what_only_another_input_shows_to_be_state_is_eagers(always_faster, cls)
     with torch.no_grad():
         for x in (10 * X, X, 2 * X):
             close(net(x), wanted(x))
-
-
-class Keeps(nn.Module):
-    """Keeps what it computes where its caller may look for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.calls, self.all = None, 0, []
-
-    def forward(self, x):
-        self.last, self.calls = x * 2, self.calls + 1
-        self.all.append(x)
-        self.attention = x + 1
-        return x * 2
-
-
-class Fills(nn.Module):
-    """Fills a cache at the first call, and counts in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = {}
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        if "factor" not in self.kept:
-            self.kept["factor"] = torch.ones(())
-        self.calls += 1
-        return x * self.kept["factor"]
-
-
-def test_attributes_that_each_call_changes_are_told(always_faster):
-    net = tsopt.hybridize(Keeps().eval(), **QUICK)
-    with torch.no_grad(), pytest.warns(UserWarning, match="compiled calls do not change its attributes") as caught:
-        net(X)
-    (warning,) = caught
-    assert all(name in str(warning.message) for name in ("'last'", "'calls'", "'attention'", "a list"))
-
-
-def test_a_cache_and_a_buffer_are_no_such_attributes(always_faster):
-    net = tsopt.hybridize(Fills().eval(), **QUICK)
-    with torch.no_grad():
-        for _ in range(3):
-            close(net(X), X)
-    assert (net.calls, tsopt.report(net).in_eager) == (3, {})

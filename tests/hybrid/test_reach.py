@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.hybrids import QUICK, X, close
+from tests.hybrid.models import QUICK, X, close
 
 
 class Holds:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt import hybrid_state
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -33,19 +32,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layers(x) * self.scale + self.shift
-
-
-def counted(monkeypatch):
-    """What `optimize` was called with."""
-    seen = []
-    real = hybrid_state.optimize
-
-    def optimize(model, example, **options):
-        seen.append(model)
-        return real(model, example, **options)
-
-    monkeypatch.setattr(hybrid_state, "optimize", optimize)
-    return seen
 
 
 def close(a, b):

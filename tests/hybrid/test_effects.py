@@ -1,0 +1,133 @@
+"""`hybridize`: what calls change besides their results, in the model and outside of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.hybrid.models import QUICK, Net, X, close, eager
+from tsopt.hybrid import compiled_of
+
+
+@pytest.mark.filterwarnings("ignore:tsopt")
+def test_what_a_call_of_the_model_counts_is_no_change(always_faster, calls):
+    class Counts(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    net = tsopt.hybridize(Counts().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        eager(net)
+        net(X)
+    assert len(calls) == 1
+    assert net.calls == 1, "only the eager call has counted"
+
+
+def test_a_hook_that_keeps_what_it_sees_is_called_each_time(always_faster):
+    seen = {}
+    model = Net().eval()
+    model.layers[0].register_forward_hook(lambda module, args, output: seen.__setitem__("x", output))
+    net = tsopt.hybridize(model, **QUICK)
+    found = []
+
+    def calls():
+        for x in (X, 2 * X, 3 * X):
+            net(x)
+            found.append(torch.equal(seen["x"], model.layers[0].forward(x)))
+
+    with torch.no_grad(), pytest.warns(UserWarning, match="a call changes .* outside of the model"):
+        calls()
+    assert found == [True] * 3
+
+
+def test_a_hook_that_only_computes_is_compiled(always_faster):
+    model = Net().eval()
+    model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        close(net(X), eager(net))
+    assert compiled_of(net).fast.executable is not None
+
+
+def test_a_cache_that_the_first_call_fills_is_no_reason_for_eager(always_faster):
+    kept = {}
+
+    class Cached(nn.Module):
+        def forward(self, x):
+            if "factor" not in kept:
+                kept["factor"] = 3.0
+            return x * kept["factor"]
+
+    net = tsopt.hybridize(Cached().eval(), **QUICK)
+    with torch.no_grad():
+        close(net(X), X * 3)
+    assert compiled_of(net).fast.executable is not None
+
+
+def test_a_callback_is_called_each_time(always_faster):
+    class Tells(nn.Module):
+        def forward(self, x, callback):
+            callback(x.shape)
+            return x * 2
+
+    seen = []
+    net = tsopt.hybridize(Tells().eval(), **QUICK)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="an input is a function: list.append"):
+            net(X, seen.append)
+        before = len(seen)
+        close(net(X, seen.append), X * 2)
+    assert len(seen) == before + 1
+
+
+class Keeps(nn.Module):
+    """Keeps what it computes where its caller may look for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.calls, self.all = None, 0, []
+
+    def forward(self, x):
+        self.last, self.calls = x * 2, self.calls + 1
+        self.all.append(x)
+        self.attention = x + 1
+        return x * 2
+
+
+class Fills(nn.Module):
+    """Fills a cache at the first call, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {}
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if "factor" not in self.kept:
+            self.kept["factor"] = torch.ones(())
+        self.calls += 1
+        return x * self.kept["factor"]
+
+
+def test_attributes_that_each_call_changes_are_told(always_faster):
+    net = tsopt.hybridize(Keeps().eval(), **QUICK)
+    with torch.no_grad(), pytest.warns(UserWarning, match="compiled calls do not change its attributes") as caught:
+        net(X)
+    (warning,) = caught
+    assert all(name in str(warning.message) for name in ("'last'", "'calls'", "'attention'", "a list"))
+
+
+def test_a_cache_and_a_buffer_are_no_such_attributes(always_faster):
+    net = tsopt.hybridize(Fills().eval(), **QUICK)
+    with torch.no_grad():
+        for _ in range(3):
+            close(net(X), X)
+    assert (net.calls, tsopt.report(net).in_eager) == (3, {})

@@ -1,0 +1,135 @@
+"""`hybridize`: settings of the process and of threads, which may differ between calls."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.hybrid.models import QUICK, Net, X, close, eager
+from tsopt.runtime.calling.audit import difference
+
+
+def test_another_default_dtype_is_eagers(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        torch.set_default_dtype(torch.float64)
+        try:
+            with pytest.warns(UserWarning, match="the default dtype has changed"):
+                close(net(X), eager(net))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_modes_are_looked_at_where_the_model_asks_for_them(always_faster):
+    class Asks(Net):
+        def forward(self, x):
+            found = super().forward(x)
+            return found * 3 if torch.is_inference_mode_enabled() or torch.is_grad_enabled() else found
+
+    net = tsopt.hybridize(Asks().eval().requires_grad_(False), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+    with torch.inference_mode(), pytest.warns(UserWarning, match="queries the grad mode"):
+        close(net(X), wanted * 3)
+    close(net(X), wanted * 3)
+    with torch.no_grad():
+        close(net(X), wanted)
+
+
+def test_another_number_of_threads_is_compiled_for(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        torch_threads(2)
+        close(net(X), wanted)
+        assert len(calls) == 2
+        torch_threads(1)
+        close(net(X), wanted)
+        assert len(calls) == 3
+
+
+def test_another_number_of_threads_in_another_thread_is_eagers(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+    found = []
+
+    def elsewhere():
+        torch.set_num_threads(2)
+        with torch.no_grad(), pytest.warns(UserWarning, match="number of threads has changed"):
+            found.append(net(X))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    close(found[0], wanted)
+    assert len(calls) == 1
+
+
+def test_a_given_number_of_threads_stays(always_faster, calls, torch_threads):
+    torch_threads(1)
+    net = tsopt.hybridize(Net().eval(), threads=1, **QUICK)
+    with torch.no_grad():
+        net(X)
+        torch_threads(2)
+        net(X)
+    assert len(calls) == 1
+
+
+def test_a_mode_that_overrides_functions_is_eagers(always_faster):
+    class Twice(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **kwargs or {})
+            return found * 2 if func is nn.functional.linear else found
+
+    net = tsopt.hybridize(nn.Linear(8, 3).eval(), **QUICK)
+    with torch.no_grad():
+        wanted = net(X)
+        with Twice(), pytest.warns(UserWarning, match="Twice intercepts the functions of the call"):
+            close(net(X), wanted * 2)
+        close(net(X), wanted)
+
+
+def test_another_default_device_is_eagers(always_faster):
+    class Makes(nn.Module):
+        def forward(self, x):
+            return x.shape[0] + torch.arange(3)
+
+    net = tsopt.hybridize(Makes().eval(), **QUICK)
+    with torch.no_grad():
+        assert net(X).device.type == "cpu"
+        with torch.device("meta"), pytest.warns(UserWarning, match="the default device has changed"):
+            assert net(X).device.type == "meta"
+
+
+def test_what_another_thread_loads_during_an_audit_stays(always_faster):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+    loaded = {"shift": torch.full((3,), 7.0)}
+
+    def load_in_the_middle(x):
+        thread = threading.Thread(target=lambda: net.load_state_dict(loaded, strict=False))
+        thread.start()
+        thread.join()
+        net.layers[2].training = False
+        return nn.Module.__call__(model, x)
+
+    model = tsopt.hybridize(net, active=False)
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    try:
+        with torch.no_grad():
+            difference(load_in_the_middle, model, tsopt.example(X))
+            close(net.shift, loaded["shift"])
+    finally:
+        waiting.set()
+        thread.join()
