@@ -22,6 +22,7 @@ PARTS = 64  # of a container that is looked through
 LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
 CODE = (FunctionType, property, classmethod, staticmethod, MemberDescriptorType)
 BASES = (nn.Module, object)
+ABSENT = object()  # where a name has no value
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -199,9 +200,8 @@ class _Search:
             self._global(function.__globals__, name, names)
 
     def _cell(self, cell: CellType, cls: type | None) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a name that has no value yet
+        value = content_of(cell)
+        if value is ABSENT:
             return
         self._value(value, cls)
         if self._is_new(cell):
@@ -219,6 +219,14 @@ class _Search:
             return
         if not self._value(value, None) or isinstance(value, (FunctionType, nn.Module)):
             self.found.places.append((place, name))
+
+
+def content_of(cell: CellType) -> Any:
+    """What a variable of a closure holds; ABSENT while it has no value."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
 
 
 def _namespace(value: Any) -> dict[str, Any]:

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tsopt.compiler.contents import Contents, holds_tensor, is_library
-from tsopt.compiler.model_reads import reads_of
-
-ABSENT = object()
+from tsopt.compiler.model_reads import ABSENT, content_of, reads_of
 
 
 class Outside:
@@ -50,7 +48,7 @@ class Outside:
                 delattr(cls, name) if value is ABSENT else setattr(cls, name, value)
                 changed = True
         for cell, value in self._cells:
-            if self._is_ours(value, _content(cell)):
+            if self._is_ours(value, content_of(cell)):
                 cell.cell_contents = value
                 changed = True
         return self._contents.put_back(only_tensors="all" if self._among_threads else "") or changed
@@ -72,10 +70,3 @@ def kept_outside(model: Any) -> Iterator[None]:
 def _is_other(thread: threading.Thread) -> bool:
     """Whether it may run code of the user's; tqdm, which torch imports, starts one that only redraws bars."""
     return thread is not threading.current_thread() and type(thread).__name__ != "TMonitor"
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the name has no value any more
-        return ABSENT

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tsopt.compiler.model_reads import HOOKS, LEAVES, TABLES, Reads, reads_of
+from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
 from tsopt.runtime.calling.weights import has_place
 
 PLAIN = (list, dict, set, deque)
 CONTENTS = 64  # values in a container that is compared; longer ones are for audits
 CONTAINERS = 512  # and how many of them
-ABSENT = object()
 Slot = tuple[Mapping[str, Any], str]
 _version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
 _cell: Any = attrgetter("cell_contents")
@@ -63,7 +62,7 @@ class Watch:
         self._held = [*chain.from_iterable(self._views)]
         self._values = [place[name] for place, name in found.slots]
         self._classes = [getattr(cls, name) for cls, name in found.classes]
-        self._cells = [_content(cell) for cell in found.cells]
+        self._cells = [content_of(cell) for cell in found.cells]
         functions = chain.from_iterable(map(_function, found.functions))
         self._all = [*self._held, *self._values, *self._classes, *self._cells, *functions]
         self._sizes = [*map(len, found.tables)]
@@ -190,7 +189,7 @@ class Watch:
             if id(slot[0]) in outside and not _alike(slot[0].get(slot[1], ABSENT), before)
         ]
         cells = zip(found.cells, self._cells, strict=True)
-        names += ["a variable of a closure" for cell, before in cells if not _alike(_content(cell), before)]
+        names += ["a variable of a closure" for cell, before in cells if not _alike(content_of(cell), before)]
         return [*dict.fromkeys(names)]
 
     def leave_out_changes(self) -> None:
@@ -220,7 +219,7 @@ class Watch:
         found.containers, found.slots = kept, slots
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
-        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _alike(_content(c), before)]
+        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _alike(content_of(c), before)]
 
     def renew(self) -> None:
         """From now on what counts is how things are now."""
@@ -267,7 +266,7 @@ class _Found:
         mine |= {id(place) for place, _ in self.slots[inside + len(reads.places) :]}
         values = [place[name] for place, name in reads.places]
         values += [getattr(cls, name) for cls, name in self.classes]
-        values += [_content(cell) for cell in self.cells]
+        values += [content_of(cell) for cell in self.cells]
         self._below([*values, *reads.objects, *reads.held], reads.names)
         everything = (*self.containers, *self.empty, *(place for place, _ in self.slots))
         self.outside = {id(held) for held in everything} - mine
@@ -331,13 +330,6 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
         return namespace
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     return _Slots(value, [name for names in slots for name in ([names] if isinstance(names, str) else names)])
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return ABSENT
 
 
 def _all_alike(values: list[Any], before: list[Any]) -> bool:
