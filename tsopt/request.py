@@ -24,7 +24,7 @@ from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.protect import InEvalMode, training_flags
+from tsopt.compiler.protect import InEvalMode, training_flags, training_of
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.sizes.generalize import NotGeneral
@@ -430,6 +430,6 @@ def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
     """The model as it is called: an exported program as a module; under `eval_mode` with its training flags off."""
     if isinstance(model, ExportedProgram):
         return model.module(check_guards=False)
-    if not eval_mode or not isinstance(model, nn.Module) or not any(m.training for m in model.modules()):
+    if not eval_mode or not isinstance(model, nn.Module) or not any(training_of(model.modules())):
         return model
     return InEvalMode(model)

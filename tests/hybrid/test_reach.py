@@ -199,3 +199,14 @@ def test_a_model_of_many_modules_is_watched_too(always_faster):
         close(net(X), model(X))
         model.held = 3.0
         close(net(X), model(X))
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda part: torch.jit.freeze(torch.jit.script(part))])
+def test_a_part_that_torchscript_holds_is_called(always_faster, tmp_path, made):
+    made(nn.Linear(8, 8).eval()).save(tmp_path / "part.ts")
+    model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
+    model[0] = torch.jit.load(tmp_path / "part.ts")  # a frozen one knows of no training mode
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        for _ in range(2):
+            close(net(X), model[1](model[0](X)))

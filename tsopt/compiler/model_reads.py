@@ -175,6 +175,8 @@ class _Search:
         self._value(vars(base)[name], cls)
         if isinstance(vars(base)[name], classmethod) or name in ("__dict__", "__class__"):
             return  # what is read from the class is another object each time
+        if not hasattr(cls, name):
+            return  # a descriptor that answers for objects only, as `forward` of torch.jit.ScriptModule does
         # Of torch's own classes only what users are known to replace: there are many, and each costs time in each call.
         if name == "forward" or cls.__module__.partition(".")[0] != "torch":
             self.found.classes.append((cls, name))

@@ -118,11 +118,16 @@ def modules_of(model: Any) -> list[nn.Module]:
     return list(model.modules()) if isinstance(model, nn.Module) else []
 
 
+def training_of(modules: Iterable[nn.Module]) -> list[bool]:
+    """Which of them are in training mode; frozen TorchScript modules know of none."""
+    return [getattr(module, "training", False) for module in modules]
+
+
 @contextmanager
 def training_flags(model: Any, value: bool) -> Iterator[None]:
     """Sets the flag on every module without calling `train()`, which models override with effects of their own."""
-    modules = modules_of(model)
-    before = [module.training for module in modules]
+    modules = [module for module in modules_of(model) if hasattr(module, "training")]
+    before = training_of(modules)
     try:
         for module in modules:
             module.training = value

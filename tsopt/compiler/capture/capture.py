@@ -44,7 +44,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.protect import protected, training_flags
+from tsopt.compiler.protect import protected, training_flags, training_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
 from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims, with_sizes
@@ -158,7 +158,7 @@ def _from_shadow(
             log.info("capturing %s itself instead of its shadow copy: %s", name_of(model), error)
             return None
         raise
-    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    training = isinstance(model, nn.Module) and any(training_of(model.modules()))
     # What a program writes would have to be put back; and for eval mode flags would be set for all who call the model.
     unasked = bool(program.state) or (training and eval_mode) or any(map(ops.may_trap, all_calls(program)))
     same = not strayed and (unasked or answers_alike(model, shadow.called, examples[0]))
@@ -169,7 +169,7 @@ def _in_its_mode(
     model: Callable[..., Any], examples: Sequence[Example], dynamic: DynamicSizes, frontend: str, eval_mode: bool
 ) -> Program:
     """The program of a model in eval mode, or in training mode where that makes no difference."""
-    training = isinstance(model, nn.Module) and any(module.training for module in model.modules())
+    training = isinstance(model, nn.Module) and any(training_of(model.modules()))
     if training and eval_mode:
         with training_flags(model, False):
             return _as_asked(model, examples, dynamic, frontend)

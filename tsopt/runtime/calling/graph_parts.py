@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.protect import training_of
 from tsopt.errors import TsoptError
 from tsopt.runtime.calling.optimized import Optimized
 
@@ -166,7 +167,7 @@ class Graph:
     def _optimize(self, args: Sequence[Any]) -> None:
         weights = {i: value for i, value in enumerate(args) if _is_static(value)}
         values = [value for i, value in enumerate(args) if i not in weights]
-        training = any(module.training for module in self.graph.modules() if module is not self.graph)
+        training = any(training_of(module for module in self.graph.modules() if module is not self.graph))
         if training or not any(isinstance(value, torch.Tensor) for value in values):
             self.refused = "a module is in training mode" if training else "nothing to compute"
             return

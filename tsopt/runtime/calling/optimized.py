@@ -18,7 +18,7 @@ from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.protect import modules_of, protected
+from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
@@ -92,7 +92,7 @@ class Optimized:
         self._audits = audits or Audits(0)
         self._weights, self._shares, self._knows_objections = weights, share_weights, False
         self._eager_calls = 0
-        self._flags = [module.training for module in modules_of(model)]
+        self._flags = training_of(modules_of(model))
         if executable is None:
             self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
             self._audits.left = NOW_AND_THEN if weights is not None else NEVER
@@ -151,7 +151,7 @@ class Optimized:
 
     def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         executable = None if objection_to(args, kwargs) else self.serving(args, kwargs)
-        if executable is None or [module.training for module in modules_of(self.model)] != self._flags:
+        if executable is None or training_of(modules_of(self.model)) != self._flags:
             return None  # in training mode the model is no reference
         if self._weights is not None and self._weights.touched() and self._weights.changed():
             self._outlived()

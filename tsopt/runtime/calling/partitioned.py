@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
-from tsopt.compiler.protect import InEvalMode, modules_of, protected
+from tsopt.compiler.protect import InEvalMode, modules_of, protected, training_of
 from tsopt.compiler.quiet import silent
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
@@ -62,7 +62,7 @@ class Partitioned:
         self.model, self.report = model, report
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
-        self._flags = [module.training for module in modules_of(model)]
+        self._flags = training_of(modules_of(model))
         eager_wins = report.winner_key == MODEL
         self.backend = "eager" if eager_wins else report.winner_key
         self._run = model if eager_wins else run
@@ -101,7 +101,7 @@ class Partitioned:
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """How it differs from the model on a call, as `audit.difference` says it."""
-        if [module.training for module in modules_of(self.model)] != self._flags:
+        if training_of(modules_of(self.model)) != self._flags:
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
@@ -213,7 +213,7 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
     """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
     if isinstance(model, torch.jit.ScriptFunction):
         return SCRIPT, model
-    if isinstance(model, torch.jit.ScriptModule) and model.training:
+    if isinstance(model, torch.jit.ScriptModule) and any(training_of([model])):
         raise NotReady(
             "the TorchScript model is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
         )
