@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +18,13 @@ from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
-from tsopt.compiler.outside import Outside, kept_outside
-from tsopt.compiler.protect import modules_of, protected
+from tsopt.compiler.outside import kept_outside
+from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
+from tsopt.runtime.calling.call_effects import call_effects, not_changed, why_eager
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
@@ -33,6 +33,7 @@ from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
 # Defaults: the first call blocks the caller, changes of the weights are detected here, and who calls a hybrid may be a
@@ -127,11 +128,14 @@ class Compiled:
                 self._calls += 1
         return True
 
-    def _step_back(self, reason: str, example: Example) -> None:
-        """Leaves calls to the model itself, with next to no work around them."""
+    def _steps_back(self, reason: str, example: Example) -> bool:
+        """Leaves calls to the model itself for a reason, if there is one, with next to no work around them."""
+        if not reason or "error" in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
+            return False
         self._stepped_back, self._size = reason, max(1, size_of(example.args, example.kwargs))
         self._audits = Audits(0)
         self._audits.left = -1  # each call that is not left to the model unseen is looked at
+        return True
 
     def _audit(self, fast: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if isinstance(fast, Partitioned):
@@ -191,32 +195,32 @@ class Compiled:
             raise
         except TsoptError as error:
             self.why_eager = "; ".join(filter(None, (error.what, error.where)))
-            self._refused_in = [module.training for module in modules_of(self.model)]
+            self._refused_in = training_of(modules_of(self.model))
             self._declined(self.why_eager)
             return
         finally:
             self._seconds += time.perf_counter() - start
         if isinstance(fast, InEager):
             self.why_eager = fast.report.why
-            self._refused_in = [module.training for module in modules_of(self.model)]
+            self._refused_in = training_of(modules_of(self.model))
             self._declined(self.why_eager)
             return
         fast.unwatched()
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
-        outside = self._learn(watch, example, is_eager=_is_eager(fast))
+        outside, inside = call_effects(self.model, watch, example)
         if outside and not _is_eager(fast):
-            self.why_eager = f"a call changes {', '.join(outside)} outside of the model, which compiled calls would not"
+            self.why_eager = why_eager(outside)
             self._declined(self.why_eager)
             return
+        if inside and not outside and not _is_eager(fast):
+            self._warn(f": {not_changed(inside)}", stacklevel=7)
         self._ambient.ask(watch.asks)
         self._watch, self.fast = watch, fast
         reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example)
-        if not reason:
+        if not self._steps_back(reason, example):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
-        elif "error" not in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
-            self._step_back(reason, example)
 
-    def _loss(self, fast: Optimized | Partitioned, watch: Watch, example: Example) -> str:
+    def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example) -> str:
         """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
 
         def served(*args: Any, **kwargs: Any) -> Any:
@@ -225,36 +229,32 @@ class Compiled:
         with kept_outside(self.model), protected(self.model, written=watch.written):
             return loss(self.model, served, InputSet("example", example).clone())
 
-    def _learn(self, watch: Watch, example: Example, *, is_eager: bool) -> list[str]:
-        """Ignores what the model itself changes when it is called. Returns what each call changes outside of it."""
-        outside, inside, complete = list[str](), list[str](), False
-        before = Outside(self.model)
-        with protected(self.model, written=watch.written), contextlib.suppress(Exception):
-            outside, inside = watch.changes_of(partial(self._called_once, example), partial(kept_outside, self.model))
-            watch.leave_out_changes()
-            complete = True
-        if outside or not complete:  # the model itself will serve the call
-            before.put_back()
-        watch.renew()
-        if inside and not outside and not is_eager:
-            names = f"its attribute{'s' * (len(inside) > 1)} {', '.join(inside)}"
-            self._warn(
-                f": compiled calls do not change {names}, which each call of the model itself does", stacklevel=8
-            )
-        return outside
-
-    def _called_once(self, example: Example) -> None:
-        call = InputSet("example", example).clone()
-        self.model(*call.args, **call.kwargs)
-
     def _ambient_now(self) -> _Ambient:
         return _Ambient(follows_threads=self.options.get("threads") is None)
 
     def _begin(self) -> None:
         self._ambient = self._ambient_now()
-        self.fast = self._watch = InBackground(self.model, self.options | {"audit": 0}, self._say)
+        options = self.options | {"audit": 0}
+        self.fast = self._watch = InBackground(self.model, options, self._say, self._may_serve)
         self._ambient.ask(self.fast.asks)
         self._audits = Audits(self.options.get("audit", SHARE))
+
+    def _may_serve(self, made: Executable | None, watch: Watch, example: Example) -> bool:
+        """Whether what another process has made will serve calls; nothing if eager has won."""
+        fast = self.fast
+        if made is not None:
+            outside, inside = call_effects(self.model, watch, example)
+            if outside:
+                with self._lock:
+                    self._drop(changes=0)
+                    self.why_eager = why_eager(outside)
+                self._say(self.why_eager)
+                return False
+            if inside:
+                self._warn(f": {not_changed(inside)}", stacklevel=9)
+        reason = NOT_FASTER if made is None else self._loss(made, watch, example)
+        alone = isinstance(fast, InBackground) and not fast.has_made_any
+        return made is not None and not (self._steps_back(reason, example) if alone else reason)
 
     def _changed(self) -> bool:
         return self._watch is not None and self._watch.changed()
@@ -263,11 +263,11 @@ class Compiled:
         """Whether a module was switched to training mode."""
         watch = self._watch
         flags = watch is not None and watch.training_changed()
-        return flags and any(module.training for module in modules_of(self.model))
+        return flags and any(training_of(modules_of(self.model)))
 
     def _other_flags(self) -> bool:
         """Whether training flags have changed since it could not be captured."""
-        return self._refused_in is not None and self._refused_in != [m.training for m in modules_of(self.model)]
+        return self._refused_in is not None and self._refused_in != training_of(modules_of(self.model))
 
     def _reason(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Why this call is served by eager."""
@@ -306,14 +306,17 @@ class Compiled:
         """Which calls are compiled, and why others are not."""
         fast, seconds, in_eager = self.fast, self._seconds, Counter(self._in_eager)
         name = getattr(self.model, "__name__", type(self.model).__name__)
+        reports: tuple[Report, ...] = ()
         if isinstance(fast, InBackground):
-            return HybridReport(name, self._calls, in_eager + fast.in_eager, fast.seconds, tuple(fast.reports))
+            in_eager, seconds, reports = in_eager + fast.in_eager, seconds + fast.seconds, tuple(fast.reports)
+        elif fast is not None:
+            reports = (fast.report,)
         if self._stepped_back:
             calls, of_these = self._of_before
             in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
         elif isinstance(fast, Optimized):
             in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
-        return HybridReport(name, self._calls, in_eager, seconds, () if fast is None else (fast.report,))
+        return HybridReport(name, self._calls, in_eager, seconds, reports)
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:
         name = getattr(self.model, "__name__", type(self.model).__name__)

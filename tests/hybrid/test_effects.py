@@ -103,7 +103,7 @@ class Keeps(nn.Module):
 
 
 class Fills(nn.Module):
-    """Fills a cache at the first call, and counts in a buffer."""
+    """Fills a cache at the first call, keeps a table as an attribute from then on, and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,10 @@ class Fills(nn.Module):
     def forward(self, x):
         if "factor" not in self.kept:
             self.kept["factor"] = torch.ones(())
+        if not hasattr(self, "table"):
+            self.table = torch.ones(())
         self.calls += 1
-        return x * self.kept["factor"]
+        return x * self.kept["factor"] * self.table
 
 
 def test_attributes_that_each_call_changes_are_told(always_faster):

@@ -17,6 +17,7 @@ from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.model_reads import reads_of
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
@@ -44,15 +45,26 @@ class _Running:
 class InBackground:
     """A model that eager serves until its compiled form is ready in another process.
 
+    Args:
+        say: tells the user why the model itself serves a call.
+        may_serve: whether what was made, nothing if eager has won, will serve calls such as the one that it was made
+            for, by this model as it is watched. Called in the thread of a call.
+
     Attributes:
         reports: of the signatures that are ready, the newest last.
         seconds: that the processes have taken to compile them.
         in_eager: calls that the model itself has served, by reason.
     """
 
-    def __init__(self, model: Callable[..., Any], options: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        options: dict[str, Any],
+        say: Callable[[str], None],
+        may_serve: Callable[[Executable | None, Watch, Example], bool],
+    ) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
-        self._say = say
+        self._say, self._may_serve = say, may_serve
         self._specializations = Specializations()
         # The files of a job are there for as long as what was made from them.
         self._files: weakref.WeakKeyDictionary[Executable, Job] = weakref.WeakKeyDictionary()
@@ -108,6 +120,11 @@ class InBackground:
         except (TypeError, CaptureError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
+
+    @property
+    def has_made_any(self) -> bool:
+        """Whether anything compiled serves calls."""
+        return bool(self._files)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -221,10 +238,14 @@ class InBackground:
         if executable is None:
             held = named_tensors(self.model)
             job.watch.leave_out(held[name] for name in answer.written)
+        # All that is there, what the calls until now have changed included.
+        watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
             return  # it was made of other weights: the next call of this key begins again
+        if not self._may_serve(executable, watch, job.examples[0]):
+            executable = None
         if executable is not None:
-            self._files[executable], self._watch = job, job.watch
+            self._files[executable], self._watch = job, watch
             self._specializations.used(executable)
         self._keep(running, executable)
         self.reports.append(answer.report)
@@ -262,9 +283,10 @@ class InBackground:
         job.watch.leave_out(executable.state)
         if not job.watch.changed():
             for example in job.examples if executable.signature.dims else job.examples[:1]:
-                oracle = Oracle(self.model, example, None, state=executable.state, few=True)
                 tolerance = SAME_MODEL if executable.precision == FP32 else None
-                verdict = oracle.judge(executable, precision="bf16", tolerance=tolerance)
+                with kept_outside(self.model):
+                    oracle = Oracle(self.model, example, None, state=executable.state, few=True)
+                    verdict = oracle.judge(executable, precision="bf16", tolerance=tolerance)
                 if not verdict.ok:
                     why = verdict.reason
                     raise AccuracyError("the model computes different values in the background process", why=why)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
+from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling.weights import has_place
 
 PLAIN = (list, dict, set, deque)
@@ -47,7 +48,7 @@ class Watch:
         self.modules, self.asks = reads.modules, frozenset(reads.names)
         self.written: list[torch.Tensor] = list(written)
         self._found = _Found(reads)
-        self._flags = [module.training for module in self.modules]
+        self._flags = training_of(self.modules)
         self._now()
 
     @property
@@ -136,7 +137,7 @@ class Watch:
 
     def training_changed(self) -> bool:
         """Whether modules are in training mode that were not, or the other way round."""
-        return [module.training for module in self.modules] != self._flags
+        return training_of(self.modules) != self._flags
 
     def changes_of(
         self, call: Callable[[], object], kept: Callable[[], AbstractContextManager[None]]
@@ -152,6 +153,7 @@ class Watch:
         call()
         if not self._changed_outside() and not self._changed_inside():
             return [], []
+        self._found.add_new(self.asks)
         self.renew()
         with kept():
             call()
@@ -223,7 +225,7 @@ class Watch:
 
     def renew(self) -> None:
         """From now on what counts is how things are now."""
-        self._flags = [module.training for module in self.modules]
+        self._flags = training_of(self.modules)
         self._found.measure()
         self._now()
 
@@ -250,7 +252,7 @@ class _Found:
         self.cells: list[CellType] = reads.cells
         self.functions, self.classes = reads.functions, reads.classes
         self.tables = [module.__dict__ for module in reads.modules]
-        self.known = [frozenset(table) for table in self.tables]
+        self.known: list[frozenset[str]] = []
         self._seen: set[int] = set()
         held: list[dict[Any, Any]] = [getattr(nn.modules.module, f"_global{name}") for name in HOOKS]
         for module in reads.modules:
@@ -298,10 +300,17 @@ class _Found:
                 self.slots += [(attributes, name) for name in own]
                 todo += [attributes[name] for name in own]
 
+    def add_new(self, names: frozenset[str]) -> None:
+        """Attributes that modules have got since, of those that code reads."""
+        tables = zip(self.tables, self.known, strict=True)
+        self.slots += [(table, name) for table, known in tables for name in table if name in names - known]
+
     def measure(self) -> None:
+        self.slots = [(place, name) for place, name in self.slots if name in place]
         self.containers += [table for table in self.empty if table]
         self.empty = [table for table in self.empty if not table]
         self.lengths = {id(container): len(container) for container in self.containers}
+        self.known = [frozenset(table) for table in self.tables]
 
 
 class _Slots(Mapping[str, Any]):

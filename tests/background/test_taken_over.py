@@ -1,0 +1,53 @@
+"""What another process has made serves calls only where that does what the model does, and faster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tsopt
+from tests.background.helpers import QUICK, Net, X
+from tsopt import hybrid_state
+
+SEEN = []
+
+
+class Collects(Net):
+    """Adds to a list outside of it in each call."""
+
+    def forward(self, x):
+        SEEN.append(x)
+        return super().forward(x)
+
+
+def test_a_model_that_changes_what_is_outside_of_it_stays_in_eager():
+    SEEN.clear()
+    net = tsopt.hybridize(Collects().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        with pytest.warns(UserWarning, match="a call changes a list outside of the model"):
+            tsopt.wait(net)
+        assert (len(SEEN), float(net.x)) == (1, 1.0), "what is checked counts for nothing"
+        torch.testing.assert_close(net(X), net.layers(X))
+    assert (len(SEEN), float(net.x)) == (2, 2.0)
+    found = tsopt.report(net)
+    assert (found.calls, sum(found.in_eager.values())) == (2, 2)
+    assert "a call changes a list outside of the model" in str(found)
+
+
+def test_where_calls_are_too_short_the_model_itself_serves_them(monkeypatch):
+    rows = []
+    monkeypatch.setattr(hybrid_state, "UNSEEN", 0)
+    monkeypatch.setattr(hybrid_state, "loss", lambda model, made, call: rows.append(len(call.args[0])) or "too short")
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X[:1])
+        tsopt.wait(net)
+        assert rows == [1]
+        for _ in range(3):
+            torch.testing.assert_close(net(X[:1]), net.layers(X[:1]))
+        net(X)  # four times as large
+        tsopt.wait(net)
+    assert rows == [1, 4]
+    found = tsopt.report(net)
+    assert (found.calls, found.in_eager["too short"]) == (5, 3)
