@@ -82,6 +82,7 @@ def test_beams_are_those_of_the_model(hybrid, eager):
     assert compiled_calls(hybrid) > 12
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("how", ["in place", "loaded", "replaced"])
 def test_weights_that_change_between_two_steps_count_from_the_next_one(hybrid, eager, how):
     mine, theirs = {}, {}

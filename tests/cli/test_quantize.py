@@ -23,7 +23,7 @@ def accuracy(model):
 """
 
 
-@pytest.mark.sliced(2)
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("data", ["m.py:data", "m.py:made", "data.npz", "8"])
 def test_the_layers_are_shown_and_a_bundle_is_written(tsopt, write, tmp_path, data):
     write(WITH_DATA)

@@ -42,7 +42,8 @@ def test_every_new_tensor_names_its_device():
     assert [line for path in files for line in makers(path)] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "int8", "calibration": 8}, {"precision": "bf16"}], ids=str)
+@pytest.mark.sliced(1)
+@pytest.mark.parametrize("options", [{"precision": "int8", "calibration": 8}, {"precision": "bf16"}, {}], ids=str)
 def test_the_default_device_changes_nothing(options):
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(4, 64)
     with torch.device("meta"), warnings.catch_warnings():

@@ -85,6 +85,7 @@ def test_engines_compute_attention_with_rounded_scores(engine, fused):
     assert float((found - wanted).norm() / wanted.norm()) < 0.01
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.skipif(largest_weight() < 127, reason="sums of signed 8-bit products saturate on this processor")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_attention_with_rounded_scores_takes_any_size(engine):

@@ -45,6 +45,7 @@ def test_what_was_compiled_for_other_weights_is_not_opened(once_as_shipped, expo
     torch.testing.assert_close(other(X), make(seed=1)(X).detach())
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-200], lambda raw: raw.replace(b"Gemm", b"Mmeg"), lambda raw: b""])
 def test_damaged_files_of_a_winner_are_not_opened(once_as_shipped, exports, damage):
     optimize(backends=("onnxruntime",))

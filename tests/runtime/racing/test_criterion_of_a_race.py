@@ -210,6 +210,7 @@ def test_the_cache_knows_the_data(monkeypatch):
     assert key_of_race(metric=lambda m: 1.0) is None, "a function may be another one tomorrow"
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("data", [iter, np.stack])
 def test_another_signature_needs_no_calibration(int8_wins, monkeypatch, data):
     """A generator is empty by then, and an array has no truth value."""

@@ -81,6 +81,7 @@ def test_times_that_cannot_be_are_refused(times, try_all, monkeypatch):
     assert rows["eager + passes"].status == "ok"
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("name", ["Sleeps", "Spins"])
 def test_a_candidate_that_hangs_is_ended_and_the_race_goes_on(name, try_all):
     rows, _ = try_all(FAULTY + name, "eager", budget=4.0)

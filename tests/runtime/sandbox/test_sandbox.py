@@ -65,6 +65,7 @@ def test_the_weights_stay_in_their_file_until_another_program_comes(mlp_program)
     assert not second.exists()
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_no_candidate_writes_the_weights_again(engine):
     model, x = Net(lambda self, x: F.linear(x, self.w), w=torch.randn(64, 512) / 64), torch.ones(2, 3, 512)
@@ -131,6 +132,7 @@ class TwoResults(torch.nn.Module):
         return x * self.weight, self.table * 2
 
 
+@pytest.mark.sliced(2)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("backend", [FAULTY + "Reopened", "onnxruntime"])
 def test_what_is_opened_from_its_files_keeps_its_weights_and_its_results(backend, share):
