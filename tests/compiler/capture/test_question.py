@@ -56,6 +56,13 @@ def test_an_array_has_no_gradients():
     assert Question("requires_grad", (), False).answered_by(np.ones(3))
 
 
+@pytest.mark.parametrize("name", ["astype", "imag"])
+def test_what_a_class_defines_nobody_has_set(name):
+    asked = Question("hasattr", (name,), False)
+    assert asked.answered_by(X)  # whose `imag` raises
+    assert asked.answered_by(X.numpy())
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -69,6 +76,9 @@ def test_an_array_has_no_gradients():
         ["stride", [], [1.5]],
         ["is_contiguous", [True], True],
         [["stride"], [], 1],
+        ["hasattr", [True], False],
+        ["hasattr", ["scale", "shift"], False],
+        ["hasattr", ["scale"], True],
     ],
 )
 def test_what_is_not_a_question_is_refused(data):

@@ -42,7 +42,7 @@ class Question:
     def is_sound(self) -> bool:
         """Whether it is safe to ask of any tensor, even if it comes from a file."""
         if self.name == PRESENT:
-            return len(self.args) == 1 and str(self.args[0]).isidentifier() and self.answer is False
+            return [*map(type, self.args)] == [str] and self.answer is False
         if self.name in ATTRIBUTES:
             return not self.args and type(self.answer) is bool
         simple = all(type(arg) is int or arg in FORMATS for arg in self.args)
@@ -52,7 +52,8 @@ class Question:
     def answered_by(self, value: Any) -> bool:
         """Whether a tensor, or a numpy array, gives the same answer."""
         if self.name == PRESENT:
-            return hasattr(value, self.args[0]) is self.answer
+            # What a class defines is no answer: an array has `astype`, and reading `imag` of a real tensor fails.
+            return (self.args[0] in getattr(value, "__dict__", ())) is self.answer
         if hasattr(value, "__array_interface__") and not hasattr(value, "requires_grad"):
             return self._answered_by_array(value)
         if self.name in ATTRIBUTES:
