@@ -10,7 +10,7 @@ import tsopt
 from tests.passes.helpers import ops_of
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.verify import verify_program
-from tsopt.compiler.sizes.generalize import NotGeneral, sample_sizes, through
+from tsopt.compiler.sizes.generalize import NotGeneral, through
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -69,18 +69,67 @@ def test_numbers_become_sizes(model, expected):
         assert ops_of(made) == expected
 
 
-def test_samples_are_the_ends_and_no_size_that_the_model_has():
-    program = captured(lambda x, y: (x * 2, y), (4, 3), (6, 2), x={0: "n[1..9]"}, y={0: "m[2..20]"})
-    chosen = sample_sizes(program)
-    numbers = [size for sizes in chosen for size in sizes.values()]
-    assert len(set(numbers)) == len(numbers)
-    assert not {2, 3} & set(numbers)
-    assert max(sizes["m"] for sizes in chosen) == 20
+def right_everywhere(program, model, *shapes):
+    """Whether what passes make of a program is right at all of these sizes, or nothing is made of it."""
+    try:
+        made = tsopt.transform(program)
+    except NotGeneral:
+        return False
+    run = tsopt.compile(made, "eager")
+    for shape in shapes:
+        given = [torch.randn(size) for size in shape]
+        torch.testing.assert_close(run(*given), model(*given))
+    return True
 
 
-def test_steps_are_kept_by_samples():
-    program = captured(lambda x: x.reshape(-1, 4, 3).sum(1), (8, 3), x={0: "n[4..64]"})
-    assert all(sizes["n"] % 4 == 0 for sizes in sample_sizes(program))
+def framed(x):
+    """As many frames as the length divided by 4, rounded; the pool has rounded down."""
+    length = x.shape[1]
+    return nn.functional.pad(nn.functional.avg_pool1d(x, 4), (0, (length + 2) // 4 - length // 4)) * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "changed"),
+    [
+        (lambda x: nn.functional.pad(x, (0, (8 - x.shape[1] % 8) % 8)) * 2, True),
+        (lambda x: torch.cat([x[:, : x.shape[1] // 2], x[:, x.shape[1] - x.shape[1] // 2 :]], 1), True),
+        (lambda x: x * (x.shape[1] % 8) + x.shape[1] // 8, True),
+        (lambda x: x * (1 + x.shape[1] % 8 // 2), True),
+        (lambda x: x.clamp(max=x.shape[1] // 8).clamp(max=x.shape[1] % 8), False),  # one bound, of two forms
+        (lambda x: sum(nn.functional.pad(x, (0, x.shape[1] % by)).sum(1) for by in (2, 4)), None),
+        (framed, False),  # nothing is padded at half of the sizes
+    ],
+)
+@pytest.mark.parametrize(("low", "high", "traced"), [(8, 40, 16), (16, 64, 32)])
+def test_what_agrees_at_round_sizes_only_is_right_at_all_others(model, changed, low, high, traced):
+    program = captured(model, (3, traced), x={1: f"s[{low}..{high}]"})
+    step = program.signature.dims[0].step
+    found = right_everywhere(program, model, *([(3, size)] for size in range(low, high + 1, step)))
+    assert changed is None or found == changed
+
+
+def test_one_size_may_be_larger_than_another_or_smaller():
+    def model(x, y):
+        return nn.functional.pad(x, (0, max(0, y.shape[1] - x.shape[1]))) * 2
+
+    program = captured(model, (3, 6), (3, 9), x={1: "a[4..12]"}, y={1: "b[4..12]"})
+    assert right_everywhere(program, model, *([(3, a), (3, b)] for a in range(4, 13) for b in range(4, 13)))
+
+
+def test_a_result_that_is_wrong_where_no_pass_was_tried_is_found():
+    def change(program):
+        made = program.copy()
+        call = next(made.calls())
+        with made.graph.inserting_before(call):
+            shorter = made.graph.call_function(aten.slice.Tensor, (call.args[0], 1, 0, -2))
+            call.args = (made.graph.call_function(aten.constant_pad_nd.default, (shorter, [0, 2])),)
+        return made
+
+    program = captured(lambda x: x.cos(), (3, 8), x={1: "n[1..64]"})
+    with pytest.raises(
+        NotGeneral, match=r"(?s)right only at some sizes.*at n 1: a result is \[3, 2\] instead of \[3, 1\]"
+    ):
+        through(program, change)
 
 
 def test_a_constant_that_hangs_on_the_size_is_not_general():

@@ -2,35 +2,32 @@
 
 Passes see sizes as numbers. Their results at several sizes are compared call by call: a number that differs must be the
 size of an available tensor, or one that the model itself computes from sizes. If anything else differs, the passes
-depend on the sizes, and the program is not optimized for all of them. The sizes tried are both ends of each range and
-one between them, chosen so that they differ from every other number in the model.
+depend on the sizes, and the program is not optimized for all of them. `samples.py` chooses the sizes that are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.labels import LABEL
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, provenance
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.sizes.specialize import Instance, Sizes, instance, retyped, traced_sizes
+from tsopt.compiler.sizes.samples import held_out, sample_sizes
+from tsopt.compiler.sizes.specialize import Instance, Sizes, evaluate, instance, retyped, traced_sizes
+from tsopt.compiler.sizes.survey import Survey, is_visible
 from tsopt.errors import PassError
 
-SAMPLES = 3
-WIDEST = 64  # a range without an end is tried up to here, or to twice what was traced
-MOST, FEW = 4096, 64  # sizes that samples are taken from: over the whole range, near one
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 Numbers = tuple[int, ...]  # one for each sample
 DIFFERENT = "the passes produce different graphs at different sizes"
+WRONG = "the graph that the passes produce is right only at some sizes"
 
 
 class NotGeneral(PassError):
@@ -45,19 +42,26 @@ def through(program: Program, change: Callable[[Program], Program]) -> Program:
     """
     if not program.signature.dims:
         return change(program)
+    survey = Survey(program)
     try:
-        return _through(program, change, sample_sizes(program))
+        return _through(program, change, sample_sizes(program, survey=survey), survey)
     except NotGeneral:
         # What pays is decided by sizes as well: then as it is decided near the sizes that were traced.
-        return _through(program, change, sample_sizes(program, near=True))
+        return _through(program, change, sample_sizes(program, near=True, survey=survey), survey)
 
 
-def _through(program: Program, change: Callable[[Program], Program], samples: Sequence[Sizes]) -> Program:
+def _through(
+    program: Program, change: Callable[[Program], Program], samples: Sequence[Sizes], survey: Survey
+) -> Program:
     try:
-        instances = [instance(program, sizes) for sizes in samples]
+        instances = [instance(program, sizes, survey.values(sizes)) for sizes in samples]
     except Exception as error:  # whatever an op says about sizes that do not fit
         raise NotGeneral("the program fails at some of the sizes in its ranges", why=str(error)[:200]) from error
-    return _Merged(program, instances, [_typed(change(item.program)) for item in instances]).program()
+    merged = _Merged(program, instances, [_typed(change(item.program)) for item in instances])
+    made = merged.program()
+    for sizes in held_out(program, samples, survey):
+        merged.check(made, sizes, survey)
+    return retyped(made, traced_sizes(program.signature))
 
 
 def _typed(program: Program) -> Program:
@@ -67,61 +71,12 @@ def _typed(program: Program) -> Program:
     return retyped(program, {})
 
 
-def sample_sizes(program: Program, *, near: bool = False) -> list[dict[str, int]]:
-    """A few choices of sizes: different for each Dim, and none that the model has for other reasons.
-
-    Args:
-        near: those next to the sizes that were traced; otherwise the ends of the ranges and one between them.
-    """
-    signature = program.signature
-    taken = set(_fixed_sizes(program))
-    traced = traced_sizes(signature)
-    chosen: list[dict[str, int]] = [{} for _ in range(SAMPLES)]
-    for dim in signature.dims:
-        known = list(_near(dim, traced[dim.name]) if near else _over(dim, traced[dim.name]))
-        free = [size for size in known if size not in taken]
-        free = free if len(free) >= SAMPLES else known
-        if near:
-            free = sorted(free, key=partial(_distance, traced[dim.name]))[:SAMPLES]
-        picked = [free[0], free[-1], free[len(free) // 2]]
-        for sizes, size in zip(chosen, picked, strict=True):
-            sizes[dim.name] = size
-        taken |= set(picked)
-    return chosen
-
-
-def _over(dim: Dim, traced: int) -> range:
-    """The sizes of a Dim from its low end on."""
-    first = -(-max(dim.low, 2) // dim.step) * dim.step
-    high = max(WIDEST, 2 * traced) if dim.high is None else dim.high
-    return range(first, max(min(high, first + MOST * dim.step), first) + 1, dim.step)
-
-
-def _near(dim: Dim, traced: int) -> range:
-    """The sizes of a Dim around the traced one."""
-    high = traced + FEW * dim.step if dim.high is None else max(min(dim.high, traced + FEW * dim.step), traced)
-    return range(max(traced - FEW * dim.step, dim.step * -(-max(dim.low, 2) // dim.step)), high + 1, dim.step)
-
-
-def _distance(a: int, b: int) -> int:
-    return abs(a - b)
-
-
-def _fixed_sizes(program: Program) -> Iterator[int]:
-    for item in program.signature.inputs:
-        yield from (
-            size for size, name in zip(item.type.shape, item.axes or (None,) * 64, strict=False) if name is None
-        )
-    for weight in program.weights.values():
-        yield from weight.shape
-
-
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a number is to be had: the size of an axis."""
+    """Where a number is to be had: the size of an axis, or the node itself."""
 
     node: fx.Node
-    axis: int
+    axis: int | None
 
 
 class _Merged:
@@ -133,12 +88,18 @@ class _Merged:
         self.weights: dict[str, torch.Tensor] = {}
         self.numbers: dict[Numbers, fx.Node] = {}  # that the graph computes already
         self.sources: dict[Numbers, _Source] = {}  # sizes of the tensors that it has
-        # What the original computes from sizes, by its values; the first of those that have the same.
+        # What the original computes from sizes, by its values; the first of those that have the same. Passes have seen
+        # what calls are given, and could only guess at the rest.
         self.expressions: dict[tuple[type, Numbers], fx.Node] = {}
-        for node in original.graph.nodes:
-            if ops.is_number(node) and node.target is not ops.SIZE:
-                values = self._values(node)
-                self.expressions.setdefault((type(values[0]), values), node)
+        self.read: dict[_Source, fx.Node] = {}  # sizes that the graph reads already
+        self.computed: dict[fx.Node, fx.Node] = {}  # of the original -> of this one
+        numbers = [node for node in original.graph.nodes if ops.is_number(node) and node.target is not ops.SIZE]
+        for node in sorted(numbers, key=is_visible, reverse=True):
+            values = self._values(node)
+            self.expressions.setdefault((type(values[0]), values), node)
+        self.origins: dict[Numbers, _Source] = {}  # sizes and numbers of the original
+        for node in instances[0].values:
+            self._note(node)
         self.nodes: dict[fx.Node, fx.Node] = {}  # of the first graph -> of this one
         self.given: dict[fx.Node, fx.Node] = {}  # of the original -> of this one
 
@@ -156,7 +117,7 @@ class _Merged:
                 if source is None:
                     self.nodes[first] = self._given(next(given))
                     continue
-                self.nodes[first] = self.graph.placeholder(source.name)
+                self.nodes[first] = self.given[source] = self.graph.placeholder(source.name)
                 self._offer(self.nodes[first], same)
             elif first.op == "output":
                 self.graph.output(self._merge(same, [node.args[0] for node in same]))
@@ -172,8 +133,34 @@ class _Merged:
         held = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         weights = {name: tensor for name, tensor in self.weights.items() if name in held}
         numerics = max(made.numerics for made in self.made)
-        made = replace(self.original, graph=self.graph, weights=weights, numerics=numerics)
-        return retyped(made, traced_sizes(self.original.signature))
+        return replace(self.original, graph=self.graph, weights=weights, numerics=numerics)
+
+    def check(self, made: Program, sizes: Sizes, survey: Survey) -> None:
+        """At sizes that were not tried, results have the original's sizes, and so has what stands for its numbers.
+
+        Raises:
+            NotGeneral: they have not.
+        """
+        given = survey.values(sizes)
+        assert given is not None
+        where = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        try:
+            values = evaluate(made, sizes)
+        except Exception as error:  # whatever an op says about sizes that do not fit
+            raise NotGeneral(WRONG, why=f"at {where}: {str(error)[:200]}") from error
+        for old, new in zip(self.original.outputs, made.outputs, strict=True):
+            if given[old].shape != values[new].shape:
+                raise NotGeneral(
+                    WRONG, why=f"at {where}: a result is {list(values[new].shape)} instead of {list(given[old].shape)}"
+                )
+        for wanted, node in self.numbers.items():
+            source = self.origins.get(wanted)
+            if source is None or node not in values:
+                continue
+            of_axis = source.axis is not None
+            expected = given[source.node].shape[source.axis] if of_axis else given[source.node]
+            if expected != values[node]:
+                raise NotGeneral(WRONG, why=f"at {where}: a number is {values[node]} instead of {expected}")
 
     def _node(self, same: Sequence[fx.Node]) -> fx.Node:
         first = same[0]
@@ -278,36 +265,53 @@ class _Merged:
                 if len(set(sizes)) > 1:
                     self.sources.setdefault(sizes, _Source(node, axis))
 
-    def _number(self, wanted: Numbers, same: Sequence[fx.Node]) -> fx.Node:
-        known = self._found(wanted)
-        expression = self.expressions.get((int, wanted))
-        if known is None and expression is not None:
-            known = self.numbers[wanted] = self._computed(expression)
-        if known is None:
-            raise self._differ(same, f"the number {', '.join(map(str, wanted))} is not one that the model computes")
-        return known
+    def _note(self, node: fx.Node) -> None:
+        values = self._values(node)
+        if ops.is_number(node):
+            if not is_visible(node):
+                return
+            self.origins.setdefault(values, _Source(node, None))
+        elif all(isinstance(value, torch.Tensor) for value in values):
+            for axis, sizes in enumerate(zip(*(value.shape for value in values), strict=False)):
+                self.origins.setdefault(sizes, _Source(node, axis))
 
-    def _found(self, wanted: Numbers) -> fx.Node | None:
-        source = self.sources.get(wanted)
-        if wanted not in self.numbers and source is not None:
-            self.numbers[wanted] = self.graph.call_function(ops.SIZE, (source.node, source.axis))
-        return self.numbers.get(wanted)
+    def _number(self, wanted: Numbers, same: Sequence[fx.Node]) -> fx.Node:
+        if wanted not in self.numbers:
+            expression, source = self.expressions.get((int, wanted)), self.sources.get(wanted)
+            if source is not None and (expression is None or not is_visible(expression)):
+                self.numbers[wanted] = self._read(source)
+            elif expression is not None:
+                self.numbers[wanted] = self._computed(expression)
+            else:
+                numbers = ", ".join(map(str, wanted))
+                raise self._differ(same, f"the number {numbers} is not one that the model computes")
+        return self.numbers[wanted]
 
     def _computed(self, node: fx.Node) -> fx.Node:
-        """A number that the original computes from sizes, computed from the sizes here."""
-        args = fx.node.map_arg(node.args, self._number_of)
-        return self.graph.call_function(node.target, args)  # type: ignore[arg-type]
+        """A number of the original, computed here as there."""
+        if node not in self.computed:
+            if node.target is ops.SIZE:
+                self.computed[node] = self._size(node)
+            else:
+                args = fx.node.map_arg(node.args, self._computed)
+                self.computed[node] = self.graph.call_function(node.target, args)  # type: ignore[arg-type]
+        return self.computed[node]
+
+    def _read(self, source: _Source) -> fx.Node:
+        if source not in self.read:
+            self.read[source] = self.graph.call_function(ops.SIZE, (source.node, source.axis))
+        return self.read[source]
+
+    def _size(self, node: fx.Node) -> fx.Node:
+        """A size that the original reads: of the same input, or of a tensor that has it as well."""
+        source, axis = cast("tuple[fx.Node, int]", node.args)
+        if source in self.given:
+            return self._read(_Source(self.given[source], axis))
+        return self._number(self._values(node), [node])
 
     def _values(self, node: fx.Node) -> tuple[Any, ...]:
         """What a node of the original is in each sample."""
         return tuple(item.values[node] for item in self.instances)
-
-    def _number_of(self, node: fx.Node) -> Any:
-        """A number of the original here: a constant, or what computes it."""
-        values = self._values(node)
-        if len(set(values)) == 1:
-            return values[0]
-        return self._number(values, [node]) if type(values[0]) is int else self._computed(node)
 
     # ---- values that depend only on sizes -----------------------------------------------------------------
 
@@ -334,7 +338,7 @@ class _Merged:
     def _of_original(self, node: fx.Node) -> Any:
         if not ops.is_number(node):
             return self.given[node]
-        return self._number_of(node)
+        return self._computed(node)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -108,9 +108,9 @@ def specialize(program: Program, sizes: Sizes) -> Program:
     return _instance(program, sizes, frozenset()).program
 
 
-def instance(program: Program, sizes: Sizes) -> Instance:
-    """The static program of one choice of sizes, for passes."""
-    return _instance(program, sizes, by_size_alone(program))
+def instance(program: Program, sizes: Sizes, values: dict[fx.Node, Any] | None = None) -> Instance:
+    """The static program of one choice of sizes, for passes; `values` as `evaluate` has found them."""
+    return _instance(program, sizes, by_size_alone(program), values)
 
 
 def by_size_alone(program: Program) -> frozenset[fx.Node]:
@@ -129,8 +129,10 @@ def by_size_alone(program: Program) -> frozenset[fx.Node]:
     )
 
 
-def _instance(program: Program, sizes: Sizes, sized: frozenset[fx.Node]) -> Instance:
-    values = evaluate(program, sizes)
+def _instance(
+    program: Program, sizes: Sizes, sized: frozenset[fx.Node], values: dict[fx.Node, Any] | None = None
+) -> Instance:
+    values = evaluate(program, sizes) if values is None else values
     given = tuple(
         node for node in program.graph.nodes if node in sized and any(user not in sized for user in node.users)
     )
