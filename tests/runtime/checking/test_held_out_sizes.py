@@ -9,7 +9,7 @@ import tsopt
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.errors import CaptureError
+from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.checking import held_out_sizes
 from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
@@ -123,3 +123,36 @@ def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
     found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
     assert found.notes[0] == "excluded n 1000000000000: not tried, because its inputs would be larger than 1 GB"
     assert found.program.signature.dims[0].high <= 4096
+
+
+def test_between_round_ends_is_a_size_that_is_not():
+    assert made(lambda x: x * 2, (36, 4), "n[8..72]").checked == "n: 8..72, checked at 8, 9, 47, 72"
+
+
+def scaled(by):
+    """A program for many sizes, with and without an end, that is right at the multiples of 4 among them."""
+
+    def model(x):
+        return x * (1 + x.shape[0] % 4)
+
+    return model, tsopt.capture(lambda x: x * 1.0, torch.randn(8, 4), dynamic={"x": {0: by}})
+
+
+@pytest.mark.parametrize("by", ["n[4..40]", "n"])
+@pytest.mark.parametrize("of_many", [True, False])
+def test_verify_compares_at_other_sizes_as_well(by, of_many):
+    model, wrong = scaled(by)
+    run = tsopt.compile(wrong, "eager")
+    with pytest.raises(AccuracyError, match=r"at n \d+"):
+        tsopt.verify(model, run, torch.randn(8, 4), program=wrong if of_many else None)
+    assert tsopt.verify(lambda x: x * 1.0, run, torch.randn(8, 4)).ok
+
+
+def test_verify_tries_no_sizes_that_the_model_does_not_take():
+    def model(x):
+        if x.shape[0] != 8:
+            raise ValueError("8 rows")
+        return x * 1.0
+
+    _, program = scaled("n[4..40]")
+    assert tsopt.verify(model, tsopt.compile(program, "eager"), torch.randn(8, 4), program=program).ok

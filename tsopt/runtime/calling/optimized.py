@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,6 @@ from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import verify
-from tsopt.runtime.checking.held_out_sizes import answers_at_other_sizes, failure_of
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.profile import Profile
 from tsopt.runtime.report import Report
@@ -360,7 +358,6 @@ class Optimized:
             executable.precision, executable.tolerance = variant, self.executable.tolerance
         try:
             verify(self.model, executable, self.example, program=self.program, precision=executable.precision)
-            self._verify_at_other_sizes(executable)
         except AccuracyError as error:
             if self._weights is None or not self._weights.touched():
                 raise
@@ -370,20 +367,6 @@ class Optimized:
                 fix="optimize the model again",
             ) from error
         return executable
-
-    def _verify_at_other_sizes(self, executable: Executable) -> None:
-        """Raises AccuracyError where an executable for many sizes is wrong at one of those that were validated."""
-        accuracy: dict[str, Any] = {"precision": executable.precision}
-        if executable.tolerance is not None:  # which is of real data, and there is none of these sizes
-            accuracy["tolerance"] = math.inf
-        for item in answers_at_other_sizes(self.model, self.program, self.example, seed=1):
-            failure = failure_of(executable, item.oracle, **accuracy)
-            if failure:
-                raise AccuracyError(
-                    f"{executable.backend} does not compute the same values as the model at {item}",
-                    why=failure,
-                    fix="use another backend, or a smaller range of sizes",
-                )
 
     def __copy__(self) -> Optimized:
         made = object.__new__(type(self))

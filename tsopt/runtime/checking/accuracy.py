@@ -266,7 +266,8 @@ def verify(
         precision: the precision of the candidate's matrix products; below `fp32`, larger differences are accepted.
         seed: seed of the generated inputs.
 
-    An Executable with a tolerance, because it was accepted on real data, is compared on the example only.
+    An Executable with a tolerance, because it was accepted on real data, is compared on the example only. One for many
+    sizes is compared at others than those of the example as well.
 
     Raises:
         AccuracyError: the candidate does not compute the same values.
@@ -287,6 +288,13 @@ def verify(
         ) from error
     if not verdict.ok:
         raise AccuracyError("the candidate does not compute the same values as the model", why=verdict.reason)
+    if isinstance(candidate, Executable) and candidate.signature.dims:
+        from tsopt.runtime.checking.held_out_sizes import verify_at_other_sizes
+
+        accuracy: dict[str, Any] = {"exact": exact, "precision": precision}
+        if tolerance is not None:  # which is of real data, and there is none of these sizes
+            accuracy["tolerance"] = math.inf
+        verify_at_other_sizes(model, candidate, program, example, seed=seed, **accuracy)
     return verdict
 
 

@@ -120,18 +120,50 @@ def validate_ranges(
 
 
 def answers_at_other_sizes(
-    model: Callable[..., Any], program: Program, example: Example, *, seed: int
+    model: Callable[..., Any], program: Program, example: Example, *, seed: int, is_reference: bool = True
 ) -> Iterator[HeldOut]:
     """Eager's answers at the ends of a program's ranges and between them, where the model takes such sizes.
 
     Args:
         program: its Dims have upper ends.
+        is_reference: whether its graph is right at other sizes.
     """
-    asked = _Asked(model, example, seed)
+    asked = _Asked(model, example, seed, is_reference)
     for sizes in _corners(program.signature.dims):
         oracle = None if _too_large(program.signature, sizes) else asked.answers_at(program, sizes)
         if oracle is not None:  # the model may take two ends one by one, and not together
             yield HeldOut(sizes, oracle)
+
+
+def verify_at_other_sizes(
+    model: Callable[..., Any], run: Executable, program: Program, example: Example, *, seed: int, **accuracy: Any
+) -> None:
+    """Compares an executable for many sizes with the model at the ends of its ranges and between them.
+
+    Args:
+        program: the captured program; for a single size or for many.
+        accuracy: how accurate the executable has to be, as `Oracle.judge` takes it.
+
+    Raises:
+        AccuracyError: it does not compute the same values.
+    """
+    known = sizes_in(run.signature, example)
+    dims = tuple(
+        dim if dim.high is not None else replace(dim, high=max(FURTHER * known[dim.name], LEAST) // dim.step * dim.step)
+        for dim in run.signature.dims
+    )
+    for_many = bool(program.signature.dims)
+    if not for_many:
+        program = replace(program, signature=run.signature)
+    program = replace(program, signature=replace(program.signature, dims=dims))
+    for item in answers_at_other_sizes(model, program, example, seed=seed, is_reference=for_many):
+        failure = failure_of(run, item.oracle, **accuracy)
+        if failure:
+            raise AccuracyError(
+                f"{run.backend} does not compute the same values as the model at {item}",
+                why=failure,
+                fix="use another backend, or a smaller range of sizes",
+            )
 
 
 def widened(model: Callable[..., Any], executable: Executable, example: Example, *, seed: int = 0) -> Executable | None:
@@ -166,6 +198,7 @@ class _Asked:
     model: Callable[..., Any]
     example: Example
     seed: int
+    is_reference: bool = True
 
     def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
         """Whether the model takes these sizes. Takes one call."""
@@ -182,7 +215,7 @@ class _Asked:
         call = call_at(program.signature, self.example, sizes)
         state = list(program.state.values())
         try:
-            reference = specialize(program, sizes)
+            reference = specialize(program, sizes) if self.is_reference else None
         except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
             reference = None
         try:
@@ -274,6 +307,8 @@ def _picked(dim: Dim) -> tuple[int, int, int, int]:
     between = -(-BETWEEN // step) * step
     if not second < between < dim.high:
         between = (second + dim.high) // 2 // step * step
+        odd = between + (BETWEEN - between) % 8  # like 7, one short of what is rounded up to
+        between = odd if step == 1 and odd < dim.high else between
     return dim.low, second, max(between, second), dim.high
 
 
