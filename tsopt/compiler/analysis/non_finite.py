@@ -56,7 +56,7 @@ def _harm_of(node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
     name = base_name(node)
     if name == "nan_to_num":
         return Harm.NONE
-    if name in BOUNDED or (name == "clamp" and _has_both_ends(node)):
+    if name in BOUNDED or (name == "clamp" and has_both_ends(node)):
         return Harm.NAN
     if name in ZERO_AT_NEGATIVE_INFINITY:
         return Harm.POSITIVE_INFINITY
@@ -67,6 +67,7 @@ def _harm_of(node: fx.Node, operand: fx.Node, harm: Harm) -> Harm:
     return Harm.NEGATIVE_INFINITY  # by inf - inf or 0 * inf, or the sign changes
 
 
-def _has_both_ends(node: fx.Node) -> bool:
+def has_both_ends(node: fx.Node) -> bool:
+    """Whether a clamp has two bounds."""
     call = ops.bind(node)
     return call.get("min") is not None and call.get("max") is not None

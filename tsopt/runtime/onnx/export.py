@@ -5,6 +5,7 @@ Needs onnx and onnxscript, not ONNX Runtime.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.infinities import may_be_infinite
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import Control, all_calls, with_blocks
 from tsopt.compiler.graph.edit import new_call
@@ -108,12 +110,16 @@ def _zeros(program: Program, node: fx.Node) -> None:
 def _zero_without_any(program: Program, node: fx.Node) -> None:
     """PyTorch answers 0 for a row that attends to nothing, what is exported a mean or NaN."""
     mask = bind(node)["attn_mask"]
-    if mask is None or mask.meta["val"].dtype != torch.bool:
+    if mask is None:
         return
+    is_added = mask.meta["val"].dtype != torch.bool
     constant = program.weights.get(str(mask.target)) if mask.op == "get_attr" else None
-    if constant is not None and bool(constant.any(-1).all()):
+    if constant is not None and bool((constant != (-math.inf if is_added else False)).any(-1).all()):
         return
-    attends = new_call(program, node, node, aten.any.dim, (mask, -1, True), {})
+    if is_added and not may_be_infinite(program, mask):
+        return
+    keeps = new_call(program, node, node, aten.ne.Scalar, (mask, -math.inf), {}) if is_added else mask
+    attends = new_call(program, node, node, aten.any.dim, (keeps, -1, True), {})
     users = list(node.users)
     with program.graph.inserting_after(node):
         result = program.graph.call_function(aten.where.ScalarOther, (attends, node, 0.0))

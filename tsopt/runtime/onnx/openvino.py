@@ -97,9 +97,13 @@ class OpenVinoBackend:
     def _exported(self, program: Program) -> OnnxModel:
         from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import to_onnx
+        from tsopt.runtime.onnx.infinities import POOLING, REDUCTIONS, with_infinities
         from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
 
-        return to_onnx(through(program, with_fused_activations))
+        def lowered(program: Program) -> Program:
+            return with_infinities(with_fused_activations(program), {**POOLING, **REDUCTIONS})
+
+        return to_onnx(through(program, lowered))
 
     def _options(self, program: Program) -> dict[str, Any]:
         """The options that a bundle keeps."""

@@ -102,12 +102,15 @@ class OnnxRuntimeBackend:
         from tsopt.compiler.graph.quantized_attention import with_float_scores
         from tsopt.compiler.sizes.generalize import NotGeneral, through
         from tsopt.runtime.onnx.export import four_axes, to_onnx
+        from tsopt.runtime.onnx.infinities import POOLING, with_infinities
         from tsopt.runtime.onnx.ort_bfloat16 import widened
         from tsopt.runtime.onnx.ort_int8 import with_integer_products
         from tsopt.runtime.onnx.ort_kernels import with_own_operators
 
         def standard(program: Program) -> Program:
-            return program if _is_on_gpu(program.signature) else widened(with_float_scores(program))
+            if _is_on_gpu(program.signature):
+                return program
+            return widened(with_float_scores(with_infinities(program, POOLING)))
 
         def lowered(program: Program) -> Program:
             return with_own_operators(four_axes(with_integer_products(standard(program))))

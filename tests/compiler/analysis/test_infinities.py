@@ -1,0 +1,49 @@
+"""Which values may be infinite: by what writes infinities, passes them on, and ends them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tsopt
+from tsopt.compiler.analysis.infinities import may_be_infinite
+
+X, KEEP = torch.ones(2, 4, 8), torch.ones(2, 4, 8, dtype=torch.bool)
+WEIGHT = torch.eye(8)
+HIDING = torch.zeros(8).index_fill(0, torch.tensor([3]), -math.inf)
+
+
+def verdict(model, *args):
+    program = tsopt.capture(model, args)
+    (output,) = program.outputs
+    return may_be_infinite(program, output)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda x, k: x[1:].reshape(-1), True),
+        (lambda x, k: F.linear(x, WEIGHT), False),
+        (lambda x, k: F.linear(x, WEIGHT).masked_fill(k, -math.inf).relu() * 2, True),
+        (lambda x, k: torch.where(k, 0.0, -math.inf), True),
+        (lambda x, k: torch.where(k, 0.0, torch.finfo(torch.float32).min), False),
+        (lambda x, k: k.float() * 2 - 1, False),
+        (lambda x, k: x.softmax(-1) + HIDING, True),
+        (lambda x, k: x.softmax(-1) + WEIGHT[0], False),
+        (lambda x, k: k.float().log(), True),
+        (lambda x, k: k.float() / 2, False),
+        (lambda x, k: 1 / k.float(), True),
+        (lambda x, k: x.sigmoid() ** 2, False),
+        (lambda x, k: x.sigmoid() ** -1, True),
+        (lambda x, k: x.nan_to_num(), False),
+        (lambda x, k: x.nan_to_num(0.0, math.inf), True),
+        (lambda x, k: x.clamp(-1, 1), False),
+        (lambda x, k: x.clamp(min=-1), True),
+        (lambda x, k: x.long(), False),
+    ],
+)
+def test_which_values_may_be_infinite(model, expected):
+    assert verdict(model, X, KEEP) is expected

@@ -1,0 +1,71 @@
+"""Which values can be infinite, as an attention mask is, in a call whose numbers are of ordinary size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from tsopt.compiler.analysis.non_finite import BOUNDED, has_both_ends
+from tsopt.compiler.analysis.range_rules import base_name
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+
+# Infinite at an end of what they are defined for.
+POLES = frozenset({"log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "lgamma", "reciprocal", "rsqrt"})
+POWERS = frozenset({"pow", "float_power"})
+# Sums of many terms: finite, or, of an infinite term, no longer infinities side by side.
+MIXING = frozenset(
+    {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
+    | {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
+    | {"layer_norm", "batch_norm", "group_norm", "instance_norm", "rms_norm", "softmax", "embedding"}
+)
+
+
+def may_be_infinite(program: Program, value: fx.Node) -> bool:
+    """Whether a value may be inf or -inf where an input is, by a number that the program writes, or by an op at a pole.
+
+    Inputs may be. Not considered: finite numbers that overflow, and infinities in weights of layers.
+    """
+    seen: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        found = _sources(program, node)
+        if found is None:
+            return True
+        pending += found
+    return False
+
+
+def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
+    """The operands of which a value has its infinities; None where it makes them itself."""
+    if not any(value.is_floating_point() for value in ops.tensors_of(node.meta.get("val"))):
+        return []
+    if node.op == "placeholder" or ops.blocks_of(node):
+        return None
+    if not ops.is_call(node):
+        constant = program.weights.get(str(node.target))
+        return [] if constant is not None and not bool(constant.isinf().any()) else None
+    name = base_name(node)
+    if any(isinstance(item, float) and math.isinf(item) for item in ops.bind(node).values()):
+        return None
+    if name in BOUNDED or name in MIXING or name == "nan_to_num" or (name == "clamp" and has_both_ends(node)):
+        return []
+    if name in POLES or (name in POWERS and not _is_power(node)) or (name == "div" and not _is_scaling(node)):
+        return None
+    return node.all_input_nodes
+
+
+def _is_power(node: fx.Node) -> bool:
+    exponent: Any = ops.bind(node).get("exponent")
+    return isinstance(exponent, (int, float)) and exponent >= 0
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    divisor: Any = ops.bind(node).get("other")
+    return isinstance(divisor, (int, float)) and divisor != 0
