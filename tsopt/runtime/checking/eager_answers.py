@@ -27,13 +27,14 @@ from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, ZEROS, InputSet, input_sets, sets_near
+from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
 from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 from tsopt.runtime.checking.time_limits import at_most
 
 # Seconds of eager calls for the made-up input sets, but this many at least, and which ones find most.
 SECONDS, FEWEST = 2.0, 1
-FIND_MOST = ("drawn-1", SPECIAL, "large", ZEROS, "random", "tiny")
+FIND_MOST = ("drawn-1", SPECIAL, FALSE_ROWS, "large", TRUE_ROWS, ZEROS, "random", "tiny")
 FEW = 2  # input sets: the example, and values drawn from it
 REPEATED_CALLS = 2  # calls on the example after the first; one on another input comes before the last of them
 # Seconds, and multiples of the call on the example: the time that the model may take on generated inputs.

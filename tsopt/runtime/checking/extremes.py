@@ -72,9 +72,9 @@ def extreme_values(
 
     Those of an input that is an index are the first and the last that exist.
     """
-    if len(leaves) != len(program.signature.user_inputs) or not _is_safe(program):
+    if len(leaves) != len(program.signature.user_inputs) or not is_safe(program):
         return
-    indices = _indices(program)
+    indices = index_inputs(program)
     wanted = [position for position, leaf in enumerate(leaves) if _is_tried(leaf, program)]
 
     def changed(position: int, number: int = 0) -> torch.Tensor:
@@ -91,7 +91,7 @@ def extreme_values(
         yield EXTREME, [changed(i) if i in wanted else leaf for i, leaf in enumerate(leaves)]
 
 
-def _indices(program: Program) -> dict[int, Range]:
+def index_inputs(program: Program) -> dict[int, Range]:
     """The inputs that are indices, by position, and those that exist: eager refuses all others."""
     values = recorded(program)
     positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
@@ -112,7 +112,7 @@ def index_within(leaf: torch.Tensor, generator: torch.Generator, limit: Range) -
     values = torch.randint(low, high + 1, (leaf.numel(),), generator=generator, device="cpu")
     ends = torch.tensor([low, high], device="cpu")[: leaf.numel()]
     values[: len(ends)] = ends
-    return _like(leaf, values.to(leaf.dtype).reshape(leaf.shape).to(leaf.device))
+    return like(leaf, values.to(leaf.dtype).reshape(leaf.shape).to(leaf.device))
 
 
 def numbers_of(dtype: torch.dtype) -> tuple[float, ...]:
@@ -133,13 +133,14 @@ def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> 
     known = torch.tensor(numbers_of(leaf.dtype), dtype=leaf.dtype, device="cpu")
     count = leaf.numel()
     places = (torch.arange(count, device="cpu") + number * count) % len(known)
-    return _like(
+    return like(
         leaf,
         known[places][torch.randperm(count, generator=generator, device="cpu")].reshape(leaf.shape).to(leaf.device),
     )
 
 
-def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values in the layout of a tensor, where its elements do not share memory."""
     if any(step == 0 for step in leaf.stride()):
         return values
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(values)
@@ -161,7 +162,7 @@ def _cuts(node: fx.Node) -> bool:
     return name in CUTTING or (name in ("to", "to_copy", "type_as") and not made.dtype.is_floating_point)
 
 
-def _is_safe(program: Program) -> bool:
+def is_safe(program: Program) -> bool:
     """Whether any whole number may be given to a program: eager refuses what it does not take, and survives."""
     return not any(_is_unsafe(node) for node in program.calls())
 

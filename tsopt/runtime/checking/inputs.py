@@ -17,6 +17,7 @@ from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.checking.extremes import EXTREME as EXTREME
 from tsopt.runtime.checking.extremes import extreme_values
+from tsopt.runtime.checking.masks import MASKS, mask_values
 
 LARGE = 100.0  # times the example
 SPECIAL, ZEROS = "special", "zeros"
@@ -56,7 +57,7 @@ def exported(program: Program) -> ExportedProgram:
 
 
 # Beginnings of the kinds of inputs that are made up as large as the example.
-OF_THE_SAME_SIZE = ("drawn", "random", "near")
+OF_THE_SAME_SIZE = ("drawn", "random", "near", MASKS)
 # What the largest number of a `large` input is at least, where the dtype has the exponents of float32: exp overflows
 # there, and so does what a formula computes by way of it.
 REACH = {torch.float32: 200.0, torch.bfloat16: 200.0}
@@ -70,7 +71,8 @@ def input_sets(example: Example, seed: int, program: Program | None = None) -> l
 
     In these, integers and booleans are drawn from the example's own values, so that an index stays an index. With the
     program, which says where that is safe, the `extreme` sets hold the ends of each dtype and numbers as they are in
-    the world: of one input at a time, because one may be an index, and of all.
+    the world: of one input at a time, because one may be an index, and of all. In the `mask` sets, masks hide nothing,
+    all, or whole rows.
     """
     generator = torch.Generator().manual_seed(seed)
     leaves, structure = flatten((example.args, example.kwargs))
@@ -90,6 +92,7 @@ def input_sets(example: Example, seed: int, program: Program | None = None) -> l
         sets += [rebuilt(f"drawn-{i}", [_drawn(leaf, generator) for leaf in leaves]) for i in (3, 4)]
     if program is not None:
         sets += [rebuilt(kind, values) for kind, values in extreme_values(program, leaves, generator)]
+        sets += [rebuilt(kind, values) for kind, values in mask_values(program, leaves, generator)]
     return sets
 
 
