@@ -14,11 +14,13 @@ from tsopt.compiler.analysis.intervals import Range, of_dtype
 from tsopt.compiler.analysis.range_rules import PLACES, RULES, base_name
 from tsopt.compiler.analysis.ranges import recorded
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.onnx.integers.indices import USES, affine, uses_of
 from tsopt.runtime.onnx.integers.narrow_integers import PRODUCTS
 
 EXTREME = "extreme"
+MIDDLES = f"{EXTREME} halves"
 ROUNDS = 3  # sets for an input that has fewer elements than there are numbers to try
 
 # Times in seconds and milliseconds, hashes, the ends of int32, what float32 and float64 hold, the ends of bytes.
@@ -65,12 +67,18 @@ DIVISIONS = frozenset({"div", "floor_divide", "remainder", "fmod", "divide", "gc
 CUTTING = frozenset({"floor", "ceil", "round", "trunc", "frac", "remainder", "fmod", "floor_divide"})
 
 
+ROUNDING = frozenset({"round", "rint"})  # and what quantizes, which has steps of its own
+STEPS = (1.0, 0.25)
+HALVES = 32  # to either side of zero, in the set of values in the middle between two steps
+
+
 def extreme_values(
     program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """The values of all inputs, with extremes in place of one of them, or of all.
 
-    Those of an input that is an index are the first and the last that exist.
+    Those of an input that is an index are the first and the last that exist. Where the program rounds, one set is of
+    floats that lie in the middle between two steps.
     """
     if len(leaves) != len(program.signature.user_inputs) or not is_safe(program):
         return
@@ -89,6 +97,9 @@ def extreme_values(
             yield f"{EXTREME} {name}{f' {number + 1}' if number else ''}", values
     if len(wanted) > 1:
         yield EXTREME, [changed(i) if i in wanted else leaf for i, leaf in enumerate(leaves)]
+    steps = _steps(program)
+    if steps and any(leaf.is_floating_point() and leaf.numel() for leaf in leaves):
+        yield MIDDLES, [_middles(leaf, steps, generator) if leaf.is_floating_point() else leaf for leaf in leaves]
 
 
 def index_inputs(program: Program) -> dict[int, Range]:
@@ -137,6 +148,31 @@ def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> 
         leaf,
         known[places][torch.randperm(count, generator=generator, device="cpu")].reshape(leaf.shape).to(leaf.device),
     )
+
+
+def _steps(program: Program) -> list[float]:
+    """What a program rounds to; nothing of one that does not round."""
+    found: dict[float, None] = {}
+    for node in all_calls(program):
+        name = base_name(node)
+        if "quantize" in name and "dequantize" not in name:
+            call = ops.bind(node)
+            scale = call.get("scales", call.get("scale"))
+            if isinstance(scale, fx.Node):
+                constant = program.weights.get(str(scale.target)) if scale.op == "get_attr" else None
+                scale = None if constant is None else float(constant.reshape(-1)[0])
+            found |= dict.fromkeys(STEPS if scale is None else (*STEPS, float(scale)))
+        elif name in ROUNDING:
+            found |= dict.fromkeys(STEPS)
+    return list(found)
+
+
+def _middles(leaf: torch.Tensor, steps: Sequence[float], generator: torch.Generator) -> torch.Tensor:
+    """A tensor like another one, of multiples of half of each step."""
+    numbers = torch.randint(-HALVES, HALVES + 1, leaf.shape, generator=generator, device="cpu")
+    widths = torch.tensor(steps, dtype=torch.float64, device="cpu")
+    which = torch.arange(leaf.numel(), device="cpu").reshape(leaf.shape) % len(steps)
+    return like(leaf, (numbers * widths[which] / 2).to(leaf.dtype).to(leaf.device))
 
 
 def like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
