@@ -99,6 +99,17 @@ def test_an_infinite_factor_stays():
     check_declines(fuse.conv_mul, then(nn.Linear(4, 6), lambda y: y * float("inf")), torch.randn(2, 4), fuse.NOT_FINITE)
 
 
+@pytest.mark.parametrize(("dtype", "k"), [(torch.float16, 1e-5), (torch.float32, 1e-39)], ids=str)
+def test_a_factor_that_leaves_no_digits_to_the_weights_stays(dtype, k):
+    model = then(nn.Linear(4, 6).to(dtype), lambda y: y * k)
+    check_declines(fuse.conv_mul, model, torch.ones(2, 4, dtype=dtype), fuse.TOO_SMALL)
+
+
+def test_a_factor_that_makes_one_channel_small_folds():
+    k = torch.ones(6).index_fill(0, torch.tensor([2]), 1e-40)
+    check_fires(fuse.conv_mul, layer_then(nn.Linear(4, 6), k, OPS["conv_mul"]), torch.randn(2, 4))
+
+
 def test_computed_weights_stay():
     check_declines(
         fuse.conv_mul, lambda x, w: F.linear(x, w) * 2.0, (torch.randn(2, 4), torch.randn(6, 4)), fuse.COMPUTED

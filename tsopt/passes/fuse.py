@@ -32,6 +32,7 @@ TRAINING = "batch norm in training mode uses batch statistics"
 NOT_REAL = "the weights are not real floating-point numbers"
 NO_BATCH = "the input has no batch axis, so the norm is over a different axis"
 NOT_FINITE = "a folded weight would not be finite"
+TOO_SMALL = "the folded weights would be too small for their dtype to hold all digits"
 
 
 def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> fx.Node | Skip:
@@ -58,11 +59,19 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     suspect = not bool(new.sum().isfinite() and new_bias.isfinite().all())
     if suspect and bool(weight.isfinite().all()) and not bool(new.isfinite().all() and new_bias.isfinite().all()):
         return at.skip(NOT_FINITE)
+    smallest = torch.finfo(weight.dtype).smallest_normal
+    if bool(factor.any()) and _largest(new) < smallest <= _largest(weight):
+        return at.skip(TOO_SMALL)
     name = str(arguments["weight"].target)
     arguments["weight"] = at.constant(new, f"{name}.folded")
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
     target: Any = layer.target
     return at.call(target, *arguments.values())
+
+
+def _largest(weight: torch.Tensor) -> float:
+    """The largest magnitude. Digits that smaller weights of a layer lose do not count beside it."""
+    return max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
 
 
 def _batch_norm_patterns() -> list[Any]:
