@@ -17,7 +17,7 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.onnx.integers.indices import USES, affine, uses_of
-from tsopt.runtime.onnx.integers.narrow_integers import PRODUCTS
+from tsopt.runtime.onnx.integers.least_time import PRODUCTS
 
 EXTREME = "extreme"
 MIDDLES = f"{EXTREME} halves"

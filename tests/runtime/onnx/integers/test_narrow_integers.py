@@ -59,6 +59,20 @@ class Products(nn.Module):
 # ---- what is refused ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
+@pytest.mark.parametrize(
+    ("model", "largest"),
+    [(lambda x: x.sum(0, dtype=torch.int32), 2**30), (lambda x: x.sum(0, dtype=torch.int16), 2**14)],
+)
+def test_a_sum_that_leaves_its_dtype_is_not_left_to_an_engine(engine, model, largest):
+    """They saturate where PyTorch wraps around."""
+    x = torch.ones(4, dtype=torch.int32)
+    found = examined(model, x, engine=engine)
+    assert found.refused or all(4 * high <= 2 * largest for _, high, _ in limits(found))
+    assert found.refused or found.bounds
+    assert not examined(lambda x: x.sum(), x, engine=ONNX_RUNTIME).bounds
+
+
 @pytest.mark.parametrize(
     ("model", "args", "why"),
     [

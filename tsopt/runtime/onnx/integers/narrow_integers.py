@@ -27,13 +27,13 @@ from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
 from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_index_only, uses_of
+from tsopt.runtime.onnx.integers.least_time import least_seconds
 
 # What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,
 # any position and any class; what needs still smaller ones is not worth a check that ordinary calls would fail.
 LADDER = (31, 24, 15)
 LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this size is larger than any that is tried
 CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
-FLOPS = 2e11  # in a second and a thread: faster than any core is
 NEVER = 1 << 30  # threads: so fast that no check is worth its time
 AS_BOOL, CASTS = "bool", frozenset({"to", "to_copy", "type_as"})  # a cast to bool has an entry of its own
 SHARE = 0.01  # of a call, for checks that nobody has asked for
@@ -249,7 +249,11 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     if limit is None:
         return ""
     found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if _is_whole(place.values.get(n))]
-    found += [ranges[node]] if found and node in ranges else []
+    if found and node in ranges:
+        found.append(ranges[node])
+        if isinstance(made, torch.Tensor) and all(item in limit for item in found):
+            # What it computes in other numbers does not wrap around at the ends of the dtype.
+            limit, found = limit & of_dtype(made.dtype), found[-1:]
     if all(item in limit for item in found):
         return ""
     return f"computes {name} of integers correctly only {_within(limit)}"
@@ -306,7 +310,7 @@ def _bounds(
     positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
     bounds = [Bound(positions[node], int(limit.low), int(limit.high), RANGE) for node, limit in limits.items()]
     ranges = [ranges_of(program, place.values, _usual(program, limits)) for place in places]
-    ready = _seconds(program, places[0], threads) * SHARE
+    ready = least_seconds(program, places[0].values, threads) * SHARE
     unchecked: list[str] = []
     for use in places[0].uses:
         if all(_exists(use, place, found) for place, found in zip(places, ranges, strict=True)):
@@ -378,27 +382,3 @@ def _size_of(signature: Signature, places: Sequence[_At], sizes: Sequence[int]) 
             if len(apart) == 1:
                 return position, axis, apart.pop()
     return None
-
-
-# ---- what a call takes at least -----------------------------------------------------------------------------
-
-PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
-
-
-def _seconds(program: Program, place: _At, threads: int) -> float:
-    """A time that no machine stays below: that of the products."""
-    return sum(_flops(node, place.values) for node in program.calls()) / (FLOPS * (threads or torch.get_num_threads()))
-
-
-def _flops(node: fx.Node, values: Values) -> float:
-    name, made = base_name(node), values.get(node)
-    if not isinstance(made, torch.Tensor) or not node.all_input_nodes:
-        return 0
-    taken = [values[n] for n in node.all_input_nodes if isinstance(values.get(n), torch.Tensor)]
-    if name in PRODUCTS:
-        return 2.0 * made.numel() * max((t.shape[-1] for t in taken[:1] if t.dim()), default=1)
-    if name.startswith("conv") and len(taken) > 1:
-        return 2.0 * made.numel() * taken[1][0].numel() if len(taken[1]) else 0
-    if name == "scaled_dot_product_attention":
-        return 4.0 * made.numel() * max(tensor.shape[-2] for tensor in taken if tensor.dim() > 1)
-    return 0
