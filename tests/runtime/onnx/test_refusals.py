@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tsopt.runtime.onnx.openvino import OpenVinoBackend
 from tsopt.runtime.onnx.ort import OnnxRuntimeBackend
 
 ONE, INTS = torch.ones(2, 3), torch.tensor([7, -7, 9])
@@ -151,3 +153,56 @@ def test_a_kernel_that_refuses_a_call_is_told_in_our_words(several):
     with pytest.raises(tsopt.BackendError, match="ONNX Runtime failed to run this call") as caught:
         made(*inputs)
     assert "MLFloat16" in caught.value.why
+
+
+# ---- what the exporter, or OpenVINO, makes another computation of ---------------------------------------------
+
+IMAGE = torch.ones(1, 2, 6, 7)
+PLACES = torch.zeros(1, 2, 6, 7, dtype=torch.int64)
+BY_THE_EXPORTER = [
+    (lambda x: torch.zeros_like(x).scatter_reduce(1, PLACES, x, "mean"), "makes a sum of scatter_reduce"),
+    (lambda x: F.avg_pool2d(x, 3, divisor_override=5), "leaves out divisor_override"),
+    (lambda x: F.avg_pool3d(x, 2, divisor_override=5), "leaves out divisor_override"),
+    (lambda x: x[:, :0].mean(1), "do not answer NaN"),
+    (lambda x: x.byte() << 3, "signed integers"),
+    (lambda x: x.byte() >> 1, "signed integers"),
+]
+BY_OPENVINO = [
+    (lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True), "by another number"),
+    (lambda x: F.avg_pool1d(x[0], 2, 2, 1, ceil_mode=True), "by another number"),
+    (lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True), "begins in the padding"),
+    (lambda x: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True), "other weights"),
+    (lambda x: F.interpolate(x, size=(4, 4), mode="bicubic", antialias=True), "other weights"),
+]
+TAKEN = [
+    lambda x: torch.zeros_like(x).scatter_reduce(1, PLACES, x, "sum"),
+    lambda x: F.avg_pool2d(x, 3, 2, 1),
+    lambda x: F.avg_pool2d(x, 3, 2, 1, ceil_mode=True, count_include_pad=False),
+    lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True),
+    lambda x: F.avg_pool2d(x[..., :5, :5], 3, 2, 1, ceil_mode=True),
+    lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True),
+    lambda x: F.interpolate(x, size=(4, 4), mode="bilinear"),
+    lambda x: x.mean(1),
+    lambda x: (x > 0).int() << 3,
+]
+
+
+@pytest.mark.parametrize(("model", "why"), BY_THE_EXPORTER)
+def test_what_the_exporter_gets_wrong_is_refused(model, why):
+    for backend in (OnnxRuntimeBackend(), OpenVinoBackend()):
+        assert any(why in found.why for found in backend.unsupported(tsopt.capture(model, IMAGE)))
+
+
+@pytest.mark.parametrize(("model", "why"), BY_OPENVINO)
+def test_what_openvino_gets_wrong_is_refused_by_it_alone(model, why):
+    program = tsopt.capture(model, IMAGE)
+    assert any(why in found.why for found in OpenVinoBackend().unsupported(program))
+    assert not OnnxRuntimeBackend().unsupported(program)
+
+
+@pytest.mark.parametrize("model", TAKEN)
+def test_their_other_forms_are_taken_and_right(model):
+    x = torch.randn(IMAGE.shape, generator=torch.Generator().manual_seed(0))
+    program = tsopt.capture(model, x)
+    for backend in ("onnxruntime", *(["openvino"] if OpenVinoBackend().missing() is None else [])):
+        torch.testing.assert_close(tsopt.compile(program, backend)(x), model(x))

@@ -64,7 +64,9 @@ class OpenVinoBackend:
         return to_install("openvino", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        found = refusals(program, "OpenVINO")
+        from tsopt.runtime.onnx.wrong_translations import of_openvino
+
+        found = [*refusals(program, "OpenVINO"), *of_openvino(program)]
         return found or [*self._examined(program).refused, *_imprecise(program)]
 
     def _examined(self, program: Program) -> Examined:

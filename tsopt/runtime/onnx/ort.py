@@ -165,8 +165,9 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
     from tsopt.compiler.graph import ops
     from tsopt.compiler.graph.control import all_calls
     from tsopt.compiler.graph.origin import origin_of
+    from tsopt.runtime.onnx.wrong_translations import of_the_exporter
 
-    found: list[Unsupported] = []
+    found = of_the_exporter(program)
     ends = [(item.name, item.type) for item in program.signature.inputs]
     ends += [(item.name, item.type) for item in program.signature.outputs]
     for name, kind in ends:

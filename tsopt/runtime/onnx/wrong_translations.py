@@ -1,0 +1,83 @@
+"""Calls of which the ONNX exporter, or OpenVINO, makes another computation: refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from tsopt.compiler.analysis.range_rules import base_name
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.control import all_calls
+from tsopt.compiler.graph.origin import origin_of
+from tsopt.compiler.graph.program import Program
+from tsopt.runtime.backends.backend import Unsupported
+
+SHIFTS = frozenset({"lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift"})
+MEANS = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
+ANTIALIASED = frozenset({"upsample_bilinear2d_aa", "upsample_bicubic2d_aa"})
+
+
+def of_the_exporter(program: Program) -> list[Unsupported]:
+    """What no engine gets as it is."""
+    return list(_found(program, _by_the_exporter))
+
+
+def of_openvino(program: Program) -> list[Unsupported]:
+    """What OpenVINO computes otherwise than ONNX says."""
+    return list(_found(program, _by_openvino))
+
+
+def _found(program: Program, why: Callable[[fx.Node], str]) -> Iterator[Unsupported]:
+    for node in all_calls(program):
+        if ops.is_overload(node.target) and (reason := why(node)):
+            yield Unsupported(origin_of(node), reason)
+
+
+def _by_the_exporter(node: fx.Node) -> str:
+    name = base_name(node)
+    call = ops.bind(node)
+    x: Any = next(iter(node.all_input_nodes), None)
+    value = x.meta.get("val") if x is not None else None
+    if name == "scatter_reduce" and call["reduce"] == "mean":
+        return "the ONNX exporter makes a sum of scatter_reduce with reduce='mean'"
+    if call.get("divisor_override") is not None:
+        return f"the ONNX exporter leaves out divisor_override of {ops.name_of(node)}"
+    if name in SHIFTS and value is not None and not value.dtype.is_signed:
+        return f"the ONNX exporter makes signed integers of what {ops.name_of(node)} shifts"
+    if name in MEANS and value is not None and any(isinstance(size, int) and size == 0 for size in value.shape):
+        return f"runtimes of ONNX models do not answer NaN for {ops.name_of(node)} of nothing"
+    return ""
+
+
+def _by_openvino(node: fx.Node) -> str:
+    name = base_name(node)
+    if name in ANTIALIASED:
+        return f"OpenVINO computes other weights for {ops.name_of(node)}"
+    call = ops.bind(node)
+    if not call.get("ceil_mode") or "pool" not in name:
+        return ""
+    edges = [_last_window(node, call, axis) for axis in range(-int(name[-2]), 0)] if name[-1] == "d" else []
+    if name.startswith("avg_pool") and call["count_include_pad"] and any(is_ragged for _, is_ragged in edges):
+        return f"OpenVINO divides the last windows of {ops.name_of(node)} with ceil_mode by another number"
+    if name.startswith("max_pool") and any(is_dropped for is_dropped, _ in edges):
+        return f"OpenVINO keeps a window of {ops.name_of(node)} with ceil_mode that begins in the padding"
+    return ""
+
+
+def _last_window(node: fx.Node, call: ops.Arguments, axis: int) -> tuple[bool, bool]:
+    """Whether the last window that fits in by rounding up begins behind the values, and whether one is cut."""
+
+    def of(key: str, usual: Any = 1) -> Any:
+        given = call.get(key) or [usual]
+        return given if isinstance(given, int) else given[axis] if len(given) > 1 else given[0]
+
+    x: Any = node.args[0]
+    size, kernel, padding = x.meta["val"].shape[axis], of("kernel_size"), of("padding", 0)
+    step = of("stride", kernel)
+    if not isinstance(size, int):
+        return False, bool(padding)
+    room = size + 2 * padding - of("dilation") * (kernel - 1) - 1
+    windows = -(-room // step) + 1
+    return (windows - 1) * step >= size + padding, bool(room % step and padding)
