@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tsopt.runtime.backends.torchscript import TorchScriptBackend
 
 
 def compiled(model, *args):
@@ -59,3 +60,22 @@ def test_what_eager_raises_is_raised_as_eager_raises_it():
     executable = tsopt.compile(tsopt.capture(model, torch.tensor([1, 3])), "torchscript")
     with pytest.raises(IndexError, match=r"^index out of range in self$"):
         executable(torch.tensor([1, 4]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "constant", "is_refused"),
+    [
+        (torch.int64, torch.tensor(1.1, dtype=torch.float64), True),
+        (torch.bool, torch.tensor(1.1, dtype=torch.float64), True),
+        (torch.int64, torch.tensor(1.1), False),
+        (torch.float32, torch.tensor(1.1, dtype=torch.float64), False),
+        (torch.int64, torch.tensor([1.1], dtype=torch.float64), False),
+    ],
+)
+def test_a_constant_that_it_takes_for_a_number_of_another_dtype_is_refused(dtype, constant, is_refused):
+    program = tsopt.capture(lambda x: x * constant, torch.ones(3, dtype=dtype))
+    found = TorchScriptBackend().unsupported(program)
+    assert [("Python number" in item.why) for item in found] == [True] * is_refused
+    if not is_refused:
+        x = torch.ones(3, dtype=dtype)
+        torch.testing.assert_close(tsopt.compile(program, "torchscript")(x), x * constant)

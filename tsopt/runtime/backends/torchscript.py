@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.graph import ops
@@ -44,8 +45,14 @@ class TorchScriptBackend:
 
     def unsupported(self, program: Program) -> list[Unsupported]:
         flow = [node for node in program.calls() if ops.blocks_of(node)]
-        return [
+        found = [
             Unsupported(origin_of(node), f"a trace records only one branch of {ops.name_of(node)}") for node in flow
+        ]
+        why = "TorchScript takes a constant without axes for a Python number, and makes float32 of {} beside integers"
+        return found + [
+            Unsupported(origin_of(node), why.format(ops.name_of(node)))
+            for node in program.calls()
+            if _is_beside_integers(node)
         ]
 
     def compile(self, program: Program) -> Executable:
@@ -82,6 +89,19 @@ class TorchScriptBackend:
     @staticmethod
     def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
         return load_runner(directory, signature, options)
+
+
+def _is_beside_integers(node: fx.Node) -> bool:
+    """Whether a constant without axes decides the dtype of a call, and it is another one than that of a number."""
+    call = ops.bind(node) if ops.is_overload(node.target) else {}
+    pair = [operand for operand in (call.get("self"), call.get("other")) if isinstance(operand, fx.Node)]
+    numbers = [operand for operand in pair if operand.op == "get_attr" and operand.meta["val"].dim() == 0]
+    others = [operand.meta["val"].dtype for operand in pair if operand not in numbers]
+    return (
+        len(numbers) == len(others) == 1
+        and numbers[0].meta["val"].dtype in (torch.float64, torch.float16, torch.bfloat16)
+        and not (others[0].is_floating_point or others[0].is_complex)
+    )
 
 
 def _raising_as_torch(run: Runner, program: Program) -> Runner:
