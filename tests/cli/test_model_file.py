@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tsopt as package
-from tsopt.cli.model_file import load_model_file, parse_inputs
+from tsopt.cli.model_file import load_data, load_model_file, parse_inputs
 
 HEAD = "import torch\nfrom torch import nn\nexample_input = torch.ones(1, 4)\n"
 
@@ -200,6 +200,45 @@ def test_the_seed_decides_the_weights(write):
     first, second, other = (load_model_file(str(path), [], seed).model.weight for seed in (1, 1, 2))
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+def test_the_seed_decides_what_numpy_and_python_draw(write):
+    path = write(
+        "import random\nimport numpy\n" + HEAD + "model = nn.Identity()\n"
+        "example_input = torch.tensor([random.random(), numpy.random.rand()])\n"
+    )
+    first, second, other = (load_model_file(str(path), [], seed).example_input for seed in (2**40, 2**40, 2))
+    assert torch.equal(first, second)
+    assert (first != other).all()
+
+
+def test_a_metric_sees_the_model_and_the_example_that_are_optimized(tsopt, write):
+    write(
+        "import torch\nfrom torch import nn\nprint('the file runs')\n"
+        "model = nn.Linear(4, 2).eval()\nexample_input = torch.randn(3, 4)\ndata = [example_input]\n"
+        "def same(candidate):\n"
+        "    score = float(torch.equal(candidate(example_input), model(example_input)))\n"
+        "    print('score', score)\n    return score\n"
+    )
+    options = ("--backends", "eager", "--seconds", "0.01", "--precision", "bf16", "--no-isolate", "--no-cache")
+    data = ("--metric", "m.py:same", "--max-drop", "0.5", "--calibration", "m.py:data")
+    ran = tsopt("export", "m.py", *options, *data, "--json")
+    assert ran.code == 0, ran.err
+    assert "score 1.0" in ran.err, "eager itself"
+    assert ran.err.count("the file runs") == 1
+
+
+def test_files_of_one_name_in_two_places_keep_their_own_classes(write, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.chdir(tmp_path)
+    write(HEAD + "class Net(nn.Linear):\n    pass\nmodel = Net(4, 2)\n")
+    write("class Item:\n    pass\ndata = [Item()]\n", name="other/m.py")
+    loaded = load_model_file("m.py", [], 0)
+    found = load_data(SimpleNamespace(calibration="other/m.py:data", metric=None), loaded.files)
+    item = found["calibration"][0]
+    for value in (loaded.model, item):
+        assert getattr(sys.modules[type(value).__module__], type(value).__name__) is type(value)
 
 
 def test_a_path_may_hold_colons_spaces_and_dots(write, tsopt):

@@ -208,7 +208,7 @@ def bench(
         from tsopt.sweeps import sweep
 
         given = {name: values for name, values in settings.items() if values}
-        options |= load_data(timing)
+        options |= load_data(timing, loaded.files)
         found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
         with directories(places) as new:
             for path in places:

@@ -42,7 +42,7 @@ def run(
         loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
         from tsopt.regression.check import check
 
-        options |= {"trust": subject.trust, "progress": tell} | load_data(timing)
+        options |= {"trust": subject.trust, "progress": tell} | load_data(timing, loaded.files)
         found = check(loaded.model, loaded.example_input, baseline, **options)
         process.State.written += (str(baseline),) if given["update"] else ()
         if output is not None:

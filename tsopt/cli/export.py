@@ -89,7 +89,7 @@ def optimized_as_one_graph(out: Any, subject: Subject, timing: Timing, options: 
     from tsopt.api import optimize
 
     one_graph = {"frontend": "one-graph"} if subject.frontend == "auto" else {}
-    return optimize(loaded.model, loaded.example_input, **options | load_data(timing) | one_graph)
+    return optimize(loaded.model, loaded.example_input, **options | load_data(timing, loaded.files) | one_graph)
 
 
 def check_frontend(subject: Subject) -> None:

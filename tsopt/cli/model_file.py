@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,40 @@ from tsopt.errors import UsageError
 NAMES = ("example_input", "example_inputs")
 
 
+class Files:
+    """The Python files that a command names. Each runs once: a metric has to see the model that is optimized.
+
+    Args:
+        seed: set before each of them runs.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._modules: dict[Path, Any] = {}
+
+    def module(self, path: Path) -> Any:
+        """What the file defines. Anything it prints goes to stderr; stdout is for the result."""
+        from tsopt.compiler.random_state import seed_all
+
+        place = path.resolve()
+        if place not in self._modules:
+            seed_all(self._seed)
+            self._modules[place] = _execute(path, {module.__name__ for module in self._modules.values()})
+        return self._modules[place]
+
+
 @dataclass(frozen=True)
 class ModelFile:
-    """A model file: the model and its example input."""
+    """A model file: the model and its example input, and the files that have run by then."""
 
     path: Path
     model: Callable[..., Any]
     example_input: Any
+    files: Files = field(default_factory=lambda: Files(0))
 
 
 def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
-    """Executes the file and picks the model. Anything the file prints goes to stderr; stdout is for the result.
+    """Executes the file and picks the model.
 
     Args:
         spec: `path.py`, `path.py:name`; the name is a model, or a class or function that makes one.
@@ -39,20 +62,18 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
         UsageError: no such file or name, the file raises, or it has no example input.
     """
     path, name = _existing(spec)
-    import torch
-
-    torch.manual_seed(seed)
-    module = _execute(path)
+    files = Files(seed)
+    module = files.module(path)
     model = _model(module, path, name)
     if inputs:
         made = parse_inputs(inputs, seed)
         check_inputs(model, made)
-        return ModelFile(path, model, made)
+        return ModelFile(path, model, made, files)
     for candidate in NAMES:
         if hasattr(module, candidate):
             value = getattr(module, candidate)
             is_maker = callable(value) and not hasattr(value, "__dlpack__")
-            return ModelFile(path, model, _call(value, path, candidate) if is_maker else value)
+            return ModelFile(path, model, _call(value, path, candidate) if is_maker else value, files)
     raise UsageError(
         f"{path.name} defines no example_input",
         where=str(path),
@@ -61,8 +82,11 @@ def load_model_file(spec: str, inputs: list[str], seed: int) -> ModelFile:
     )
 
 
-def load_data(timing: Any) -> dict[str, Any]:
+def load_data(timing: Any, files: Files) -> dict[str, Any]:
     """`--calibration` and `--metric` as `optimize` takes them.
+
+    Args:
+        files: those that have run for the model.
 
     Raises:
         UsageError: no such file or name, or the file raises.
@@ -70,13 +94,13 @@ def load_data(timing: Any) -> dict[str, Any]:
     calibration, metric = timing.calibration, timing.metric
     if calibration is not None:
         is_count = calibration.isdecimal()
-        calibration = int(calibration) if is_count else _named(calibration, "--calibration", calibration)
+        calibration = int(calibration) if is_count else _named(files, calibration, "--calibration", calibration)
     if metric is not None:
-        metric = _named(metric, "--metric", metric)
+        metric = _named(files, metric, "--metric", metric)
     return {"calibration": calibration, "metric": metric}
 
 
-def _named(spec: str, option: str, otherwise: Any) -> Any:
+def _named(files: Files, spec: str, option: str, otherwise: Any) -> Any:
     """The object that `FILE.py:NAME` refers to; `otherwise` for any other text. A function is called for its data."""
     path, name = split_spec(spec)
     if path.suffix != ".py":
@@ -84,7 +108,7 @@ def _named(spec: str, option: str, otherwise: Any) -> Any:
     if not name:
         raise UsageError(f"{option} {spec} names a file but no object in it", fix=f"write {option} {path}:NAME")
     _existing(spec)
-    found = getattr(_execute(path), name, None)
+    found = getattr(files.module(path), name, None)
     if found is None:
         raise UsageError(f"{path.name} defines no {name!r}", where=str(path), fix=f"check the name in {option}")
     makes = option == "--calibration" and callable(found) and not hasattr(found, "__iter__")
@@ -122,10 +146,12 @@ def _missing(path: Path) -> UsageError:
     )
 
 
-def _execute(path: Path) -> Any:
+def _execute(path: Path, taken: set[str]) -> Any:
     # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` next to the model
     # would shadow the standard library.
     name = f"tsopt_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
+    while name in taken:  # by a file of the same name elsewhere, whose classes are looked up there
+        name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file", fix="pass a file that ends in .py")

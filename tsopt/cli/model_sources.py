@@ -17,7 +17,7 @@ from pathlib import Path
 from sys import stderr
 from typing import Any
 
-from tsopt.cli.model_file import ModelFile, check_inputs, load_model_file, parse_inputs, split_spec
+from tsopt.cli.model_file import Files, ModelFile, check_inputs, load_model_file, parse_inputs, split_spec
 from tsopt.errors import UsageError
 
 CONFIG = "config.json"
@@ -68,9 +68,9 @@ def load_model(
     make, rest = _source(spec)
     if make is None:
         return load_model_file(spec, inputs, seed)
-    import torch
+    from tsopt.compiler.random_state import seed_all
 
-    torch.manual_seed(seed)
+    seed_all(seed)
     with redirect_stdout(stderr):
         made = make(rest, trust)
     example = made.example
@@ -82,7 +82,7 @@ def load_model(
     else:
         _try(spec, made.model, example)
         note(f"{spec}: {made.weights}, example input {_said(example)}")
-    return ModelFile(Path(rest), made.model, example)
+    return ModelFile(Path(rest), made.model, example, Files(seed))
 
 
 def _try(spec: str, model: Callable[..., Any], example: Any) -> None:

@@ -25,7 +25,7 @@ def seed_all(seed: int) -> None:
     """Seeds torch, numpy and Python."""
     seed_torch(seed)
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)  # takes no more bits
 
 
 @dataclass(frozen=True, slots=True)
