@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tsopt as package
-from tests.runtime.helpers import sign
+from tests.runtime.helpers import save, sign
 from tsopt.cli import verify
 from tsopt.runtime.bundles import store
 
@@ -30,6 +30,22 @@ def test_a_sound_bundle_equals_its_model_on_fresh_inputs(tsopt, place):
     ran = tsopt("verify", "m.tsopt", "--model", "m.py")
     assert ran.code == 0, ran.err
     assert "input sets" in ran.out
+
+
+def test_the_record_of_a_buffer_that_is_returned_is_what_the_call_has_left(tsopt, tmp_path):
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x):
+            self.count.add_(x)
+            return self.count
+
+    model, example = Counting(), torch.ones(2)
+    save(package.compile(package.capture(model, example), "eager"), tmp_path / "c.tsopt", model, example)
+    ran = tsopt("verify", "c.tsopt")
+    assert ran.code == 0, ran.err
 
 
 def test_json_says_ok(tsopt, place):

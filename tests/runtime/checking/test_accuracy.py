@@ -104,6 +104,30 @@ def test_a_candidate_that_loses_a_write_to_the_input_is_caught():
         verify(lambda x: x.add_(1) * 2, lambda x: (x + 1) * 2, ROW)
 
 
+class ReturnsItsBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4, 8))
+
+    def forward(self, x):
+        self.seen.add_(x)
+        return x * 2, self.seen, self.seen[1:]
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_buffer_that_is_returned_is_compared_as_the_call_has_left_it(backend):
+    model = ReturnsItsBuffer()
+    assert verify(model, tsopt.compile(tsopt.capture(model, ROW), backend), ROW).ok
+    assert not model.seen.any()
+
+    def other(x):
+        model.seen.add_(x)
+        return x * 2, model.seen + 1, model.seen[1:]
+
+    with pytest.raises(tsopt.AccuracyError, match="1 on the example input"):
+        verify(model, other, ROW)
+
+
 def test_an_output_in_memory_that_the_next_call_reuses_is_caught():
     kept = torch.empty_like(ROW)
     with pytest.raises(tsopt.AccuracyError):

@@ -157,7 +157,8 @@ def _write_check(path: Path, model: Callable[..., Any], example: Example, state:
     with protected(model, written=state):
         seed_torch(0)
         outputs, *_ = outcome_of(model, args, kwargs)
-    tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
+        # Copied here: a buffer that is returned is put back.
+        tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
     save_file(tensors, path)
 
 

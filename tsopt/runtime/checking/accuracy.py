@@ -11,6 +11,7 @@ import torch
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example, as_example
+from tsopt.compiler.calls.memory import overlap
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
@@ -163,6 +164,7 @@ class Oracle:
             call = expected.inputs.clone()
             given, _ = flatten((call.args, call.kwargs))
             leaves, structure, effects = outcome_of(candidate, call.args, call.kwargs)
+            leaves = [self._lasting(leaf) for leaf in leaves]
             spoilt = self._spoilt(expected, [*given, *self.eager.state], exact, limit)
             kept = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             if not getattr(candidate, "returns_copies", False):
@@ -199,6 +201,10 @@ class Oracle:
             return noted
         failure = difference_when_repeated(expected, kept, again, exact, usual)
         return Comparison(not failure, "type" if failure else test, worst, failure)
+
+    def _lasting(self, leaf: Any) -> Any:
+        """An output, or a copy of one in the memory of the model's state, which is put back after the call."""
+        return leaf.detach().clone() if any(overlap(leaf, tensor) for tensor in self.eager.state) else leaf
 
     def _is_amplified(
         self, reference: torch.Tensor, position: int, expected: Expected, limit: float | None, step: float
