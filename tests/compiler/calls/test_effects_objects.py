@@ -172,14 +172,24 @@ def test_the_order_of_items_is_that_of_the_model(cls):
 def test_keys_of_any_kind_are_stored(tmp_path):
     def model(self, x, items):
         items[0, 1].append(self.linear(x))
-        items[2] = {"mode": b"xy", "cls": int, "none": None}
+        items[2] = {"mode": b"xy", "none": None}
         return x + 1
 
     fast = tsopt.optimize(linear_net(model), (X, {(0, 1): []}), backends=("eager",), seconds=0.1)
     given = {(0, 1): []}
     tsopt.load(fast.save(tmp_path / "net.tsopt"))(X, given)
     assert len(given[0, 1]) == 1
-    assert given[2] == {"mode": b"xy", "cls": None, "none": None}, "a class is not imported"
+    assert given[2] == {"mode": b"xy", "none": None}
+
+
+def test_a_class_that_is_put_into_an_object_is_not_stored(tmp_path):
+    def model(self, x, items):
+        items.append(int)
+        return self.linear(x)
+
+    fast = tsopt.optimize(linear_net(model), (X, []), backends=("eager",), seconds=0.1)
+    with pytest.raises(BundleError, match="returns the class builtins:int, which a bundle cannot store"):
+        fast.save(tmp_path / "net.tsopt")
 
 
 class Mode(enum.Enum):

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import tsopt
-from tests.runtime.helpers import Counter, save
+from tests.runtime.helpers import Counter, save, sign
 from tsopt.runtime.bundles import store
 
+A = torch.arange(3.0)
 ROOT = Path(__file__).parents[3]
 
 
@@ -74,6 +75,48 @@ def test_nested_inputs_are_taken_as_the_model_took_them(tmp_path):
     assert loaded((one, [one]), 2.0, options={"bias": one}).tolist() == [4, 4]
     with pytest.raises(tsopt.SignatureError):
         loaded((one, [one]), 3.0, options={"bias": one})
+
+
+@pytest.mark.parametrize("name", ["eager", "onnxruntime"])
+def test_constants_of_torch_and_shapes_come_back(tmp_path, name):
+    def model(x, shape):
+        return {"y": x * 2, "layout": x.layout, "format": torch.channels_last, "shape": shape}
+
+    example = (torch.ones(2, 3), torch.Size([2, 3]))
+    place = save(tsopt.compile(tsopt.capture(model, example), name), tmp_path / "c.tsopt", model, example)
+    found = tsopt.load(place)(*example)
+    assert (found["layout"], found["format"], found["shape"]) == (torch.strided, torch.channels_last, example[1])
+    assert type(found["shape"]) is torch.Size
+
+
+@pytest.mark.parametrize("name", ["eager", "onnxruntime"])
+def test_a_class_that_is_returned_is_refused_and_one_that_is_given_is_not(tmp_path, name):
+    example = torch.ones(2)
+    fast = tsopt.compile(tsopt.capture(lambda x: (x * 2, Counter), example), name)
+    with pytest.raises(tsopt.BundleError, match=r"returns the class tests\.runtime\.helpers:Counter"):
+        save(fast, tmp_path / "c.tsopt", lambda x: (x * 2, Counter), example)
+    assert os.listdir(tmp_path) == []
+
+    def given(x, kind):
+        return x * 2 if kind is Counter else x
+
+    fast = tsopt.compile(tsopt.capture(given, (example, Counter)), name)
+    loaded = tsopt.load(save(fast, tmp_path / "c.tsopt", given, (example, Counter)))
+    assert loaded(example, Counter).tolist() == [2, 2]
+    for other in (None, int):
+        with pytest.raises(tsopt.SignatureError):
+            loaded(example, other)
+
+
+def test_a_bundle_that_returns_a_class_is_refused(tmp_path):
+    place = save(tsopt.compile(tsopt.capture(lambda x: (x, 3), A), "eager"), tmp_path / "c.tsopt", lambda x: (x, 3), A)
+
+    def change(manifest):
+        manifest["signature"]["result"]["children"][1] = {"kind": "const", "class": "builtins:int"}
+
+    sign(place, change)
+    with pytest.raises(tsopt.BundleError, match="returns the class builtins:int"):
+        tsopt.load(place)
 
 
 def test_a_loaded_bundle_says_its_model_inputs_and_engine(bundles):

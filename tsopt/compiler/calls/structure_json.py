@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsopt.compiler.calls.structure import CHANGEABLE, Path, Structure, name_of
-from tsopt.errors import BundleError
+from tsopt.errors import BackendError, BundleError
 
 PLAIN: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
+KEYS = (str, int, bool, float, type(None))  # of a dict; and tuples of these
+TORCH = ("dtype", "device", "layout", "memory_format", "qscheme")  # constants of torch that have a name
+SIZE = "torch:Size"
 
 
 def to_json(structure: Structure) -> dict[str, Any]:
     """A JSON value. Classes are named, not stored.
 
     Raises:
-        BundleError: a constant is not a plain value, dtype, device or class.
+        BundleError: a constant is not a plain value, one of torch or a class; a key is not a plain value.
     """
     out: dict[str, Any] = {"kind": structure.kind}
     if structure.kind in ("leaf", "shared"):
@@ -33,10 +37,10 @@ def to_json(structure: Structure) -> dict[str, Any]:
         }
     if structure.kind == "const":
         return out | _const_to_json(structure.value)
-    if structure.kind in ("namedtuple", "object", "dict") and structure.cls not in (None, dict):
-        out["class"] = name_of(structure.cls)
+    if structure.kind not in PLAIN or structure.cls not in (None, PLAIN[structure.kind]):
+        out["class"] = structure.named or name_of(structure.cls)
     if structure.keys:
-        out["keys"] = [list(key) if isinstance(key, tuple) else key for key in structure.keys]
+        out["keys"] = [_key_to_json(key) for key in structure.keys]
     return out | {"children": [to_json(child) for child in structure.children]}
 
 
@@ -47,7 +51,7 @@ def _const_to_json(value: object) -> dict[str, Any]:
         return {"float": value.hex()}
     if isinstance(value, type):
         return {"class": name_of(value)}
-    if type(value).__module__ == "torch":
+    if type(value).__module__ == "torch" and type(value).__name__ in TORCH:
         return {"torch": type(value).__name__, "text": str(value)}
     if type(value) is bytes:
         return {"bytes": value.hex()}
@@ -56,6 +60,30 @@ def _const_to_json(value: object) -> dict[str, Any]:
         where=repr(value)[:80],
         fix="use a plain value, such as a number, a string or a dtype",
     )
+
+
+def _key_to_json(key: Any) -> Any:
+    if type(key) is tuple:
+        return [_key_to_json(part) for part in key]
+    if type(key) not in KEYS:  # such as a member of an enum, which JSON would turn into its value
+        raise BundleError(
+            f"the call takes, returns or stores a dict with a {type(key).__name__} as key, which cannot be saved",
+            where=repr(key)[:80],
+            fix="use strings or numbers as keys",
+        )
+    return key
+
+
+def check_made(structure: Structure) -> None:
+    """Raises BundleError for what a file cannot return: a class in it is a name to compare with, and no more."""
+    if structure.kind == "const" and (structure.named or isinstance(structure.value, type)):
+        raise BundleError(
+            f"the model returns the class {structure.named or name_of(structure.value)}, which a bundle cannot store",
+            why="a bundle imports nothing that it names",
+            fix="return the name of the class, or nothing in its place",
+        )
+    for child in structure.children:
+        check_made(child)
 
 
 def from_json(data: Any, objects: list[int] | None = None) -> Structure:
@@ -100,14 +128,16 @@ def _from_json(data: Any) -> Structure:
             cls = _known_class(str(data.get("class", ""))) if kind in ("namedtuple", "object") else PLAIN[kind]
             if data.get("class") == name_of(OrderedDict) and kind == "dict":
                 cls = OrderedDict
+            named = str(data.get("class", "")) if kind in ("object", "tuple") else ""
+            if kind == "tuple" and named:
+                cls = _size_class() if named == SIZE else None
             if kind == "namedtuple" and cls is not None and not issubclass(cls, tuple):
                 cls = None  # a dataclass under this kind would have its __init__ called
             check_keys(kind, keys, len(children), cls)
             nodes = tuple(_from_json(child) for child in children)
             if kind == "namedtuple" and cls is None:
-                keys, kind = tuple(("attr", key) for key in keys), "object"
-            named = str(data.get("class", "")) if kind == "object" and cls is None else ""
-            return Structure(kind, cls, keys, nodes, named=named)
+                keys, kind, named = tuple(("attr", key) for key in keys), "object", str(data.get("class", ""))
+            return Structure(kind, cls, keys, nodes, named=named if cls is None else "")
         case _:
             raise ValueError(f"invalid structure: {str(data)[:80]}")
 
@@ -164,19 +194,43 @@ def _const_from_json(data: Mapping[str, Any]) -> Any:
         return float.fromhex(str(data["float"]))
     if "bytes" in data:
         return bytes.fromhex(str(data["bytes"]))
-    if "torch" in data and data["torch"] in ("dtype", "device") and "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        text = str(data["text"])
-        if data["torch"] == "device":
-            return torch.device(text)
-        found = getattr(torch, text.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"unknown dtype {text[:40]!r}")
-        return found
+    if "torch" in data:
+        return _constant_of_torch(str(data["torch"]), str(data["text"]))
     value = data["value"]
     if not isinstance(value, (bool, int, str, type(None))):
         raise ValueError(f"invalid constant: {str(value)[:40]}")
     return value
+
+
+def _constant_of_torch(kind: str, text: str) -> Any:
+    if kind not in TORCH:
+        raise ValueError(f"unknown kind of constant {kind[:40]!r}")
+    torch = _torch(f"the {kind} {text[:40]}")
+    if kind == "device":
+        return torch.device(text)
+    found = vars(torch).get(text.removeprefix("torch."))  # not getattr: it may import
+    if not isinstance(found, getattr(torch, kind)):
+        raise ValueError(f"unknown {kind} {text[:40]!r}")
+    return found
+
+
+def _size_class() -> type:
+    """What a shape is: of numpy's arrays, where torch is not installed, it is a tuple."""
+    try:
+        return importlib.import_module("torch").Size  # type: ignore[no-any-return]
+    except ImportError:
+        return tuple
+
+
+def _torch(what: str) -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise BackendError(
+            "the bundle needs torch, which is not installed",
+            why=f"the model takes or returns {what}",
+            fix="pip install torch-tsopt, or export a model that takes and returns tensors and plain values",
+        ) from error
 
 
 def _known_class(name: str) -> type | None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt._version import __version__
 from tsopt.compiler.calls import signature_json
+from tsopt.compiler.calls.structure_json import check_made
+from tsopt.compiler.graph.strict_json import parse
 from tsopt.compiler.precision_names import FP32, INT8_STATIC, INT8_WEIGHTS, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
@@ -28,6 +30,7 @@ from tsopt.runtime.calling.executable import Executable
 
 if TYPE_CHECKING:
     from tsopt.compiler.calls.example import Example
+    from tsopt.compiler.calls.signature import Signature
     from tsopt.runtime.report import Report
 
 REPORT = "report.json"  # what the race found
@@ -62,6 +65,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
     if executable.save is None:
         raise BundleError(f"{executable.backend} does not support bundles", fix="use another backend")
     _name_to_store(executable)  # before anything is written
+    _check_signature(executable.signature)
     check_target(target)
     with staged(target) as staging:
         executable.save(staging)
@@ -114,6 +118,25 @@ def _is_bundle(directory: Path) -> bool:
         return {"format", "sha256"} <= set(manifest) and {file.name for file in directory.iterdir()} <= names
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def _check_signature(signature: Signature) -> None:
+    """What `load` would refuse, or return as something else, is not written. Raises BundleError."""
+    _check_returned(signature)
+    stored = signature_json.to_json(signature)
+    try:
+        signature_json.from_json(parse(json.dumps(stored).encode()))
+    except (BundleError, ValueError) as error:
+        raise BundleError(
+            "what the model takes or returns cannot be stored in a bundle",
+            why=getattr(error, "why", None) or str(error)[:200],
+            fix="pass and return tensors and plain values, such as numbers, strings and dtypes",
+        ) from error
+
+
+def _check_returned(signature: Signature) -> None:
+    for structure in (signature.result, *(effect.parts for effect in signature.effects)):
+        check_made(structure)
 
 
 def _check_program(staging: Path, executable: Executable) -> None:
@@ -216,6 +239,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         info, options = _backend(directory, manifest), _options(directory, manifest)
         check_trust(info, directory, trust)
         signature = signature_json.from_json(manifest["signature"])
+        _check_returned(signature)
         precision = manifest.get("precision", FP32)
         if precision not in STORED:
             raise damaged(directory, f"unknown precision {str(precision)[:40]!r}")

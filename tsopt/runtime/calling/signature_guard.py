@@ -133,7 +133,7 @@ class _Writer:
             self._leaf(place, node.index)
             return True
         if node.kind == "const":
-            return self._const(place, node.value)
+            return not node.named and self._const(place, node.value)
         if node.kind == "size":
             self._integers.append((self._variable(place), node.index, node.value))
             return True
