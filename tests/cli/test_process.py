@@ -197,6 +197,36 @@ def test_an_output_that_is_full_closed_or_of_another_alphabet_is_one_line_at_mos
     assert len(done.stderr.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("command", ["verify none.tsopt --json", "inspect none.py --json"])
+def test_an_error_for_programs_that_cannot_be_written_is_told_as_text(tmp_path, command):
+    done = shell(f"$T {command} >/dev/full; echo $?; (sleep 0.1; $T {command}; echo $? >code) | true", tmp_path)
+    assert done.stdout == "2\n"
+    assert "No space left on device" in done.stderr
+    assert "error: " in done.stderr
+    assert "none." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_only_results_go_to_stdout(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "import atexit, os, sys, threading\n"
+        "os.write(1, b'raw\\n')\nsys.__stdout__.write('dunder\\n')\nos.system('echo child')\nprint('printed')\n"
+        "atexit.register(lambda: print('at the end'))\n"
+        "class Late(threading.Thread):\n"
+        "    def run(self):\n"
+        "        threading.main_thread().join()\n"
+        "        print('late')\n"
+        f"Late().start()\n{MODEL}"
+    )
+    done = python("-m", "tsopt", "inspect", "m.py", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["captured"]
+    for text in ("raw", "dunder", "child", "printed", "at the end", "late"):
+        assert f"{text}\n" in done.stderr
+    for option in ("--help", "--version"):
+        assert "tsopt" in python("-m", "tsopt", option, cwd=tmp_path).stdout
+
+
 # The command waits where the test says, and everything below it with it.
 SIGNALLED = """
 import os, signal, sys, time

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -42,13 +42,18 @@ STYLES = {
 
 
 class Output:
-    """Where results and progress go: results to stdout, progress and errors to stderr."""
+    """Where results and progress go: results to stdout, progress and errors to stderr.
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    Args:
+        stream: stdout, or what has taken its place.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, stream: TextIO | None = None) -> None:
         self.as_json, self.quiet = as_json, quiet
+        self.stream = stream or sys.stdout
         # A pipe has no width: a table cut at 80 columns would be worth nothing in a log.
-        wide = None if sys.stdout.isatty() else 160
-        self.out = Console(width=wide, soft_wrap=False, highlight=False)
+        wide = None if self.stream.isatty() else 160
+        self.out = Console(file=self.stream, width=wide, soft_wrap=False, highlight=False)
         self.err = Console(stderr=True, highlight=False)
 
     @contextmanager
@@ -72,7 +77,7 @@ class Output:
     def json(self, value: Any) -> None:
         if self.as_json:
             with self._written():
-                sys.stdout.write(json.dumps(value, indent=1) + "\n")
+                self.stream.write(json.dumps(value, indent=1) + "\n")
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -122,8 +127,13 @@ class Output:
     def error(self, error: TsoptError) -> None:
         if self.as_json:
             fields = {"error": error.what, "where": error.where, "why": error.why, "fix": error.fix}
-            sys.stdout.write(json.dumps(fields, indent=1) + "\n")
-            return
+            try:
+                with self._written():
+                    self.stream.write(json.dumps(fields, indent=1) + "\n")
+                    self.stream.flush()
+                return
+            except UsageError as unwritten:
+                self.error(unwritten)
         self.err.print(Text.assemble(("error: ", "bold red"), printable(error.what)), soft_wrap=True)
         for name, text in (("where", error.where), ("why", error.why), ("fix", error.fix)):
             if text:

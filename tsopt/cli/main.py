@@ -52,6 +52,8 @@ def _refused(error: TsoptError, arguments: list[str]) -> int:
         (process.State.output or process.output("--json" in arguments)).error(error)
     except ImportError:  # rich itself is missing
         sys.stderr.write(f"error: {error}\n")
+    except BrokenPipeError:
+        return process.unread()
     return error.exit_code
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from tsopt.errors import BackendError, TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import LOST, ending_of
@@ -24,9 +24,13 @@ UNWRITTEN = "the output cannot be written"
 
 
 class State:
-    """The output of the running command, the signal that ended it, and the files written by then."""
+    """The output of the running command, the signal that ended it, and the files written by then.
+
+    results: stdout of a process of our own, which nothing else writes to.
+    """
 
     output: Any = None
+    results: TextIO | None = None
     signal: int = signal.SIGINT
     written: tuple[str, ...] = ()
 
@@ -40,14 +44,22 @@ def output(as_json: bool = False, quiet: bool = False) -> Any:
     """A `console.Output`, which errors that end the command are written to as well."""
     from tsopt.cli.console import Output  # imports rich
 
-    State.output = Output(as_json=as_json, quiet=quiet)
+    State.output = Output(as_json=as_json, quiet=quiet, stream=results())
+    if State.results is not None:  # until now it was stdout, for `--help` and `--version`
+        sys.stdout = sys.__stdout__ or sys.stderr
     return State.output
+
+
+def results() -> TextIO:
+    """Where results go."""
+    return State.results or sys.stdout
 
 
 def prepare() -> None:
     """Opens missing standard streams, escapes what a terminal cannot encode, and turns signals into clean-up.
 
-    Disables the telemetry of engines, unless the user has set it.
+    Keeps stdout for results: what models, libraries and child processes print to it goes to stderr. Disables the
+    telemetry of engines, unless the user has set it.
     """
     for name, value in NO_TELEMETRY.items():
         os.environ.setdefault(name, value)
@@ -62,6 +74,9 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    State.results = open(os.dup(1), "w", encoding=sys.stdout.encoding, errors="backslashreplace")  # noqa: SIM115
+    os.dup2(2, 1)
+    sys.stdout = State.results
     for name in ENDING:
         ending = getattr(signal, name, None)
         if ending is not None and signal.getsignal(ending) != signal.SIG_IGN:  # nohup wants it ignored
@@ -85,7 +100,7 @@ def interrupted() -> int:
 def finish(code: int) -> int:
     """Flushes stdout. Returns the exit code, or another one if that fails."""
     try:
-        sys.stdout.flush()
+        results().flush()
     except OSError as error:
         silence_stdout()
         if error.errno == errno.EPIPE:
@@ -103,7 +118,7 @@ def unread() -> int:
 
 def silence_stdout() -> None:
     """Discards what stdout still holds, and all further output."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())
 
 
 def known(error: Exception) -> TsoptError | None:
@@ -115,6 +130,11 @@ def known(error: Exception) -> TsoptError | None:
         return None
     if isinstance(error, OSError):
         why = error.strerror or str(error)
+        try:
+            results().flush()
+        except OSError:  # it was the output, which holds what it could not write until it is silenced
+            silence_stdout()
+            return UsageError(UNWRITTEN, why=why)
         return UsageError("the operating system reported an error", where=str(error.filename or "") or None, why=why)
     return UsageError(ending, why=str(error).partition("\n")[0][:300] or type(error).__name__)
 
