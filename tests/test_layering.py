@@ -108,6 +108,7 @@ WITHOUT_TORCH = (
     "cli/model_file.py",
     "cli/model_sources.py",
     "cli/options.py",
+    "cli/outputs.py",
     "cli/process.py",
     "cli/profile.py",
     "cli/bench.py",

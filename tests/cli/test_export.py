@@ -65,6 +65,22 @@ def test_an_opset_can_be_asked_for(tsopt, write, tmp_path):
     assert names(tmp_path) == ["m.py", "x.onnx"]
 
 
+def test_an_opset_of_no_file_is_refused(tsopt, write):
+    write()
+    ran = tsopt("export", "m.py", "--opset", "18")
+    assert ran.code == 2
+    assert "--opset has no effect on the format tsopt" in ran.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_path_that_ends_with_a_separator_is_a_directory(tsopt, write, tmp_path):
+    write()
+    assert tsopt("export", "m.py", "--format", "torchscript", "-o", "new/", "--no-isolate").code == 0
+    assert (tmp_path / "new" / "m.ts").is_file()
+    assert tsopt("export", "m.py", "-o", "new/b.tsopt/", "--no-isolate").code == 0
+    assert (tmp_path / "new" / "b.tsopt" / "manifest.json").is_file()
+
+
 def test_an_opset_that_does_not_exist_is_no_traceback(tsopt, write, tmp_path):
     write()
     ran = tsopt("export", "m.py", "--format", "onnx", "--opset", "9999", "-o", "x.onnx")
@@ -80,11 +96,6 @@ def test_an_opset_that_the_exporter_does_not_reach_is_refused(tsopt, write, tmp_
     assert ran.code == 2
     assert "cannot convert this model to opset 9999" in ran.err
     assert names(tmp_path) == ["m.py"]
-
-
-def test_an_opset_without_an_onnx_file_is_no_matter(tsopt, write):
-    write()
-    assert tsopt("export", "m.py", "--opset", "9999").code == 0
 
 
 def test_the_name_follows_the_model_whatever_its_directory_is_called(tsopt, write, tmp_path):

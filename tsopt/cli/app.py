@@ -56,7 +56,10 @@ def export(
         list[Format] | None, typer.Option("--format", help="Output format; tsopt by default. Repeat for more than one.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Output file or directory; the current directory by default.")
+        str | None,
+        typer.Option(
+            "-o", "--output", metavar="PATH", help="Output file or directory; the current directory by default."
+        ),
     ] = None,
     opset: Annotated[
         int | None, typer.Option("--opset", min=17, help="ONNX opset; the exporter's own by default.")
@@ -75,6 +78,7 @@ def export(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import export, quantize
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import PAGE, check_saved
 
     export.check_frontend(subject)
@@ -88,6 +92,7 @@ def export(
     export.check_formats(formats, opset)
     check_saved("--report", report, quantize.WRITERS)
     check_saved("--html", html, PAGE)
+    check_outputs(subject, timing, places=places.values(), saved={"--report": report, "--html": html})
     made = export.run(
         out, subject, timing, places, threads=threads, cache=cache, opset=opset, saved={"report": report, "page": html}
     )
@@ -101,7 +106,8 @@ def quantize(
     timing: Timing,
     threads: Threads = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Output bundle; in the current directory by default.")
+        str | None,
+        typer.Option("-o", "--output", metavar="PATH", help="Output bundle; in the current directory by default."),
     ] = None,
     report: Annotated[
         Path | None,
@@ -114,12 +120,14 @@ def quantize(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import export, quantize
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import PAGE, check_saved
 
     export.check_frontend(subject)
     places = export.targets(subject.model, ["tsopt"], output)
     check_saved("--report", report, quantize.WRITERS)
     check_saved("--html", html, PAGE)
+    check_outputs(subject, timing, places=places.values(), saved={"--report": report, "--html": html})
     timing = replace(timing, precision=timing.precision or "int8")
     saved = {"report": report, "page": html}
     made = export.run(out, subject, timing, places, threads=threads, cache=cache, saved=saved, layer_times=True)
@@ -150,12 +158,14 @@ def profile(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import profile
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import PAGE, check_saved
     from tsopt.runtime.profiling.training import parse_training
 
     profile.check_frontend(subject)
     check_saved("-o", output, profile.WRITERS)
     check_saved("--html", html, PAGE)
+    check_outputs(subject, timing, saved={"-o": output, "--html": html})
     asked = None if training is None else parse_training(training)
     profile.run(out, subject, timing, threads=threads, cache=cache, top=top, training=asked, outputs=(output, html))
 
@@ -189,6 +199,7 @@ def bench(
     out = process.output(json, quiet)
     from tsopt.cli import bench
     from tsopt.cli.export import directories
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import PAGE, check_saved, save
 
     new: list[Path] = []
@@ -200,6 +211,7 @@ def bench(
     }
     check_saved("-o", output, bench.WRITERS)
     check_saved("--html", html, PAGE)
+    check_outputs(subject, timing, saved={"-o": output, "--html": html})
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
@@ -271,12 +283,14 @@ def inspect(
 ) -> None:
     out = process.output(json)
     from tsopt.cli.export import directories
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import save
 
     if graph is not None:
         from tsopt.cli.graph import WRITERS, Graphs, check_graph
 
         check_graph(graph)
+        check_outputs(subject, None, saved={"--graph": graph})
     with directories([graph] if graph is not None else []) as new, out.progress(Path(subject.model).name) as tell:
         from tsopt.cli import inspect
 
@@ -388,11 +402,14 @@ def check(
     out = process.output(json, quiet)
     from tsopt.cli import check
     from tsopt.cli.export import check_place
+    from tsopt.cli.outputs import check_outputs
     from tsopt.cli.saved import check_saved
 
     check_saved("-o", output, check.WRITERS)
     if update:
         check_place("baseline", baseline)
+    written = {"-o": output} | ({"--baseline": baseline} if update else {})
+    check_outputs(subject, timing, saved=written, read={} if update else {"the baseline": baseline})
     given = {"update": update, "max_slowdown": max_slowdown, "compare_seconds": compare_seconds, "threads": threads}
     found = check.run(out, subject, timing, baseline, output, given | {"cache": cache})
     if not found.ok:

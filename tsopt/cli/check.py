@@ -12,7 +12,6 @@ from tsopt.cli.model_file import load_data
 from tsopt.cli.model_sources import load_model
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.cli.saved import save
-from tsopt.errors import UsageError
 
 if TYPE_CHECKING:
     from tsopt.cli.saved import Writers
@@ -33,8 +32,6 @@ def run(
         output: where the comparison is also saved.
         given: further options of `tsopt.check`.
     """
-    if output is not None and output.resolve() == baseline.resolve():
-        raise UsageError(f"-o {output} is the baseline", fix="choose another name for the comparison")
     written = [*([baseline] if given["update"] else []), *([output] if output is not None else [])]
     options = race_options(subject, timing) | given
     with directories(written) as new, out.progress(Path(subject.model).name) as tell:

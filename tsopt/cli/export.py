@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tsopt.runtime.report import Report
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
+SEPARATORS = tuple(filter(None, (os.sep, os.altsep)))
 BACKEND = {info.exports: info.name for info in BACKENDS.values() if info.exports}  # by format
 
 
@@ -100,14 +101,19 @@ def check_frontend(subject: Subject) -> None:
         )
 
 
-def targets(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
+def targets(model: str, formats: list[str], given: str | None) -> dict[str, Path]:
     """The path for each format, checked before hours of work.
+
+    Args:
+        given: a file or a directory, as on the command line: a directory that is new ends with a separator.
 
     Raises:
         UsageError, BundleError: a path cannot be written, or names something that must not be replaced.
     """
+    output = None if given is None else Path(given)
     try:
-        places = _places(model, formats, output)
+        is_new = given is not None and given.endswith(SEPARATORS) and Path(given).suffix != SUFFIX["tsopt"]
+        places = _places(model, formats, output, is_new)
         for kind, path in places.items():
             check_place(kind, path)
     except OSError as error:  # a name or a path that is too long for the system
@@ -130,17 +136,21 @@ def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
 
 
 def check_formats(formats: list[str], opset: int | None) -> None:
-    """Raises UsageError for an opset that cannot be written, before the work."""
+    """Raises UsageError for an opset that cannot be written, or is that of no file, before the work."""
+    if opset is not None and "onnx" not in formats:
+        raise UsageError(
+            f"--opset has no effect on the format {', '.join(formats)}", fix="add --format onnx, or leave out --opset"
+        )
     if "onnx" in formats:
         from tsopt.runtime.onnx.export import check_opset
 
         check_opset(opset)
 
 
-def _places(model: str, formats: list[str], output: Path | None) -> dict[str, Path]:
+def _places(model: str, formats: list[str], output: Path | None, is_new: bool) -> dict[str, Path]:
     stem = re.sub(r"[^\w.-]", "_", stem_of(model)) or "model"
     bundle = output is not None and _is_bundle(output)
-    single = output is not None and (bundle or not output.is_dir()) and len(formats) == 1
+    single = output is not None and (bundle or not (is_new or output.is_dir())) and len(formats) == 1
     if single and output is not None:
         _check_name(output, formats[0])
         places = {formats[0]: output}

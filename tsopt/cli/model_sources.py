@@ -112,6 +112,16 @@ def stem_of(spec: str) -> str:
     return Path(rest).stem if Path(rest).suffix in FILES else Path(rest).name
 
 
+def path_of(spec: str) -> Path | None:
+    """The file that a model is read from; None for one that is made by name."""
+    make, rest = _source(spec)
+    if make is None:
+        return split_spec(spec)[0]
+    if make is _transformers:
+        return Path(rest) / CONFIG
+    return None if make in BY_NAME.values() else Path(rest)
+
+
 def _source(spec: str) -> tuple[Callable[[str, bool], Made] | None, str]:
     """What makes a model, and from what; None for a Python file."""
     kind, _, rest = spec.partition(":")

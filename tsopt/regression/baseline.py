@@ -93,6 +93,24 @@ def read_baseline(path: str | Path) -> Baseline:
         ) from error
 
 
+def check_replaceable(path: str | Path) -> None:
+    """Raises UsageError for a place that holds something else than a baseline: a file may be there by mistake."""
+    place = Path(path)
+    if place.is_dir():
+        raise UsageError("the baseline cannot be written: it is a directory", where=str(place), fix="name a file")
+    if not place.exists() or not place.stat().st_size:
+        return
+    try:
+        read_baseline(place)
+    except UsageError as error:
+        raise UsageError(
+            "the baseline would replace a file that is none",
+            where=printable(str(place)),
+            why=error.why,
+            fix="remove the file, or choose another name for the baseline",
+        ) from error
+
+
 def machine_of(found: Environment) -> str:
     """CPU, cores and threads, in one line."""
     return line(", ".join(filter(None, (found.gpu, found.cpu, f"cores: {found.cores}", f"threads: {found.threads}"))))

@@ -21,7 +21,15 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
-from tsopt.regression.baseline import CREATE, Baseline, line, machine_of, read_baseline, versions_of
+from tsopt.regression.baseline import (
+    CREATE,
+    Baseline,
+    check_replaceable,
+    line,
+    machine_of,
+    read_baseline,
+    versions_of,
+)
 from tsopt.regression.outcome import Check
 from tsopt.regression.score import Score
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
@@ -85,8 +93,8 @@ def check(
     tell, examples = progress or (lambda text: None), as_examples(example_input)
     example, seed = examples[0], options.get("seed", 0)
     _check_options(max_slowdown, metric, max_drop, compare_seconds, candidate, options)
-    if update and not isinstance(baseline, Baseline) and Path(baseline).is_dir():
-        raise UsageError("the baseline cannot be written: it is a directory", where=str(baseline), fix="name a file")
+    if update and not isinstance(baseline, Baseline):
+        check_replaceable(baseline)
     then, bundle = (None, None) if update else _opened(baseline, trust)
     if then is not None and then.inputs not in ("", _inputs(example)):
         raise UsageError(

@@ -1,0 +1,58 @@
+"""What a command writes, beside what it reads: nothing replaces anything else that the command names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tsopt.cli.model_file import split_spec
+from tsopt.cli.model_sources import path_of
+from tsopt.cli.options import Subject, Timing
+from tsopt.errors import UsageError
+
+
+def check_outputs(
+    subject: Subject,
+    timing: Timing | None,
+    *,
+    places: Iterable[Path] = (),
+    saved: Mapping[str, Path | None],
+    read: Mapping[str, Path] | None = None,
+) -> None:
+    """Checks the outputs of a command before hours of work.
+
+    Args:
+        places: of the files that the command is about.
+        saved: of what it also saves, by option.
+        read: what it reads beside the model and its data, by option.
+
+    Raises:
+        UsageError: two outputs are one file, or one lies inside another, or an output is what the command reads.
+    """
+    written = [("-o", path) for path in places] + [(name, path) for name, path in saved.items() if path is not None]
+    inputs = _inputs(subject, timing) | {name: path.resolve() for name, path in (read or {}).items()}
+    for option, path in written:
+        for name, other in inputs.items():
+            if path.resolve() == other:
+                raise UsageError(
+                    f"{option} {path} is {name}, which the command reads",
+                    why="it would be overwritten",
+                    fix=f"choose another name with {option}",
+                )
+    for (first, path), (second, other) in itertools.permutations(written, 2):
+        here, there = path.resolve(), other.resolve()
+        if here == there or here in there.parents:
+            raise UsageError(
+                f"{second} {other} is {'also' if here == there else 'inside of'} {first} {path}",
+                why="one of them would damage the other",
+                fix="choose different names",
+            )
+
+
+def _inputs(subject: Subject, timing: Timing | None) -> dict[str, Path]:
+    """The files that a command reads, by what they are."""
+    given = {} if timing is None else {"calibration": timing.calibration, "metric": timing.metric}
+    specs = {f"the file of --{name}": split_spec(spec)[0] for name, spec in given.items() if spec is not None}
+    model = path_of(subject.model)
+    return {name: path.resolve() for name, path in (({"the model": model} if model else {}) | specs).items()}
