@@ -66,6 +66,7 @@ WITHOUT_TORCH = (
     "compiler/calls/signature_json.py",
     "compiler/calls/structure.py",
     "compiler/calls/structure_json.py",
+    "compiler/calls/tensor_file.py",
     "compiler/calls/types.py",
     "compiler/calls/result_views.py",
     "compiler/calls/example.py",

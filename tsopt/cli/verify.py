@@ -10,6 +10,7 @@ from typing import Any
 
 from tsopt.cli.process import lacking
 from tsopt.compiler.calls.signature import Signature, mismatch
+from tsopt.compiler.calls.tensor_file import read_tensors
 from tsopt.errors import AccuracyError, BackendError, BundleError, TsoptError
 from tsopt.runtime.bundles.members import Bundle, reading
 from tsopt.runtime.bundles.opening import CHECK, run_on_reference
@@ -116,13 +117,9 @@ def _record(bundle: Path, signature: Signature) -> tuple[list[Any], list[Any]]:
     """The stored inputs and outputs, checked against the types of the signature."""
     from safetensors import SafetensorError
 
-    if is_installed("torch"):
-        from safetensors.torch import load_file
-    else:
-        from safetensors.numpy import load_file  # type: ignore[assignment]
     try:
-        stored = load_file(bundle / CHECK)
-    except (OSError, SafetensorError, KeyError, TypeError) as error:  # numpy has no bfloat16
+        stored = read_tensors(bundle / CHECK, arrays=not is_installed("torch"))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:  # numpy has no bfloat16
         raise BundleError(
             "the bundle's reference data cannot be read",
             where=str(bundle / CHECK),

@@ -11,6 +11,8 @@ import torch
 
 import tsopt
 from tests.runtime.helpers import Counter, save, sign
+from tsopt.cli.verify import against_record
+from tsopt.compiler.calls.tensor_file import read_tensors
 from tsopt.runtime.bundles import store
 
 A = torch.arange(3.0)
@@ -75,6 +77,34 @@ def test_nested_inputs_are_taken_as_the_model_took_them(tmp_path):
     assert loaded((one, [one]), 2.0, options={"bias": one}).tolist() == [4, 4]
     with pytest.raises(tsopt.SignatureError):
         loaded((one, [one]), 3.0, options={"bias": one})
+
+
+class Wave(torch.nn.Module):
+    """Complex inputs, weights, state and results."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, dtype=dtype))
+        self.register_buffer("sum", torch.zeros(3, dtype=dtype))
+
+    def forward(self, x):
+        self.sum.add_(x)
+        return x * self.weight, self.sum * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_stored(tmp_path, dtype):
+    model, example = Wave(dtype), torch.randn(3, dtype=dtype).conj()
+    place = save(tsopt.compile(tsopt.capture(model, example), "eager"), tmp_path / "w.tsopt", model, example)
+    stored = read_tensors(place / "check.safetensors")
+    torch.testing.assert_close(stored["input.0"], example.resolve_conj())
+    expected = Wave(dtype)
+    expected.load_state_dict(model.state_dict())
+    loaded = tsopt.load(place)
+    for position, (value, wanted) in enumerate(zip(loaded(example), expected(example), strict=True)):
+        torch.testing.assert_close(value, wanted)
+        torch.testing.assert_close(stored[f"output.{position}"], wanted)
+    assert against_record(place, trust=False).verdict.startswith("intact")
 
 
 @pytest.mark.parametrize("name", ["eager", "onnxruntime"])

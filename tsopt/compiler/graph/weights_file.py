@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+
+from tsopt.compiler.calls.tensor_file import read_tensors, write_tensors
 
 HEADER_SIZE = 8  # bytes in front of the header, which contain its length
 
@@ -27,12 +28,12 @@ def write_weights(weights: Mapping[str, torch.Tensor], file: Path) -> None:
             value = value.clone()
         storages.add(value.untyped_storage().data_ptr())
         found[name] = value
-    save_file(found, file)
+    write_tensors(found, file)
 
 
 def read_weights(file: Path) -> dict[str, torch.Tensor]:
     """The weights, mapped from the file, with their dimensions in memory order."""
-    return load_file(file)
+    return read_tensors(file)
 
 
 def memory_order(value: torch.Tensor) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tsopt.compiler.calls.signature import Input, Output, Signature, mismatch
+from tsopt.compiler.calls.tensor_file import read_tensors
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, BundleError, TsoptError
 from tsopt.runtime.backends.backend import Loads, compile, race_options
@@ -129,12 +130,8 @@ def run_on_reference(
 
 def stored_tensors(path: Path) -> dict[str, Any]:
     """The tensors of a file: of torch, or numpy arrays where torch is not installed. Raises BundleError."""
-    if not is_installed("torch"):
-        from safetensors.numpy import load_file
-    else:
-        from safetensors.torch import load_file  # type: ignore[assignment]
     try:
-        return dict(load_file(path))
+        return read_tensors(path, arrays=not is_installed("torch"))
     except Exception as error:  # the file decides what goes wrong; all of it means the same
         raise BundleError(
             f"{path.name} cannot be read", where=str(path), why=f"{type(error).__name__}: {error}"[:300]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt._version import __version__
 from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.structure_json import check_made
+from tsopt.compiler.calls.tensor_file import write_tensors
 from tsopt.compiler.graph.strict_json import parse
 from tsopt.compiler.precision_names import FP32, INT8_STATIC, INT8_WEIGHTS, PRECISIONS
 from tsopt.errors import BackendError, BundleError, TsoptError
@@ -157,32 +158,32 @@ def _check_program(staging: Path, executable: Executable) -> None:
 
 
 def _write_state(path: Path, executable: Executable) -> None:
-    from safetensors.torch import save_file
-
     names = [item.name for item in executable.signature.state_inputs]
     if names:
         tensors = zip(names, executable.state, strict=True)
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}, path)
+        write_tensors({name: _copy(tensor) for name, tensor in tensors}, path)
 
 
 def _write_check(path: Path, model: Callable[..., Any], example: Example, state: Sequence[Any]) -> None:
     """The example's inputs and eager's answers: what `tsopt verify` compares with."""
-    from safetensors.torch import save_file
-
     from tsopt.compiler.calls.effects import outcome_of
     from tsopt.compiler.calls.structure import flatten, unflatten
     from tsopt.compiler.protect import protected
     from tsopt.compiler.random_state import seed_torch
 
     leaves, structure = flatten((example.args, example.kwargs))
-    tensors = {f"input.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(leaves)}
+    tensors = {f"input.{i}": _copy(leaf) for i, leaf in enumerate(leaves)}
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in leaves])
     with protected(model, written=state):
         seed_torch(0)
         outputs, *_ = outcome_of(model, args, kwargs)
         # Copied here: a buffer that is returned is put back.
-        tensors |= {f"output.{i}": leaf.detach().cpu().contiguous().clone() for i, leaf in enumerate(outputs)}
-    save_file(tensors, path)
+        tensors |= {f"output.{i}": _copy(leaf) for i, leaf in enumerate(outputs)}
+    write_tensors(tensors, path)
+
+
+def _copy(tensor: Any) -> Any:
+    return tensor.detach().cpu().contiguous().clone()
 
 
 def _write_manifest(staging: Path, executable: Executable, report: Report) -> str:
