@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from tests.runtime.racing.helpers import fast_timings
 from tsopt.errors import BackendError, BundleError, UsageError
 from tsopt.regression import check as module
 from tsopt.regression import sessions
+from tsopt.regression.baseline import read_baseline
 from tsopt.regression.outcome import Check
 
 OPTIONS = {"backends": ("torchscript",), "isolate": False, "cache": False, "seconds": 0.05}
@@ -143,6 +145,17 @@ def test_multiply_accumulates_that_eager_has_gained_too_are_a_regression(baselin
     assert (found.verdict, found.speed, found.ok) == ("more work", "ok", False)
     assert found.growth == pytest.approx(0.5)
     assert "+50.0%" in found.text
+
+
+def test_multiply_accumulates_where_there_were_none_are_a_regression(model, baseline, paces):
+    paces(now=5.0)
+    then = replace(read_baseline(baseline), macs=0)
+    found = tsopt.check(model, X, then, **OPTIONS)
+    assert (found.growth, found.work, found.verdict) == (math.inf, "more work", "more work")
+    assert "from none" in found.text
+    assert json.loads(json.dumps(found.to_json()), parse_constant=pytest.fail)["growth"] is None
+    none = Check(now=then, baseline=then, slowdown=None, speed="ok", max_slowdown=0.05, max_drop=0.0)
+    assert (none.growth, none.work) == (0.0, "ok")
 
 
 def test_the_outputs_must_be_as_near_to_eager(model, baseline, paces):

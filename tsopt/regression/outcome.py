@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -53,9 +54,11 @@ class Check:
 
     @property
     def growth(self) -> float | None:
-        """By which fraction a call has more multiply-accumulates; None if that is not known."""
-        then = self.baseline
-        return None if then is None or not then.macs or self.now.macs is None else self.now.macs / then.macs - 1
+        """By which fraction a call has more multiply-accumulates: infinite from none. None if that is not known."""
+        then, now = self.baseline, self.now.macs
+        if then is None or then.macs is None or now is None:
+            return None
+        return now / then.macs - 1 if then.macs else math.inf if now else 0.0
 
     @property
     def work(self) -> str:
@@ -95,7 +98,7 @@ class Check:
         ]
         if now.macs is not None:
             before = "" if then is None or then.macs is None else _millions(then.macs)
-            change = "" if self.growth is None else f"{self.growth:+.1%}"
+            change = _growth(self.growth)
             rows.append(("million MACs", before, _millions(now.macs), change, f"{self.max_slowdown:+.1%}", self.work))
         if now.score is not None:
             before = "" if self.drop is None or then is None else f"{then.score:.6g}"
@@ -126,7 +129,7 @@ class Check:
             "work": self.work,
             "accuracy": self.accuracy,
             "slowdown": None if self.slowdown is None else asdict(self.slowdown),
-            "growth": self.growth,
+            "growth": None if self.growth == math.inf else self.growth,  # JSON has no infinity
             "max_slowdown": self.max_slowdown,
             "drop": self.drop,
             "max_drop": self.max_drop,
@@ -144,6 +147,10 @@ def _speed(measured: Baseline) -> str:
     count = len(measured.speedups)
     sessions = f"{count} {'session' if count == 1 else 'sessions'}"
     return f"{median(measured.speedups):.2f}x, {measured.winner}, {sessions}"
+
+
+def _growth(growth: float | None) -> str:
+    return "" if growth is None else "from none" if growth == math.inf else f"{growth:+.1%}"
 
 
 def _millions(count: int) -> str:

@@ -11,7 +11,7 @@ import tsopt
 from tests.compiler.helpers import Net
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.values import flat_inputs
-from tsopt.runtime.profiling.work import OpWork
+from tsopt.runtime.profiling.work import OpWork, macs_of_call
 
 CASES = {
     "linear": (lambda self, x: F.linear(x, self.w), (8, 64), (32, 64), 8 * 64 * 32),
@@ -61,6 +61,21 @@ def test_products_with_a_vector_count():
     x = torch.randn(7)
     assert whole(Net(lambda self, x: self.w @ x, w=torch.randn(5, 7)), x).macs == 5 * 7
     assert whole(Net(lambda self, x: torch.dot(self.w, x), w=torch.randn(7)), x).macs == 7
+
+
+def test_products_of_three_tensors_count():
+    model, x, y = nn.Bilinear(16, 8, 4), torch.randn(5, 16), torch.randn(5, 8)
+    macs = 5 * 4 * 8 * (16 + 1)
+    assert whole(model, x, y).macs == macs
+    assert macs_of_call(model, x, y) == macs
+
+
+def test_sums_with_products_count():
+    matrix, other = torch.randn(6, 5, 7), torch.randn(6, 7, 3)
+    assert macs_of_call(lambda: torch.addmv(torch.ones(5), matrix[0], other[0, :, 0])) == 5 * 7
+    assert macs_of_call(lambda: torch.addbmm(torch.ones(5, 3), matrix, other)) == 6 * 5 * 7 * 3
+    assert macs_of_call(lambda: torch.vdot(matrix[0, 0], matrix[0, 1])) == 7
+    assert macs_of_call(lambda: torch.cdist(matrix, torch.randn(4, 7), p=1)) == 6 * 5 * 4 * 7
 
 
 def test_bytes_are_those_of_inputs_weights_and_outputs():

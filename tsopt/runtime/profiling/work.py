@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,6 +156,39 @@ def _matrix_by_vector(matrix: Any, *_: Any, **__: Any) -> int:
     return int(2 * rows * columns)
 
 
+def _added_matrix_by_vector(_: Any, matrix: Any, *__: Any, **___: Any) -> int:
+    return _matrix_by_vector(matrix)
+
+
+def _added_batches(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
+    return int(2 * math.prod(left) * right[-1])
+
+
+def _distances(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """Of each row of one matrix from each of another, in batches that broadcast."""
+    batch = math.prod(max(pair) for pair in itertools.zip_longest(left[-3::-1], right[-3::-1], fillvalue=1))
+    return int(2 * batch * left[-2] * right[-2] * left[-1])
+
+
+def _trilinear(a: Any, b: Any, c: Any, *expands: Any, **_: Any) -> int:
+    """Of products of three tensors, summed over some dimensions: what nn.Bilinear is.
+
+    The sum over the first of these is taken of two tensors, and then multiplied by the third.
+    """
+    *new, summed = expands[:4]
+    shapes = [_with_ones(shape, places) for shape, places in zip((a, b, c), new, strict=True)]
+    sizes = [max(column) for column in zip(*shapes, strict=True)]
+    terms = math.prod(sizes)
+    return int(2 * (terms + (terms // max(1, sizes[summed[0]]) if len(summed) > 1 else terms)))
+
+
+def _with_ones(shape: Any, places: Any) -> list[int]:
+    sizes = list(shape)
+    for place in sorted(places):
+        sizes.insert(place, 1)
+    return sizes
+
+
 def _vectors(vector: Any, *_: Any, **__: Any) -> int:
     return int(2 * vector[0])
 
@@ -162,5 +197,10 @@ MISSING = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten.mkldnn_rnn_layer: _lstm,
     torch.ops.aten.mv: _matrix_by_vector,
+    torch.ops.aten.addmv: _added_matrix_by_vector,
+    torch.ops.aten.addbmm: _added_batches,
     torch.ops.aten.dot: _vectors,
+    torch.ops.aten.vdot: _vectors,
+    torch.ops.aten._trilinear: _trilinear,
+    torch.ops.aten._cdist_forward: _distances,
 }
