@@ -72,7 +72,6 @@ def test_an_opset_of_no_file_is_refused(tsopt, write):
     assert "--opset has no effect on the format tsopt" in ran.err
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_path_that_ends_with_a_separator_is_a_directory(tsopt, write, tmp_path):
     write()
     assert tsopt("export", "m.py", "--format", "torchscript", "-o", "new/", "--no-isolate").code == 0
@@ -271,3 +270,33 @@ def test_a_page_for_a_browser_is_saved_with_the_program_in_it(tsopt, write, tmp_
     assert ran.code == 0, ran.err
     assert "page: new/r.html" in ran.out
     assert 'id="graphs"' in (tmp_path / "new" / "r.html").read_text()
+
+
+@pytest.mark.parametrize(("kind", "suffix"), [("onnx", "onnx"), ("torchscript", "ts")])
+def test_a_file_that_keeps_no_state_says_how_it_is_passed(tsopt, write, tmp_path, kind, suffix):
+    write(
+        "import torch\nfrom torch import nn\n"
+        "class Counting(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.register_buffer('count', torch.zeros(1))\n"
+        "    def forward(self, x):\n"
+        "        self.count.add_(1)\n"
+        "        return x * 2 + self.count\n"
+        "model = Counting()\nexample_input = torch.ones(2)\n"
+    )
+    ran = tsopt("export", "m.py", "--format", kind, "--no-isolate")
+    assert ran.code == 0, ran.err
+    assert f"m.{suffix}: a call of the model writes count; the new values are the first outputs" in ran.err
+    assert "It does not store count: pass the present values behind the model's own inputs" in ran.err
+    given = torch.ones(2), torch.full((1,), 5.0)
+    if kind == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+        names = [item.name for item in session.get_inputs()]
+        found = session.run(None, {name: value.numpy() for name, value in zip(names, given, strict=True)})
+    else:
+        found = torch.jit.load(tmp_path / "m.ts")(*given)
+    assert [value.tolist() for value in found] == [[6], [8, 8]]
+    assert "a call of the model writes" not in tsopt("export", "m.py", "-o", "b.tsopt", "--no-isolate").err

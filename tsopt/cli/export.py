@@ -25,6 +25,7 @@ from tsopt.runtime.bundles.staging import staged
 from tsopt.runtime.bundles.store import check_target
 
 if TYPE_CHECKING:
+    from tsopt.compiler.calls.signature import Signature
     from tsopt.runtime.report import Report
 
 SUFFIX = {"tsopt": ".tsopt", "onnx": ".onnx", "torchscript": ".ts"}
@@ -54,7 +55,7 @@ def run(
     from tsopt.cli.quantize import WRITERS
     from tsopt.cli.saved import save
 
-    options = race_options(subject, timing)
+    options, remarks = race_options(subject, timing), list[str]()
     reports = {kind: path for kind, path in saved.items() if path is not None}
     with directories([*places.values(), *reports.values()]) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
@@ -64,7 +65,7 @@ def run(
             fast.profile()
         for kind, path in places.items():
             tell(f"write {path}")
-            write(fast, kind, path, opset)
+            remarks.append(write(fast, kind, path, opset))
             process.State.written += (str(path),)
         for path in reports.values():
             save(fast.report, path, WRITERS)
@@ -73,6 +74,8 @@ def run(
     out.report(made)
     for directory in new:
         out.say(f"created the directory {directory}")
+    for remark in filter(None, remarks):
+        out.note(remark)
     return made
 
 
@@ -213,14 +216,27 @@ def _unwritable(path: Path, why: str) -> BundleError:
     return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another path with -o")
 
 
-def write(fast: Any, kind: str, path: Path, opset: int | None) -> None:
-    """Writes one format of an Optimized."""
+def write(fast: Any, kind: str, path: Path, opset: int | None) -> str:
+    """Writes one format of an Optimized. Returns what a caller of the file has to know."""
     if kind == "tsopt":
         fast.save(path)
-        return
+        return ""
     # The file may differ from what was raced: the .onnx has standard operators only, at the requested opset.
     options = {"fused": False, "opset": opset} if kind == "onnx" else {}
-    save = fast.verified(BACKEND[kind], **options).save
+    executable = fast.verified(BACKEND[kind], **options)
     with staged(path, unpack=True) as directory:
-        if save is not None:
-            save(directory / path.name)
+        if executable.save is not None:
+            executable.save(directory / path.name)
+    return _state_of(path, executable.signature)
+
+
+def _state_of(path: Path, signature: Signature) -> str:
+    """That what a model writes in a call is passed in and out, where a file keeps no state."""
+    if not signature.writes:
+        return ""
+    names = ", ".join(str(item.writes) for item in signature.writes)
+    kept = ", ".join(item.name for item in signature.state_inputs)
+    said = (
+        f"{path}: a call of the model writes {names}; the new values are the first outputs of the file, in this order"
+    )
+    return f"{said}. It does not store {kept}: pass the present values behind the model's own inputs" if kept else said
