@@ -47,6 +47,7 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     assert net.x == 4, "the buffers that a call writes are those of the model"
 
 
+@pytest.mark.slow
 def test_where_eager_wins_a_counter_does_not_begin_it_again(monkeypatch, tmp_path):
     slower = "from tsopt.runtime.racing import race\nfrom tsopt.runtime.racing.speedup import Speedup\n"
     (tmp_path / "sitecustomize.py").write_text(f"{slower}race.speedup = lambda *_: Speedup(0.5, 0.4, 0.6)\n")

@@ -197,6 +197,7 @@ def test_an_output_that_is_full_closed_or_of_another_alphabet_is_one_line_at_mos
     assert len(done.stderr.splitlines()) <= 2
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.parametrize("command", ["verify none.tsopt --json", "inspect none.py --json"])
 def test_an_error_for_programs_that_cannot_be_written_is_told_as_text(tmp_path, command):
     done = shell(f"$T {command} >/dev/full; echo $?; (sleep 0.1; $T {command}; echo $? >code) | true", tmp_path)

@@ -56,6 +56,7 @@ def test_json_has_the_layers(tsopt, write, tmp_path):
     assert json.loads((tmp_path / "q.json").read_text())["quantization"] == ran.json["quantization"]
 
 
+@pytest.mark.slow
 def test_layers_have_their_times_in_float32_and_in_int8(tsopt, write, tmp_path, monkeypatch):
     fast_timings(monkeypatch, wins="OpenVINO, precision int8-static")
     monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)

@@ -121,6 +121,7 @@ class Draws(nn.Module):
         return x * torch.rand(1, generator=self.torch) + self.python.random() + self.numpy.random() + self.old.rand()
 
 
+@pytest.mark.sliced(1)
 @pytest.mark.filterwarnings("ignore:tsopt")
 @pytest.mark.parametrize("how", ["optimize", "hybridize"])
 def test_generators_of_the_model_draw_what_they_would_have_drawn(how):

@@ -259,6 +259,7 @@ def window_cache():
     return SimpleNamespace(k=None, v=None, seen=0, all=torch.zeros(1, 1, 8))
 
 
+@pytest.mark.slow
 def test_a_cache_that_counts_its_steps_is_captured_once_for_each_of_its_conditions(wins):
     model = Window().eval()
     fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})

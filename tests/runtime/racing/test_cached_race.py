@@ -65,6 +65,7 @@ def test_the_second_time_only_the_winner_is_raced(races):
     torch.testing.assert_close(again(X), make()(X).detach())
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_by_another_process_while_the_winner_is_timed_again(once_as_shipped, monkeypatch):
     """Before a whole race starts, the process is there again."""
     running, real = [], race_module.measure
