@@ -47,5 +47,5 @@ def test_only_a_baseline_is_replaced_by_a_baseline(tsopt, write, tmp_path):
     write('{"name": "a package"}', name="package.json")
     ran = tsopt("check", "m.py", "--baseline", "package.json", "--update")
     assert ran.code == 2
-    assert "the baseline would replace a file that is none" in ran.err
+    assert "the file is not a baseline, and would be overwritten" in ran.err
     assert (tmp_path / "package.json").read_text() == '{"name": "a package"}'

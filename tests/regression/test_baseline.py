@@ -10,7 +10,7 @@ import pytest
 
 from tests.runtime.reports import FULL
 from tsopt.errors import BundleError, UsageError
-from tsopt.regression.baseline import Baseline, machine_of, read_baseline, versions_of
+from tsopt.regression.baseline import Baseline, check_replaceable, machine_of, read_baseline, versions_of
 from tsopt.runtime.report import MODEL
 
 BASELINE = Baseline("net", "ONNX Runtime", (3.0, 3.1), "f32[1]", 10.0, 13.0, 12, "cosine", 1.0, "a machine", "torch 2")
@@ -69,6 +69,21 @@ def test_other_files_are_refused(tmp_path, text, said):
         read_baseline(place)
     assert said in caught.value.why
     assert "--update" in caught.value.fix
+
+
+def test_a_baseline_of_any_version_may_be_replaced(tmp_path):
+    place = BASELINE.save(tmp_path / "b.json")
+    for text in ("", place.read_text(), json.dumps(json.loads(place.read_text()) | {"tsopt_baseline": 2})):
+        place.write_text(text)
+        check_replaceable(place)
+    check_replaceable(tmp_path / "new.json")
+
+
+@pytest.mark.parametrize("text", ['{"name": "a package"}', "[1]", "import torch", "[" * 100_000, "\0"])
+def test_nothing_else_is_replaced(tmp_path, text):
+    (tmp_path / "other").write_text(text)
+    with pytest.raises(UsageError, match="the file is not a baseline, and would be overwritten"):
+        check_replaceable(tmp_path / "other")
 
 
 @pytest.mark.parametrize("rows", [3, [3], [], [{"name": []}], [{"name": "x", "speedup": 2}]])

@@ -72,43 +72,48 @@ def read_baseline(path: str | Path) -> Baseline:
     """
     place = Path(path)
     try:
-        with place.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError("the baseline cannot be read", where=printable(str(place)), why=why, fix=CREATE) from error
-    try:
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"the file has more than {MOST_BYTES >> 20} MB")
-        data = json.loads(text)
-        if not isinstance(data, dict):
-            raise ValueError("it is not a JSON object")
+        data = _data_in(place)
         return _of_report(data) if "rows" in data else _of_baseline(data)
     except (ValueError, OverflowError, RecursionError) as error:
-        raise UsageError(
-            "the file is not a baseline",
-            where=str(place),
-            why=str(error)[:300] or "it is nested too deeply",
-            fix=CREATE,
-        ) from error
+        why = str(error)[:300] or "it is nested too deeply"
+        raise UsageError("the file is not a baseline", where=str(place), why=why, fix=CREATE) from error
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Raises UsageError for a place that holds something else than a baseline: a file may be there by mistake."""
+    """Raises UsageError for a place that holds anything but a baseline, of whatever version: it may be a mistake."""
     place = Path(path)
     if place.is_dir():
         raise UsageError("the baseline cannot be written: it is a directory", where=str(place), fix="name a file")
     if not place.exists() or not place.stat().st_size:
         return
     try:
-        read_baseline(place)
-    except UsageError as error:
+        data = _data_in(place)
+        why = "" if {"tsopt_baseline", "rows"} & data.keys() else "it is JSON of something else"
+    except (ValueError, RecursionError) as error:
+        why = str(error)[:300] or "it is nested too deeply"
+    if why:
         raise UsageError(
-            "the baseline would replace a file that is none",
+            "the file is not a baseline, and would be overwritten",
             where=printable(str(place)),
-            why=error.why,
+            why=why,
             fix="remove the file, or choose another name for the baseline",
-        ) from error
+        )
+
+
+def _data_in(place: Path) -> dict[str, Any]:
+    """Raises UsageError where nothing can be read, ValueError or RecursionError for anything but a JSON object."""
+    try:
+        with place.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError("the baseline cannot be read", where=printable(str(place)), why=why, fix=CREATE) from error
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"the file has more than {MOST_BYTES >> 20} MB")
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError("it is not a JSON object")
+    return data
 
 
 def machine_of(found: Environment) -> str:
