@@ -23,7 +23,7 @@ def test_it_says_how_much_longer_a_call_takes():
     assert paired(_sessions(1.1)).estimate == pytest.approx(0.1)
 
 
-def test_the_interval_is_welchs():
+def test_the_interval_of_few_is_welchs():
     # 99 %: t = 4.604 with 4 degrees of freedom, 3.355 with 8.
     error, floor = float(np.std(NOISE, ddof=1)) / math.sqrt(5), BETWEEN_CHECKS
     assert paired(_sessions(1.0)).high == pytest.approx(math.expm1(4.604 * math.hypot(error, floor)), rel=0.01)
@@ -31,6 +31,22 @@ def test_the_interval_is_welchs():
     assert equal.high == pytest.approx(math.expm1(3.355 * math.hypot(error, error, floor)), rel=0.01)
     busy = between(_sessions(1.0), _sessions(1.0, scatter=100.0))  # the scatter of the other one counts for nothing
     assert busy.high == pytest.approx(math.expm1(4.604 * math.hypot(error, 100 * error, floor)), rel=0.02)
+
+
+def test_one_session_in_ten_counts_for_no_more_than_the_next():
+    usual = [3.0 * math.exp(value) for value in (*NOISE, *NOISE[1:], 0.0)]
+    with_an_outlier = [3.0 * math.exp(value) for value in (*NOISE, *NOISE[1:], 0.2)]
+    found, wanted = between(with_an_outlier, _sessions(3.0)), between(usual, _sessions(3.0))
+    assert found.estimate == pytest.approx(wanted.estimate, abs=0.003)
+    assert found.verdict(0.05) == "ok"
+
+
+def test_the_interval_of_trimmed_means_is_yuens():
+    drawn = np.random.default_rng(0).normal(0, 0.01, 20)
+    kept = np.sort(drawn)[2:-2]
+    error = math.sqrt(19 * np.var(np.clip(drawn, kept[0], kept[-1]), ddof=1) / (16 * 15))
+    expected = math.expm1(kept.mean() + 2.947 * math.hypot(error, BETWEEN_CHECKS))  # t of 15 degrees of freedom
+    assert paired(list(np.exp(drawn))).high == pytest.approx(expected, rel=0.01)
 
 
 def test_how_far_one_session_of_the_baseline_may_be_off_is_told_by_those_of_now():
