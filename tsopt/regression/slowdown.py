@@ -1,9 +1,9 @@
 """How much longer a call takes than in the baseline, with an interval over sessions.
 
 One session of an engine differs from the next by a few percent however long it is timed (memory, threads), so sessions
-are what scatters. Intervals are those of Yuen's t-test (Yuen, Biometrika 61, 1974), which is Welch's of trimmed means, of
-the logarithms of the speed-ups: variances may differ, because one of the two may have been measured on a busy machine, and
-one session in ten may have met with something that no other did.
+are what scatters. Intervals are those of Yuen's t-test (Biometrika 61, 1974), of the logarithms of the speed-ups. It is
+Welch's of trimmed means: variances may differ, because one of the two may have been measured on a busy machine, and one
+session in ten may have met with something that no other did.
 """
 
 from __future__ import annotations
