@@ -23,7 +23,7 @@ from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
-from tsopt.compiler.precision_names import FP32
+from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
 from tsopt.compiler.protect import InEvalMode, training_flags, training_of
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
@@ -32,7 +32,7 @@ from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
 from tsopt.importing import without_collector
 from tsopt.passes.lower_precision import in_precision
-from tsopt.quantization.quantize import Int8Options, Quantization, quantize
+from tsopt.quantization.quantize import Int8Options, Quantization, criterion_on_calls, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
@@ -346,7 +346,7 @@ class Request:
             examples: calls; the sizes in which they differ are dynamic. The first is the one that is raced.
         """
         in_full = [candidate.in_full_precision() for candidate in candidates]
-        # Calibration and criterion belong to the first signature; without them, each precision is checked here again.
+        # Calibration and criterion belong to the first signature; without them, each precision is judged here again.
         lower = () if self.int8.are_given else candidates
         candidates = tuple(dict.fromkeys([*lower, *in_full]))
         with kept_outside(self.model):
@@ -365,12 +365,17 @@ class Request:
         reasons: list[str] = []
         settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
         for candidate in candidates:
+            is_int8 = candidate.precision in INT8_VARIANTS
             outcome = race(
                 rehearsal.model,
                 made.captured,
                 variants(made.optimized, (candidate,), quantized),
                 example,
-                replace(settings, candidates=(candidate,)),
+                replace(
+                    settings,
+                    candidates=(candidate,),
+                    criterion=criterion_on_calls(rehearsal.model, made.optimized, examples) if is_int8 else None,
+                ),
             )
             executable = rehearsal.ended(outcome.executable)
             if executable is not None:

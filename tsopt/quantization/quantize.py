@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -105,6 +105,17 @@ class Quantization:
         """What became of each layer in a variant; if that is not in int8, in the one that covers most layers."""
         known = (variant, INT8_STATIC, INT8, INT8_WEIGHTS)
         return next((self.layers[name] for name in known if name in self.layers), ())
+
+
+def criterion_on_calls(model: Callable[..., Any], program: Program, calls: Sequence[Example]) -> Criterion:
+    """The error on calls that the user has made.
+
+    Made-up values decide only about types and NaN then: a cache of keys that is shuffled looks like none that a decoder
+    fills, and rounding changes what it attends to far more.
+    """
+    state = tuple(program.state.values())
+    with protected(model, written=state), torch.no_grad():
+        return criterion_of(model, calls, None, None, program.signature, state)
 
 
 def quantize(
