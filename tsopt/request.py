@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.export import ExportedProgram
 
 from tsopt.compiler.analysis.liveness import peak_bytes
@@ -24,14 +23,13 @@ from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32, INT8_VARIANTS
-from tsopt.compiler.protect import InEvalMode, training_flags, training_of
+from tsopt.compiler.protect import InEvalMode, as_eval, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import specialize
-from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NoGain, NotReady, TsoptError, UsageError
+from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NotReady, TsoptError, UsageError
 from tsopt.importing import without_collector
-from tsopt.passes.lower_precision import in_precision
 from tsopt.quantization.quantize import Int8Options, Quantization, criterion_on_calls, quantize
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.calling.audit import Audits, executable_difference
@@ -135,7 +133,7 @@ class Request:
             outcome = (partial(cached_race, kind=kind) if self.cache else race)(
                 rehearsal.model,
                 made.captured,
-                variants(made.optimized, self.race.candidates, quantized, self.int8.keep_float),
+                quantized.with_others(made.optimized, self.race.candidates, self.int8.keep_float),
                 example,
                 replace(self.race, held_out=made.ranges.held_out, criterion=quantized.criterion, budget=left),
                 sandbox=sandbox,
@@ -362,20 +360,17 @@ class Request:
             example = examples[0]
         made = self._prepared(rehearsal.program(captured), rehearsal, examples)
         quantized = self._quantized(rehearsal, made.optimized, example) if lower else Quantization()
+        criterion = criterion_on_calls(rehearsal.model, made.optimized, examples) if quantized.variants else None
         reasons: list[str] = []
         settings = replace(self.race, seconds=SHORT_RACE, budget=None, held_out=made.ranges.held_out)
         for candidate in candidates:
-            is_int8 = candidate.precision in INT8_VARIANTS
+            judged_by = criterion if candidate.precision in INT8_VARIANTS else None
             outcome = race(
                 rehearsal.model,
                 made.captured,
-                variants(made.optimized, (candidate,), quantized),
+                quantized.with_others(made.optimized, (candidate,)),
                 example,
-                replace(
-                    settings,
-                    candidates=(candidate,),
-                    criterion=criterion_on_calls(rehearsal.model, made.optimized, examples) if is_int8 else None,
-                ),
+                replace(settings, candidates=(candidate,), criterion=judged_by),
             )
             executable = rehearsal.ended(outcome.executable)
             if executable is not None:
@@ -409,32 +404,3 @@ class Request:
             raise CaptureError(
                 "internal error in tsopt while optimizing a part", why=f"{type(error).__name__}: {error}"
             ) from error
-
-
-def variants(
-    program: Program, candidates: Iterable[Candidate], quantized: Quantization, keep_float: Sequence[str] = ()
-) -> dict[str, Program | NoGain]:
-    """The program and its variants in lower precisions; NoGain for one that would not be faster.
-
-    Args:
-        keep_float: patterns of what stays in float32 in the variants that are not in int8.
-
-    Raises:
-        UsageError: one of them matches no matrix product.
-    """
-    found: dict[str, Program | NoGain] = {FP32: program, **quantized.variants}
-    for name in {candidate.variant for candidate in candidates} - found.keys():
-        try:
-            found[name] = in_precision(program, name, keep_float)
-        except NoGain as error:
-            found[name] = error
-    return found
-
-
-def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
-    """The model as it is called: an exported program as a module; under `eval_mode` with its training flags off."""
-    if isinstance(model, ExportedProgram):
-        return model.module(check_guards=False)
-    if not eval_mode or not isinstance(model, nn.Module) or not any(training_of(model.modules())):
-        return model
-    return InEvalMode(model)

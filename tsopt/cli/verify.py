@@ -70,7 +70,7 @@ def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mod
     executable, seconds = reading(bundle, lambda found: _load(found, trust))
     from tsopt.compiler.calls.example import as_examples
     from tsopt.compiler.capture.capture import capture
-    from tsopt.request import as_eval
+    from tsopt.compiler.protect import as_eval
     from tsopt.runtime.checking.accuracy import verify
 
     example = as_examples(loaded.example_input)[0]

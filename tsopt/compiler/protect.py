@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from tsopt.compiler.contents import Contents
 from tsopt.compiler.random_state import RandomState
@@ -112,6 +113,15 @@ class InEvalMode:
             return self.module(*args, **kwargs)
 
 
+def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
+    """The model as it is called: an exported program as a module; under `eval_mode` with its training flags off."""
+    if isinstance(model, ExportedProgram):
+        return model.module(check_guards=False)
+    if not eval_mode or not isinstance(model, nn.Module) or not any(training_of(model.modules())):
+        return model
+    return InEvalMode(model)
+
+
 def modules_of(model: Any) -> list[nn.Module]:
     """The modules behind what is called; none for a function."""
     model = model.module if isinstance(model, InEvalMode) else model
@@ -119,7 +129,7 @@ def modules_of(model: Any) -> list[nn.Module]:
 
 
 def training_of(modules: Iterable[nn.Module]) -> list[bool]:
-    """Which of them are in training mode; frozen TorchScript modules know of none."""
+    """Which of them are in training mode; False for frozen TorchScript modules, which have no such flag."""
     return [getattr(module, "training", False) for module in modules]
 
 

@@ -17,6 +17,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
+from tsopt.passes.lower_precision import in_precision
 from tsopt.quantization.variants import OutOfTime, Quantizer
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
@@ -86,6 +87,25 @@ class Quantization:
     layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
     calibration: str = ""
 
+    def with_others(
+        self, program: Program, candidates: Iterable[Candidate], keep_float: Sequence[str] = ()
+    ) -> dict[str, Program | NoGain]:
+        """The program by variant: in full precision, in int8, and in what else these candidates run.
+
+        Args:
+            keep_float: patterns of what stays in float32 in the variants that are not in int8.
+
+        Raises:
+            UsageError: one of them matches no matrix product.
+        """
+        found: dict[str, Program | NoGain] = {FP32: program, **self.variants}
+        for name in {candidate.variant for candidate in candidates} - found.keys():
+            try:
+                found[name] = in_precision(program, name, keep_float)
+            except NoGain as error:
+                found[name] = error
+        return found
+
     def program_of(self, candidate: Candidate | None) -> Program | None:
         """The int8 variant that a candidate runs; None if it runs none."""
         found = None if candidate is None else self.variants.get(candidate.variant)
@@ -110,8 +130,8 @@ class Quantization:
 def criterion_on_calls(model: Callable[..., Any], program: Program, calls: Sequence[Example]) -> Criterion:
     """The error on calls that the user has made.
 
-    Made-up values decide only about types and NaN then: a cache of keys that is shuffled looks like none that a decoder
-    fills, and rounding changes what it attends to far more.
+    With it, generated inputs decide only about types, NaN and infinities: a shuffled cache of keys does not resemble
+    one that a decoder fills, and int8 changes the result several times as much.
     """
     state = tuple(program.state.values())
     with protected(model, written=state), torch.no_grad():

@@ -20,6 +20,9 @@ from tsopt.runtime.checking import accuracy
 from tsopt.runtime.checking.criterion import criterion_of
 
 TITLE = "OpenVINO, precision int8-static"
+NEEDS_VNNI = pytest.mark.skipif(
+    largest_weight() < 127, reason="int8-weights does not race on a processor without VNNI instructions"
+)
 
 
 @pytest.fixture
@@ -156,7 +159,17 @@ def test_another_signature_runs_in_full_precision(int8_wins, monkeypatch):
     assert not any("int8" in outcome for _, outcome in fast.report.signatures)
 
 
-@pytest.mark.skipif(largest_weight() < 127, reason="without VNNI, no candidate with int8 weights races")
+def test_without_vnni_instructions_int8_weights_do_not_race(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    fast = optimized(mlp(64, 64, 64), torch.randn(1, 64, generator=seeded(0)), calibration=None)
+    (row,) = (row for row in fast.report.rows if row.name == "OpenVINO, precision int8-weights")
+    assert (row.verdict, row.reason.split(" (")[0]) == (
+        "no gain",
+        "int8 weights need a processor with VNNI instructions",
+    )
+
+
+@NEEDS_VNNI
 def test_a_signature_for_which_int8_is_not_accurate_enough_runs_in_full_precision(monkeypatch):
     title = "OpenVINO, precision int8-weights"
     fast_timings(monkeypatch, title)
@@ -172,12 +185,12 @@ def test_a_signature_for_which_int8_is_not_accurate_enough_runs_in_full_precisio
     assert "relative error" in outcome
 
 
-@pytest.mark.skipif(largest_weight() < 127, reason="without VNNI, no candidate with int8 weights races")
-def test_another_signature_is_judged_by_the_call_and_not_by_values_that_are_made_up(monkeypatch):
+@NEEDS_VNNI
+def test_another_signature_is_judged_by_the_call_and_not_by_generated_inputs(monkeypatch):
     title = "OpenVINO, precision int8-weights"
     fast_timings(monkeypatch, title)
     fast = optimized(mlp(64, 64, 64), torch.randn(1, 64, generator=seeded(0)), calibration=None)
-    monkeypatch.setitem(accuracy.LIMITS, "int8-weights", 1e-9)  # of values that are made up
+    monkeypatch.setitem(accuracy.LIMITS, "int8-weights", 1e-9)  # on generated inputs
     with torch.no_grad():
         fast(torch.randn(3, 64, generator=seeded(1)))
     ((_, outcome),) = fast.report.signatures
@@ -262,10 +275,8 @@ def test_complex_outputs_are_compared_as_numbers(metric):
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
-@pytest.mark.parametrize("variant", ["int8-static", "int8-weights"])
+@pytest.mark.parametrize("variant", ["int8-static", pytest.param("int8-weights", marks=NEEDS_VNNI)])
 def test_a_bundle_in_int8_can_be_loaded_on_another_machine(monkeypatch, tmp_path, backend, variant):
-    if variant == "int8-weights" and largest_weight() < 127:
-        pytest.skip("without VNNI, no candidate with int8 weights races")
     name = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}[backend]
     fast_timings(monkeypatch, f"{name}, precision {variant}")
     data = [torch.randn(1, 64, generator=seeded(i)) for i in range(8)]
