@@ -190,9 +190,9 @@ def test_the_library_prints_nothing_and_sets_up_no_logger():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         names = {ast.unparse(call.func) for call in calls}
         found = names & forbidden
-        # What these run is made of numbers and of names that they have given themselves.
+        # The code that these run contains only numbers, and names that they have chosen themselves.
         found |= names & {"exec"} if path.name not in ("signature_guard.py", "result_code.py") else set()
-        # What `background` reads comes from its own process, through a directory that only its user can enter.
+        # `background` unpickles only what its own process wrote, in a directory that only its user can enter.
         found |= {name for name in names if name.startswith("pickle.") and path.parent.name != "background"}
         wrong += [(name_of(path), name) for name in sorted(found)]
     assert wrong == []

@@ -129,7 +129,7 @@ class Compiled:
         return True
 
     def _steps_back(self, reason: str, example: Example) -> bool:
-        """Leaves calls to the model itself for a reason, if there is one, with next to no work around them."""
+        """If there is a reason, lets the model itself serve the calls, with next to no work around them."""
         if not reason or "error" in (self.options.get("on_new_signature"), self.options.get("on_gradients")):
             return False
         self._stepped_back, self._size = reason, max(1, size_of(example.args, example.kwargs))
@@ -240,7 +240,7 @@ class Compiled:
         self._audits = Audits(self.options.get("audit", SHARE))
 
     def _may_serve(self, made: Executable | None, watch: Watch, example: Example) -> bool:
-        """Whether what another process has made will serve calls; nothing if eager has won."""
+        """Whether a form compiled in another process will serve calls; `made` is None if eager won."""
         fast = self.fast
         if made is not None:
             outside, inside = call_effects(self.model, watch, example)

@@ -1,4 +1,4 @@
-"""What another process has made serves calls only where that does what the model does, and faster."""
+"""A form compiled in the background serves calls only if it does what the model does, and is faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEEN = []
 
 
 class Collects(Net):
-    """Adds to a list outside of it in each call."""
+    """Appends to a list outside of the model in each call."""
 
     def forward(self, x):
         SEEN.append(x)
@@ -37,7 +37,7 @@ def test_a_model_that_changes_what_is_outside_of_it_stays_in_eager():
 
 @pytest.fixture
 def too_short(monkeypatch):
-    """Calls are slower with what is done around them; the list has the rows of the inputs that were compared."""
+    """Eager is always faster than compiled calls; the list has the batch sizes that were compared."""
     rows = []
     monkeypatch.setattr(hybrid_state, "UNSEEN", 0)
     monkeypatch.setattr(hybrid_state, "loss", lambda model, made, call: rows.append(len(call.args[0])) or "too short")

@@ -89,7 +89,7 @@ def test_a_callback_is_called_each_time(always_faster):
 
 
 class Keeps(nn.Module):
-    """Keeps what it computes where its caller may look for it."""
+    """Keeps intermediate values as attributes, for its caller to read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ def test_a_model_of_many_modules_is_watched_too(always_faster):
 def test_a_part_that_torchscript_holds_is_called(always_faster, tmp_path, made):
     made(nn.Linear(8, 8).eval()).save(tmp_path / "part.ts")
     model = nn.Sequential(nn.Identity(), nn.ReLU()).eval()
-    model[0] = torch.jit.load(tmp_path / "part.ts")  # a frozen one knows of no training mode
+    model[0] = torch.jit.load(tmp_path / "part.ts")  # a frozen one has no `training` flag
     net = tsopt.hybridize(model, **QUICK)
     with torch.no_grad():
         for _ in range(2):

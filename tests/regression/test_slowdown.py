@@ -33,7 +33,7 @@ def test_the_interval_of_few_is_welchs():
     assert busy.high == pytest.approx(math.expm1(4.604 * math.hypot(error, 100 * error, floor)), rel=0.02)
 
 
-def test_one_session_in_ten_counts_for_no_more_than_the_next():
+def test_an_outlier_among_ten_sessions_counts_only_as_much_as_its_neighbor():
     usual = [3.0 * math.exp(value) for value in (*NOISE, *NOISE[1:], 0.0)]
     with_an_outlier = [3.0 * math.exp(value) for value in (*NOISE, *NOISE[1:], 0.2)]
     found, wanted = between(with_an_outlier, _sessions(3.0)), between(usual, _sessions(3.0))

@@ -139,7 +139,7 @@ def directories(paths: Iterable[Path]) -> Iterator[list[Path]]:
 
 
 def check_formats(formats: list[str], opset: int | None) -> None:
-    """Raises UsageError for an opset that cannot be written, or is that of no file, before the work."""
+    """Raises UsageError, before any work, for an opset that cannot be written or that no output uses."""
     if opset is not None and "onnx" not in formats:
         raise UsageError(
             f"--opset has no effect on the format {', '.join(formats)}", fix="add --format onnx, or leave out --opset"
@@ -231,7 +231,7 @@ def write(fast: Any, kind: str, path: Path, opset: int | None) -> str:
 
 
 def _state_of(path: Path, signature: Signature) -> str:
-    """That what a model writes in a call is passed in and out, where a file keeps no state."""
+    """Explains how a file without state takes and returns what the model writes; empty if it writes nothing."""
     if not signature.writes:
         return ""
     names = ", ".join(str(item.writes) for item in signature.writes)

@@ -150,7 +150,7 @@ def _execute(path: Path, taken: set[str]) -> Any:
     # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` next to the model
     # would shadow the standard library.
     name = f"tsopt_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
-    while name in taken:  # by a file of the same name elsewhere, whose classes are looked up there
+    while name in taken:  # by a file of the same name in another directory: pickle finds classes by module name
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

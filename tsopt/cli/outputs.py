@@ -1,4 +1,4 @@
-"""What a command writes, beside what it reads: nothing replaces anything else that the command names."""
+"""Checks that the outputs of a command overwrite neither each other nor what the command reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_outputs(
     saved: Mapping[str, Path | None],
     read: Mapping[str, Path] | None = None,
 ) -> None:
-    """Checks the outputs of a command before hours of work.
+    """Checks the outputs of a command before any work is done.
 
     Args:
         places: of the files that the command is about.
@@ -51,7 +51,7 @@ def check_outputs(
 
 
 def _inputs(subject: Subject, timing: Timing | None) -> dict[str, Path]:
-    """The files that a command reads, by what they are."""
+    """The files that a command reads, by their role."""
     given = {} if timing is None else {"calibration": timing.calibration, "metric": timing.metric}
     specs = {f"the file of --{name}": split_spec(spec)[0] for name, spec in given.items() if spec is not None}
     model = path_of(subject.model)

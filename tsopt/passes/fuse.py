@@ -70,7 +70,7 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
 
 
 def _largest(weight: torch.Tensor) -> float:
-    """The largest magnitude. Digits that smaller weights of a layer lose do not count beside it."""
+    """The largest magnitude; beside it, the digits that smaller weights lose do not matter."""
     return max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
 
 

@@ -80,7 +80,7 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Raises UsageError for a place that holds anything but a baseline, of whatever version: it may be a mistake."""
+    """Raises UsageError if the file exists and is not a baseline (of any version): it was probably named by mistake."""
     place = Path(path)
     if place.is_dir():
         raise UsageError("the baseline cannot be written: it is a directory", where=str(place), fix="name a file")
@@ -101,7 +101,7 @@ def check_replaceable(path: str | Path) -> None:
 
 
 def _data_in(place: Path) -> dict[str, Any]:
-    """Raises UsageError where nothing can be read, ValueError or RecursionError for anything but a JSON object."""
+    """Raises UsageError if the file cannot be read, ValueError or RecursionError if it is not a JSON object."""
     try:
         with place.open("rb") as file:
             text = file.read(MOST_BYTES + 1)

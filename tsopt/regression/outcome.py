@@ -54,7 +54,7 @@ class Check:
 
     @property
     def growth(self) -> float | None:
-        """By which fraction a call has more multiply-accumulates: infinite from none. None if that is not known."""
+        """The relative increase in multiply-accumulates: infinite if there were none, None if unknown."""
         then, now = self.baseline, self.now.macs
         if then is None or then.macs is None or now is None:
             return None

@@ -3,7 +3,7 @@
 One session of an engine differs from the next by a few percent however long it is timed (memory, threads), so sessions
 are what scatters. Intervals are those of Yuen's t-test (Biometrika 61, 1974), of the logarithms of the speed-ups. It is
 Welch's of trimmed means: variances may differ, because one of the two may have been measured on a busy machine, and one
-session in ten may have met with something that no other did.
+session in ten may be an outlier.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def paired(ratios: Sequence[float]) -> Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A trimmed mean, its variance, and the degrees of freedom of that."""
+    """A trimmed mean, its variance, and the degrees of freedom of the variance."""
 
     mean: float
     variance: float
@@ -81,7 +81,7 @@ class _Part:
         kept = ordered[cut : count - cut]
         if len(kept) < 2:
             return cls(float(kept.mean()), math.inf, 0)
-        # Those that are cut count as the nearest that is kept.
+        # Winsorized: a trimmed value counts as the nearest one that is kept.
         squares = (count - 1) * float(np.clip(ordered, kept[0], kept[-1]).var(ddof=1))
         return cls(float(kept.mean()), squares / (len(kept) * (len(kept) - 1)), len(kept) - 1)
 

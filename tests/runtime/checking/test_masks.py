@@ -1,4 +1,4 @@
-"""Masks that hide nothing, all, or whole rows are tried, although an example has none of them."""
+"""Masks that hide nothing, everything, or whole rows are tried even if the example has no such rows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_index_and_a_number_are_no_masks():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64], ids=str)
 def test_a_candidate_that_is_wrong_only_where_a_row_is_hidden_is_caught(dtype):
-    """Eager makes the infinities and NaN there: the inputs have none, so a difference is no note."""
+    """The inputs are finite, and eager makes the infinities and NaN: a candidate that differs there is wrong."""
 
     def model(x, keep):
         return F.linear(x, torch.eye(8)).masked_fill(keep == 0, -math.inf).softmax(-1)

@@ -1,4 +1,4 @@
-"""Which values can be infinite, as an attention mask is, in a call whose numbers are of ordinary size."""
+"""Which values can be infinite without overflow: masks, and what is computed from them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tsopt.compiler.analysis.range_rules import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
-# Infinite at an end of what they are defined for.
+# Infinite at the edge of their domain.
 POLES = frozenset({"log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "lgamma", "reciprocal", "rsqrt"})
 POWERS = frozenset({"pow", "float_power"})
-# Sums of many terms: finite, or, of an infinite term, no longer infinities side by side.
+# Sums over many terms: a window of infinities does not survive them.
 MIXING = frozenset(
     {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
     | {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention"}
@@ -24,7 +24,7 @@ MIXING = frozenset(
 
 
 def may_be_infinite(program: Program, value: fx.Node) -> bool:
-    """Whether a value may be inf or -inf where an input is, by a number that the program writes, or by an op at a pole.
+    """Whether a value may be infinite: because of an input, of a constant in the program, or of an op at a pole.
 
     Inputs may be. Not considered: finite numbers that overflow, and infinities in weights of layers.
     """
@@ -43,7 +43,7 @@ def may_be_infinite(program: Program, value: fx.Node) -> bool:
 
 
 def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
-    """The operands of which a value has its infinities; None where it makes them itself."""
+    """The operands that a value can take infinities from; None if it creates them itself."""
     if not any(value.is_floating_point() for value in ops.tensors_of(node.meta.get("val"))):
         return []
     if node.op == "placeholder" or ops.blocks_of(node):

@@ -75,7 +75,7 @@ def _key_to_json(key: Any) -> Any:
 
 
 def check_made(structure: Structure) -> None:
-    """Raises BundleError for what a file cannot return: a class in it is a name to compare with, and no more."""
+    """Raises BundleError for what a file cannot return: it stores only the name of a class, to compare with."""
     if structure.kind == "const" and (structure.named or isinstance(structure.value, type)):
         raise BundleError(
             f"the model returns the class {structure.named or name_of(structure.value)}, which a bundle cannot store",

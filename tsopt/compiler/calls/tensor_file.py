@@ -34,7 +34,7 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def _storable(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     import torch
 
-    value = tensor.resolve_conj().resolve_neg()  # bits of a view, which a file has not
+    value = tensor.resolve_conj().resolve_neg()  # flags of a view, which a file cannot hold
     dtype = str(value.dtype).removeprefix("torch.")
     return (f"{name}:{dtype}", torch.view_as_real(value)) if dtype in PARTS else (name, value)
 
@@ -64,5 +64,5 @@ def _restored(name: str, value: Any) -> tuple[str, Any]:
     if hasattr(value, "data_ptr"):
         import torch
 
-        return base, torch.view_as_complex(value.clone())  # in the file, it may lie at any place
-    return base, value.view(dtype)[..., 0]  # numpy has no complex32, and says so
+        return base, torch.view_as_complex(value.clone())  # in the file it may not be aligned
+    return base, value.view(dtype)[..., 0]  # numpy has no complex32: this raises TypeError

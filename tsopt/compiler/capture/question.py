@@ -52,7 +52,7 @@ class Question:
     def answered_by(self, value: Any) -> bool:
         """Whether a tensor, or a numpy array, gives the same answer."""
         if self.name == PRESENT:
-            # What a class defines is no answer: an array has `astype`, and reading `imag` of a real tensor fails.
+            # Only what the user has set counts: every array has `astype`, and reading `imag` of a real tensor raises.
             return (self.args[0] in getattr(value, "__dict__", ())) is self.answer
         if hasattr(value, "__array_interface__") and not hasattr(value, "requires_grad"):
             return self._answered_by_array(value)

@@ -136,7 +136,7 @@ class _Merged:
         return replace(self.original, graph=self.graph, weights=weights, numerics=numerics)
 
     def check(self, made: Program, sizes: Sizes, survey: Survey) -> None:
-        """At sizes that were not tried, results have the original's sizes, and so has what stands for its numbers.
+        """Checks, at sizes that were not tried, the sizes of results and the numbers that replace the original's.
 
         Raises:
             NotGeneral: they have not.
@@ -288,7 +288,7 @@ class _Merged:
         return self.numbers[wanted]
 
     def _computed(self, node: fx.Node) -> fx.Node:
-        """A number of the original, computed here as there."""
+        """A number of the original, computed in the merged graph in the same way."""
         if node not in self.computed:
             if node.target is ops.SIZE:
                 self.computed[node] = self._size(node)
@@ -303,7 +303,7 @@ class _Merged:
         return self.read[source]
 
     def _size(self, node: fx.Node) -> fx.Node:
-        """A size that the original reads: of the same input, or of a tensor that has it as well."""
+        """A size that the original reads: from the same input, or from a tensor of the same size."""
         source, axis = cast("tuple[fx.Node, int]", node.args)
         if source in self.given:
             return self._read(_Source(self.given[source], axis))

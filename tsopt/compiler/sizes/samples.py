@@ -1,4 +1,4 @@
-"""The sizes at which passes are tried: such that what they find there holds for all sizes."""
+"""Chooses the sizes at which passes run, so that what holds at these holds at all sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sample_sizes(program: Program, *, near: bool = False, survey: Survey | None 
 
 
 def held_out(program: Program, samples: Sequence[Sizes], survey: Survey) -> list[dict[str, int]]:
-    """Choices of sizes that are no samples, where the program runs: the lowest, and others all over the ranges."""
+    """Sizes to check the result at, none of them a sample: the lowest, and some spread over the ranges."""
     ranges = _ranges(program, traced_sizes(program.signature))
     lowest = {dim.name: dim.low for dim in program.signature.dims}
     others = spread(ranges)
@@ -65,7 +65,7 @@ def _base(program: Program, survey: Survey, traced: Mapping[str, int], *, near: 
         picked = [free[0], free[-1], free[len(free) // 2] if near else _between(free)]
         found[dim.name] = picked
         taken |= set(picked)
-    # Low with high as well as high with low, where the model takes that.
+    # The low end of one size also meets the high end of another, if the model accepts that.
     turned = {name: picked[i % SAMPLES :] + picked[: i % SAMPLES] for i, (name, picked) in enumerate(found.items())}
     for way in (turned, found):
         chosen = [dict(zip(way, sizes, strict=True)) for sizes in zip(*way.values(), strict=True)]
@@ -75,7 +75,7 @@ def _base(program: Program, survey: Survey, traced: Mapping[str, int], *, near: 
 
 
 def _ordinary(sizes: Sequence[int], coincidences: Mapping[int, int]) -> list[int]:
-    """The sizes at which the fewest numbers are equal by chance."""
+    """The sizes with the fewest coincidences."""
     for most in sorted(set(coincidences.values())):
         found = [size for size in sizes if coincidences[size] <= most]
         if len(found) >= SAMPLES:
@@ -84,7 +84,7 @@ def _ordinary(sizes: Sequence[int], coincidences: Mapping[int, int]) -> list[int
 
 
 def _between(sizes: Sequence[int]) -> int:
-    """A size from the middle, with other remainders than the ends."""
+    """A size from the middle whose remainders differ from those of the ends."""
     middle = len(sizes) // 2
     near = sizes[max(middle - 8, 1) : middle + 9][:-1] or sizes[middle : middle + 1]
     ends = (sizes[0], sizes[-1])
@@ -102,7 +102,7 @@ def _ranges(program: Program, traced: Mapping[str, int]) -> dict[str, range]:
 
 
 def _within(sizes: range, taken: set[int]) -> range:
-    """The sizes between those that the model has for other reasons, and for which a size would be taken."""
+    """The sizes that cannot be mistaken for another number in the model."""
     free = [size for size in sizes if size not in taken] or sizes
     return range(free[0], free[-1] + 1, sizes.step)
 

@@ -28,7 +28,7 @@ SPREAD = 8  # those at which shapes are inferred, with all remainders modulo it
 LARGE = 1 << 24  # comparisons
 PAIRED = 8  # numbers that are combined with each other
 ORDER = (7, 2, 5, 0, 3, 6, 1, 4)  # remainders: those first at which floor, ceil and round differ
-# Calls that are given lengths of a result, which they compare with nothing but for equality.
+# Calls that take the lengths of a result, and compare them only for equality.
 LENGTHS = frozenset(
     {
         *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default),
@@ -106,7 +106,7 @@ class Survey:
         return found
 
     def _is_compared(self, number: fx.Node) -> bool:
-        """Whether passes see more of a number than that it is the length of a result."""
+        """Whether passes use a number for anything besides the length of a result."""
         return any(
             not ops.is_number(user) and user not in self._sized and user.target not in LENGTHS for user in number.users
         )
@@ -122,7 +122,7 @@ class Survey:
         return sorted(found)
 
     def coincidences(self, sizes: Sizes) -> int:
-        """How much passes would find that is so by chance: equal numbers, 0, 1, and powers of two."""
+        """How many coincidences passes would see: equal numbers, 0, 1, and powers of two."""
         found = self.numbers(sizes)
         if found is None:
             return MANY
@@ -130,7 +130,7 @@ class Survey:
         return len(found) + 2 - len({0.0, 1.0, *(number for number, _ in found)}) + exact
 
     def is_explained(self, samples: Sequence[Sizes]) -> bool:
-        """Whether every size in the program is a multiple of a number that it computes, or of the product of two."""
+        """Whether every size in the program is a multiple of a number that it computes, or of a product of two."""
         shapes = [self.shapes(sizes) for sizes in samples]
         known = [self.numbers(sizes) for sizes in samples]
         if any(found is None for found in (*shapes, *known)):
@@ -149,7 +149,7 @@ def is_visible(number: fx.Node) -> bool:
 
 
 def fixed_sizes(program: Program) -> Iterator[int]:
-    """Sizes that no Dim gives."""
+    """Sizes that do not belong to a Dim."""
     for item in program.signature.inputs:
         yield from (
             size for size, name in zip(item.type.shape, item.axes or (None,) * 64, strict=False) if name is None
@@ -159,7 +159,7 @@ def fixed_sizes(program: Program) -> Iterator[int]:
 
 
 def choices(ranges: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """All choices of sizes, or many."""
+    """All combinations of sizes, or a large sample of them."""
     if math.prod(map(len, ranges.values())) <= MANY:
         return [dict(zip(ranges, sizes, strict=True)) for sizes in itertools.product(*ranges.values())]
     chance = random.Random(0)
@@ -167,7 +167,7 @@ def choices(ranges: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
 
 
 def spread(ranges: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
-    """A few choices all over the ranges, in which each size has every remainder, and no two sizes grow together."""
+    """A few combinations spread over the ranges: each size takes every remainder, and no two grow together."""
     found = []
     for i in ORDER:
         picked = {}
@@ -212,8 +212,8 @@ def unseen(
     constant = np.repeat(np.array(bounds)[:, None], everything.shape[1], axis=1)
     of_calls, others = everything[compared][:, None], np.concatenate([everything, constant])
     shown = [
-        everything[:, None] != everything,  # two are not the same
-        (everything != everything[:, :1])[:, None],  # one is no constant
+        everything[:, None] != everything,  # two differ
+        (everything != everything[:, :1])[:, None],  # one varies
         of_calls < others,
         of_calls > others,
         everything[:, None] > constant,  # the end of a slice is in the middle of some
@@ -232,7 +232,7 @@ def unseen(
 
 
 def _columns(found: Sequence[Numbers | None]) -> dict[Column, bool]:
-    """Different numbers, each at several choices of sizes, and whether one of them is compared with others."""
+    """The distinct numbers, each at several combinations of sizes, and whether any use of it is a comparison."""
     columns: dict[Column, bool] = {}
     for same in zip(*(numbers or () for numbers in found), strict=True):
         column = tuple(number for number, _ in same)
@@ -241,7 +241,7 @@ def _columns(found: Sequence[Numbers | None]) -> dict[Column, bool]:
 
 
 def _combined(numbers: np.ndarray) -> np.ndarray:
-    """What passes make of two numbers: the closer bound, a padding or a factor in place of two, a slice of a slice."""
+    """What passes may combine two numbers into: the tighter bound, one padding, factor or slice instead of two."""
     pairs = list(itertools.combinations(numbers[:PAIRED], 2))
     made = [way(*pair) for pair in pairs for way in (np.minimum, np.maximum, np.add, np.multiply)]
     made = [each for each in made if (each != each[0]).any()]

@@ -92,7 +92,7 @@ class TorchScriptBackend:
 
 
 def _is_beside_integers(node: fx.Node) -> bool:
-    """Whether a constant without axes decides the dtype of a call, and it is another one than that of a number."""
+    """Whether a 0-d constant decides the dtype of a call, and a Python number in its place would give another one."""
     call = ops.bind(node) if ops.is_overload(node.target) else {}
     pair = [operand for operand in (call.get("self"), call.get("other")) if isinstance(operand, fx.Node)]
     numbers = [operand for operand in pair if operand.op == "get_attr" and operand.meta["val"].dim() == 0]

@@ -122,7 +122,7 @@ def _is_bundle(directory: Path) -> bool:
 
 
 def _check_signature(signature: Signature) -> None:
-    """What `load` would refuse, or return as something else, is not written. Raises BundleError."""
+    """Raises BundleError if `load` would refuse the signature, or read it back as a different one."""
     _check_returned(signature)
     stored = signature_json.to_json(signature)
     try:

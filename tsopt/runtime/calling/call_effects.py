@@ -1,4 +1,4 @@
-"""What each call of a model changes besides its results, and what a compiled form would therefore not do."""
+"""Side effects of a call of the model, which compiled calls do not have."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tsopt.runtime.checking.inputs import InputSet
 
 
 def call_effects(model: Callable[..., Any], watch: Watch, example: Example) -> tuple[list[str], list[str]]:
-    """What each call changes outside of the model, and of its attributes; both are left out of what is watched.
+    """What every call changes outside of the model, and which of its attributes. The watch ignores both from then on.
 
-    Calls the model; where it changes something outside, or raises, that is put back: eager serves the user's call.
+    Calls the model. If that changes something outside, or raises, the changes are undone: eager will serve the user's
+    call.
     """
     outside, inside, complete = list[str](), list[str](), False
     before = Outside(model)

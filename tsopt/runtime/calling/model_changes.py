@@ -301,7 +301,7 @@ class _Found:
                 todo += [attributes[name] for name in own]
 
     def add_new(self, names: frozenset[str]) -> None:
-        """Attributes that modules have got since, of those that code reads."""
+        """Adds the attributes that modules have gained since, if code reads them."""
         tables = zip(self.tables, self.known, strict=True)
         self.slots += [(table, name) for table, known in tables for name in table if name in names - known]
 

@@ -48,7 +48,7 @@ class Weights:
         return any(_touch(tensor) != touch for tensor, touch in self._seen)
 
     def changed(self) -> bool:
-        """Whether their values are others, whoever has written them. Reads all of them."""
+        """Whether any value has changed, no matter who wrote it. Reads every weight."""
         if self._digest is None:
             return self.touched()
         if self._now() != self._digest:

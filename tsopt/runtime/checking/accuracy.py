@@ -203,7 +203,7 @@ class Oracle:
         return Comparison(not failure, "type" if failure else test, worst, failure)
 
     def _lasting(self, leaf: Any) -> Any:
-        """An output, or a copy of one in the memory of the model's state, which is put back after the call."""
+        """The output, copied if it shares memory with the model's state, which is restored after the call."""
         return leaf.detach().clone() if any(overlap(leaf, tensor) for tensor in self.eager.state) else leaf
 
     def _is_amplified(

@@ -151,7 +151,7 @@ def extreme(leaf: torch.Tensor, generator: torch.Generator, number: int = 0) -> 
 
 
 def _steps(program: Program) -> list[float]:
-    """What a program rounds to; nothing of one that does not round."""
+    """The step sizes that a program rounds to; empty if it does not round."""
     found: dict[float, None] = {}
     for node in all_calls(program):
         name = base_name(node)

@@ -1,4 +1,4 @@
-"""Masks as inputs: nothing, all, and whole rows of one value, which an example seldom has.
+"""Inputs whose masks hide nothing, everything, or whole rows, which examples rarely do.
 
 A mask is an input of booleans, or of integers that are 0 and 1 in the example and no index.
 """
@@ -19,7 +19,7 @@ FALSE_ROWS, TRUE_ROWS = f"{MASKS} with rows of zeros", f"{MASKS} with rows of on
 def mask_values(
     program: Program, leaves: Sequence[torch.Tensor], generator: torch.Generator
 ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """The values of all inputs, with other values in all masks together."""
+    """The values of all inputs, with all masks changed together."""
     masks = [position for position, leaf in enumerate(leaves) if _is_mask(leaf)]
     if any(leaves[position].dtype != torch.bool for position in masks):
         if len(leaves) != len(program.signature.user_inputs) or not is_safe(program):
@@ -59,7 +59,7 @@ def _is_mask(leaf: torch.Tensor) -> bool:
 
 
 def _with_rows(leaf: torch.Tensor, number: int, generator: torch.Generator) -> torch.Tensor:
-    """A mask with a slice of one value along each axis but the last; elsewhere as the example, or as coins fall."""
+    """A mask with a uniform slice along each axis but the last; elsewhere as in the example, or random."""
     values = leaf.detach().clone(memory_format=torch.contiguous_format)
     if bool((values == values.reshape(-1)[0]).all()):
         values = torch.randint(2, leaf.shape, generator=generator, device="cpu").to(leaf)

@@ -1,4 +1,4 @@
-"""The largest and the smallest of values that are all infinite: engines start from the largest finite number instead.
+"""Maxima of values that are all -inf, and minima of inf: engines start from the largest finite number instead.
 
 OpenVINO does in reductions and in pooling, ONNX Runtime in some kernels of pooling.
 """
@@ -43,9 +43,9 @@ REDUCTIONS: Mapping[Any, Mapping[int, float]] = {
 
 
 def with_infinities(program: Program, known: Mapping[Any, Mapping[int, float]]) -> Program:
-    """A copy in which these ops answer an infinity where there is nothing else.
+    """A copy in which these ops return an infinity if all their values are that infinity.
 
-    The same op says where that is, by ones and zeros.
+    The same op, applied to ones and zeros, tells where that is.
     """
     made = program.copy()
     for node in list(made.graph.nodes):
@@ -89,7 +89,7 @@ def _mend_one(
     answer = made(target, marks, *others, **node.kwargs)
     if position != ONLY:
         answer = made(operator.getitem, answer, position)
-    # A window that lies in the padding has the end of the dtype.
+    # A window that lies entirely in the padding holds the lowest number of the dtype.
     is_end = made(aten.le.Scalar if end < 0 else aten.gt.Scalar, answer, 0)
     mended = made(aten.where.ScalarSelf, is_end, end, result)
     for user in users:

@@ -27,7 +27,7 @@ REAL = (quantized.quantize_per_tensor.default, quantized.quantize_per_channel.de
 def with_exact_halves(program: Program) -> Program:
     """A copy that rounds as PyTorch does, except for a program that tsopt has quantized.
 
-    OpenVINO does not compute these ops on integers. There, a step of difference is within what the verdict allows.
+    In programs that tsopt has quantized, a difference of one step is within what the verdict allows.
     """
     if program.numerics == Numerics.LOSSY:
         return program

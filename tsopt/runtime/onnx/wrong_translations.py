@@ -1,4 +1,4 @@
-"""Calls of which the ONNX exporter, or OpenVINO, makes another computation: refused by name."""
+"""Calls that the ONNX exporter translates incorrectly, or OpenVINO computes incorrectly: refused by name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ANTIALIASED = frozenset({"upsample_bilinear2d_aa", "upsample_bicubic2d_aa"})
 
 
 def of_the_exporter(program: Program) -> list[Unsupported]:
-    """What no engine gets as it is."""
+    """What the exporter translates incorrectly, for every engine."""
     return list(_found(program, _by_the_exporter))
 
 
 def of_openvino(program: Program) -> list[Unsupported]:
-    """What OpenVINO computes otherwise than ONNX says."""
+    """What OpenVINO computes differently from the ONNX standard."""
     return list(_found(program, _by_openvino))
 
 

@@ -1,4 +1,4 @@
-"""What a call takes at least: the time of its products on a core that is faster than any."""
+"""A lower bound for the time of a call: its multiplications, on a core faster than any that exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 
 
 def least_seconds(program: Program, values: Values, threads: int) -> float:
-    """A time that no machine stays below: that of the products."""
+    """A lower bound on any machine, from the multiplications."""
     return sum(_flops(node, values) for node in program.calls()) / (FLOPS * (threads or torch.get_num_threads()))
 
 
