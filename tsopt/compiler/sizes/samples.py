@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from tsopt.compiler.calls.signature import Dim
@@ -26,9 +26,9 @@ def sample_sizes(program: Program, *, near: bool = False, survey: Survey | None 
     """
     survey = survey or Survey(program)
     traced = traced_sizes(program.signature)
-    chosen = _base(program, survey, traced, near=near)
-    ranges = _ranges(program, traced)
     taken = set(fixed_sizes(program))
+    chosen = _base(program, survey, traced, taken, near=near)
+    ranges = _ranges(program, traced)
     if not near:
         ranges = {name: _within(sizes, taken) for name, sizes in ranges.items()}
     rows = choices(ranges)
@@ -36,9 +36,13 @@ def sample_sizes(program: Program, *, near: bool = False, survey: Survey | None 
         rows.sort(key=lambda sizes: sum(_distance(size, traced[name]) for name, size in sizes.items()))
     rows.sort(key=lambda sizes: (len({*sizes.values()} - taken) < len(sizes), survey.coincidences(sizes)))
     bounds = survey.bounds()
-    for numbers, tried in ((survey.numbers, rows), (survey.shapes, spread(ranges))):
-        if numbers == survey.numbers or not survey.is_explained(chosen):
-            chosen += unseen(numbers, chosen, tried, bounds, runs=lambda sizes: survey.values(sizes) is not None)
+
+    def runs(sizes: Sizes) -> bool:
+        return survey.values(sizes) is not None
+
+    chosen += unseen(survey.numbers, chosen, rows, bounds, runs=runs)
+    if not survey.is_explained(chosen):
+        chosen += unseen(survey.shapes, chosen, spread(ranges), bounds, runs=runs)
     return chosen
 
 
@@ -51,8 +55,11 @@ def held_out(program: Program, samples: Sequence[Sizes], survey: Survey) -> list
     return [sizes for sizes in (lowest, *few) if sizes not in samples and survey.values(sizes) is not None]
 
 
-def _base(program: Program, survey: Survey, traced: Mapping[str, int], *, near: bool) -> list[dict[str, int]]:
-    taken = set(fixed_sizes(program))
+def _base(
+    program: Program, survey: Survey, traced: Mapping[str, int], taken: Collection[int], *, near: bool
+) -> list[dict[str, int]]:
+    """The first samples: the ends of each range and a size between them, or sizes near the traced ones."""
+    taken = set(taken)
     found: dict[str, list[int]] = {}
     usual = dict(traced)
     for dim in program.signature.dims:

@@ -29,18 +29,9 @@ LARGE = 1 << 24  # comparisons
 PAIRED = 8  # numbers that are combined with each other
 ORDER = (7, 2, 5, 0, 3, 6, 1, 4)  # remainders: those first at which floor, ceil and round differ
 # Calls that take the lengths of a result, and compare them only for equality.
-LENGTHS = frozenset(
-    {
-        *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default),
-        *(
-            aten.unflatten.int,
-            aten.new_zeros.default,
-            aten.new_ones.default,
-            aten.new_full.default,
-            aten.new_empty.default,
-        ),
-    }
-)
+LENGTHS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int})
+LENGTHS |= {aten.expand.default, aten.new_zeros.default, aten.new_ones.default}
+LENGTHS |= {aten.new_full.default, aten.new_empty.default}
 Numbers = list[tuple[float, bool]]  # at a choice of sizes, and whether each is compared with others
 Column = tuple[float, ...]  # a number, at several choices of sizes
 
@@ -188,7 +179,7 @@ def unseen(
     *,
     runs: Callable[[Sizes], bool],
 ) -> list[dict[str, int]]:
-    """Further samples, which show of each two numbers what is to be seen of them in any of the rows.
+    """Further samples, so that every relation between two numbers that occurs in a row also occurs in a sample.
 
     Args:
         numbers: those at a choice of sizes.
