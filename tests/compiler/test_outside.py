@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import random
 import threading
 
@@ -20,6 +21,7 @@ QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("torchs
 SEEN, TABLES, NAMED = [torch.ones(3)], {"seen": []}, collections.defaultdict(list)
 LAST = None
 QUEUE = collections.deque(maxlen=3)
+LATEST = collections.OrderedDict(first=torch.ones(1), second=torch.zeros(1))
 
 
 class Recorder:
@@ -57,6 +59,12 @@ def in_a_queue(x):
     return x.relu()
 
 
+def in_an_ordered_dict(x):
+    LATEST["third"] = x + 1
+    LATEST.move_to_end("first")
+    return x.relu()
+
+
 def in_an_object(x):
     RECORDER.see(x + 1)
     return x.relu()
@@ -69,11 +77,11 @@ def in_a_global(x):
 
 
 def state():
-    held = [*SEEN, *TABLES["seen"], *NAMED.items(), *QUEUE, *RECORDER.seen]
-    return [*map(id, held)], id(RECORDER.last), RECORDER.calls, Recorder.count, id(LAST), [*TABLES]
+    held = [*SEEN, *TABLES["seen"], *NAMED.items(), *QUEUE, *LATEST.values(), *RECORDER.seen]
+    return [*map(id, held)], id(RECORDER.last), RECORDER.calls, Recorder.count, id(LAST), [*TABLES], [*LATEST]
 
 
-WAYS = [in_a_list, in_a_dict, in_a_defaultdict, in_a_queue, in_an_object, in_a_global]
+WAYS = [in_a_list, in_a_dict, in_a_defaultdict, in_a_queue, in_an_ordered_dict, in_an_object, in_a_global]
 
 
 @pytest.fixture
@@ -107,6 +115,33 @@ def test_hooks_collect_what_they_did(always_faster):
             found = net(X)
         torch.testing.assert_close(found, model(X))
     assert [len(found) for found in seen.values()] == [4, 4]
+
+
+class Watched(nn.Module):
+    """Puts hooks on its layers when it is called first, as libraries do that collect outputs of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.seen, self.is_watched = [], False
+
+    def forward(self, x):
+        if not self.is_watched:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.is_watched = True
+        self.seen.clear()
+        return self.layers(x) + self.seen[0]
+
+
+@pytest.mark.usefixtures("single_threaded")
+def test_hooks_of_the_first_call_come_and_go():
+    model = Watched().eval()
+    expected = copy.deepcopy(model)(X)
+    program = tsopt.capture(model, X)
+    assert [list(layer._forward_hooks.items()) for layer in model.layers] == [[], []]
+    torch.testing.assert_close(program.module()(X)[0], expected)
+    torch.testing.assert_close(model(X), expected)
 
 
 class Draws(nn.Module):

@@ -7,12 +7,15 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
+
+from tsopt.compiler.calls.snapshot import dict_class, items_of
 
 CONTAINERS = (dict, list, set, deque)  # and subclasses, which may override any method: those of these are called
 MOST = 2048  # values below the first ones that are looked at: what lies deeper belongs to more than the model
@@ -139,7 +142,7 @@ def _same_state(a: Any, b: Any) -> bool:
 def _content(held: Any) -> Any:
     """A plain copy of a container, made in one step: other threads may change it."""
     if isinstance(held, dict):
-        return dict.copy(held)
+        return items_of(held)
     kind: Any = next(kind for kind in CONTAINERS if isinstance(held, kind))
     return kind(held)
 
@@ -159,17 +162,18 @@ def _restore(held: Any, content: Any, only_tensors: bool) -> bool:
     """Puts back what was in a container. Returns whether it has done anything."""
     now = _content(held)
     if isinstance(held, dict):
+        plain = dict_class(held)
         new = [key for key, value in now.items() if content.get(key, now) is not value]
         wrong = [key for key in new if not only_tensors or holds_tensor(now[key])]
         for key in wrong:
             if key in content:
-                dict.__setitem__(held, key, content[key])
+                plain.__setitem__(held, key, content[key])
             else:
-                dict.pop(held, key, None)
-        if not only_tensors and any(a is not b for a, b in zip_longest(dict.copy(held), content)):
+                _without(held, key)
+        if not only_tensors and any(a is not b for a, b in zip_longest(items_of(held), content)):
             for key, value in content.items():  # which are gone, or in another order; never all at once
-                dict.pop(held, key, None)
-                dict.__setitem__(held, key, value)
+                _without(held, key)
+                plain.__setitem__(held, key, value)
         return bool(wrong) or not only_tensors
     if only_tensors:
         known = set(map(id, content))
@@ -186,6 +190,11 @@ def _restore(held: Any, content: Any, only_tensors: bool) -> bool:
         deque.clear(held)
         deque.extend(held, content)
     return True
+
+
+def _without(held: dict[Any, Any], key: Any) -> None:
+    with suppress(KeyError):  # another thread has removed it
+        dict_class(held).__delitem__(held, key)
 
 
 def _remove(held: Any, value: Any) -> None:

@@ -217,15 +217,22 @@ def _refill(holder: Any, elements: Any) -> None:
     (holder.update if isinstance(holder, set) else holder.extend)(elements)
 
 
+def dict_class(item: dict[Any, Any]) -> Any:
+    """The class whose methods read and write a dict past those of its own class.
+
+    An OrderedDict keeps its order beside its items: the methods of dict would leave the two in disagreement.
+    """
+    return OrderedDict if isinstance(item, OrderedDict) else dict
+
+
 def items_of(item: dict[Any, Any]) -> dict[Any, Any]:
     """What a dict holds, in its order, past whatever its class does when it is read."""
-    plain: Any = OrderedDict if isinstance(item, OrderedDict) else dict
-    return dict(plain.items(item))
+    return dict(OrderedDict.items(item)) if isinstance(item, OrderedDict) else dict.copy(item)
 
 
 def refill_items(target: dict[Any, Any], items: dict[Any, Any]) -> None:
     """Makes a dict hold these, past whatever its class does when they are set."""
-    plain: Any = OrderedDict if isinstance(target, OrderedDict) else dict
+    plain = dict_class(target)
     plain.clear(target)
     for key, value in items.items():
         plain.__setitem__(target, key, value)
