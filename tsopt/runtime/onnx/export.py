@@ -24,7 +24,7 @@ from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.generalize import through
 from tsopt.errors import BackendError, UsageError
 from tsopt.runtime.checking.inputs import exported
-from tsopt.runtime.onnx import registry
+from tsopt.runtime.onnx import decomposition, registry
 from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
 from tsopt.runtime.onnx.places import take_places, with_places
@@ -41,7 +41,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
     """
     check_opset(opset)
     try:
-        with quiet(stdout=True), torch.no_grad(), registry.made_once():
+        with quiet(stdout=True), torch.no_grad(), registry.made_once(), decomposition.only_where_needed():
             lowered = through(program, _as_exported)
             made = torch.onnx.export(
                 with_places(exported(lowered), lowered),
@@ -83,6 +83,8 @@ def _as_exported(program: Program) -> Program:
             node.target = aten.logical_and.default
         elif node.target is aten.rsub.Scalar:
             _in_its_dtype(made, node)
+        elif node.target is aten.to.dtype:  # the exporter has a translation of the copy alone
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": bind(node)["dtype"]}
         elif ops.is_uninitialized(node):
             _zeros(made, node)
         elif isinstance(node.target, Control):
