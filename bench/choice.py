@@ -1,14 +1,15 @@
 """How good is the choice of a race? Oracles that time the engines for longer say which one is the best.
 
-Usage: python -m bench.choice [MODEL ...] [--races N] [--busy]; writes bench/results/choice.{json,md}, or
-choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time.
+Usage: python -m bench.choice [MODEL ...] [--races N] [--more] [--busy]; writes bench/results/choice.{json,md}, or
+choice_busy.{json,md} with `--busy`, beside a process that keeps a core busy half of the time. With `--more`, races are
+added to those on record until each model has N.
 
 The regret of a race is how many times as long the chosen candidate takes as the best one, less one, by its oracles: the
 engines in a process of their own, interleaved, compared with each other round by round. 0 % is the best choice; a
-choice that is slower than eager would be a broken promise. One oracle runs before the race and one after it, beside the
-same load, because a shared machine changes its speed for minutes at a time, and one thread, which loses to two now,
-wins then. If the two disagree about engines that are close to the best, the race and both oracles are repeated,
-whatever was chosen: the machine has changed in the meantime, and its oracles cannot judge the race.
+choice that is slower than eager would be a broken promise. One oracle runs before a few races and one after them,
+beside the same load, because a shared machine changes its speed for minutes at a time, and one thread, which loses to
+two now, wins then. If the two disagree about engines that are close to the best, the races and both oracles are
+repeated, whatever was chosen: the machine has changed in the meantime, and its oracles cannot judge the races.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ SECONDS = 8.0  # of an oracle
 SMALL = 0.03  # regret that no user would notice
 CHANGED = 1.25  # times as long beside the others, before and after: another state of the machine
 IN_QUESTION = 1.5  # times as long as the best: what a change does to slower ones does not matter
-REPEATS = 3  # of a race and its oracles, at most
+TOGETHER = 3  # races between two oracles
+REPEATS = 3  # of races and their oracles, at most
 NAMES = (
     *("mlp", "lstm", "ensemble_16", "heads_8", "resnet18", "mobilenet_v2", "efficientnet_b0", "bert_base", "gpt2"),
     "vit_b16",
@@ -65,27 +67,34 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help="all when none is named; the numbers of the others stay")
     parser.add_argument("--races", type=int, default=10)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--more", action="store_true")
     asked = parser.parse_args()
     place = RESULTS / f"choice{'_busy' if asked.busy else ''}.json"
-    rows: dict[str, Any] = json.loads(place.read_text())["models"] if asked.models and place.exists() else {}
+    kept = place.exists() and (asked.models or asked.more)
+    known = json.loads(place.read_text()) if kept else {}
+    here = json.loads(json.dumps(environment().to_json()))
+    if asked.more and known and known["environment"] | {"platform": here["platform"]} != here:  # a kernel may be newer
+        raise SystemExit("the races on record are of another machine, or of other versions")
+    rows: dict[str, Any] = known.get("models", {})
     for name in asked.models or NAMES:
-        races = []
-        with busy() if asked.busy else contextlib.nullcontext():
-            races += [judged(name) for _ in range(asked.races)]
+        races = rows[name]["races"] if asked.more and name in rows else []
         rows[name] = {"races": races}
+        while len(races) < asked.races:
+            with busy() if asked.busy else contextlib.nullcontext():
+                races += judged(name, min(TOGETHER, asked.races - len(races)))
+            out = {"environment": here, "busy": asked.busy, "models": rows}
+            place.write_text(json.dumps(out, indent=1) + "\n")
+            place.with_suffix(".md").write_text("\n".join(page(rows, asked.busy)) + "\n")
         print(line(name, rows[name]), flush=True)
-        out = {"environment": environment().to_json(), "busy": asked.busy, "models": rows}
-        place.write_text(json.dumps(out, indent=1) + "\n")
-        place.with_suffix(".md").write_text("\n".join(page(rows, asked.busy)) + "\n")
 
 
-def judged(name: str) -> dict[str, Any]:
-    """One race, its oracles, and its regret; all are repeated while the machine changes in between."""
+def judged(name: str, count: int) -> list[dict[str, Any]]:
+    """So many races with their regrets, by oracles before and after; all repeated while the machine changes between."""
     changed, repeats = True, -1
     while changed and repeats < REPEATS:
         repeats += 1
         before = in_own_process("bench.choice:oracle", name)
-        race = in_own_process("bench.choice:raced", name)
+        races = [in_own_process("bench.choice:raced", name) for _ in range(count)]
         after = in_own_process("bench.choice:oracle", name)
         changed = any(
             max(times, after[title]) > CHANGED * min(times, after[title])
@@ -93,8 +102,9 @@ def judged(name: str) -> dict[str, Any]:
             if min(times, after[title]) < IN_QUESTION
         )
     both = {title: math.sqrt(times * after[title]) for title, times in before.items()}
-    regret = both[race["winner"]] / min(both.values()) - 1
-    return race | {"oracle": both, "regret": regret, "repeats": repeats, "changed": changed}
+    best = min(both.values())
+    judgement = {"oracle": both, "repeats": repeats, "changed": changed}
+    return [race | judgement | {"regret": both[race["winner"]] / best - 1} for race in races]
 
 
 def oracle(name: str) -> dict[str, float]:
