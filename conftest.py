@@ -48,6 +48,9 @@ def _hasty() -> Iterator[None]:
         patch.setattr(preparation, "HOPELESS_IF_LONG", float("inf"))
         patch.setattr(preparation, "seconds_of", lambda *_: 1e-3)  # so many calls as tests count on
         patch.setattr(tournament, "SETTLE", 0.0)
+        patch.setattr(tournament, "SAMPLE", 5e-4)
+        patch.setattr(tournament, "IN_A_ROW", 1)
+        patch.setattr(timing, "LONGEST_REST", 2e-3)
         patch.setattr(sessions, "SECONDS", 0.05)
         patch.setattr(timing, "PAUSE", 1e-3)
         patch.setattr(race, "ratio_of_single_calls", lambda *_: 2.0)  # no winner is slow at new sizes

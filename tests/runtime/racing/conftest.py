@@ -38,12 +38,20 @@ class Clock:
         return call
 
 
+SHIPPED = {
+    (module, name): getattr(module, name)
+    for module, name in ((timing, "LONGEST_REST"), (tournament, "SAMPLE"), (tournament, "IN_A_ROW"))
+}
+
+
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(timing, "time", made)
     monkeypatch.setattr(timing, "THREADS", Path("no such directory"))
     monkeypatch.setattr(tournament, "time", made)
+    for (module, name), shipped in SHIPPED.items():  # a clock that only jumps costs no time
+        monkeypatch.setattr(module, name, shipped)
     return made
 
 
