@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +51,13 @@ class RandomState:
         random.setstate(self.python)
         if self.gpus is not None:
             torch.cuda.set_rng_state_all(self.gpus)
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Runs a block that may draw random numbers, then puts the state back."""
+    state = RandomState.now()
+    try:
+        yield
+    finally:
+        state.restore()

@@ -215,3 +215,18 @@ def test_what_can_be_read_once_is_read_into_a_list():
     assert readable_again(iter([1, 2])) == [1, 2]
     data = [1, 2]
     assert readable_again(data) is data
+
+
+def drawn():
+    for _ in range(3):
+        yield torch.randn(2, 3)
+
+
+@pytest.mark.parametrize("make", [drawn, lambda: DataLoader(TensorDataset(rows(4)), batch_size=2)])
+def test_what_the_data_draws_leaves_the_random_state(make):
+    model, data = nn.Linear(3, 1).eval(), make()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    read(data, model)
+    readable_again(make())
+    assert torch.equal(torch.get_rng_state(), before)

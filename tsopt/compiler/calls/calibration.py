@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
 
+from tsopt.compiler.calls.calibration_files import FORMS, Named, from_files, with_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
+from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
 
 MOST = 128  # calls; more hardly change the ranges
-# What numpy raises for a file that is damaged, encrypted, or says that it is larger than memory.
-UNREADABLE = (OSError, ValueError, EOFError, BadZipFile, zlib.error, RuntimeError, MemoryError)
-FORMS = (
-    "pass a DataLoader, an iterable of inputs or of (input, target), the path of an .npz file or of a directory of "
-    ".npy and .npz files, or a number of inputs to draw"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,8 @@ def read_calibration(
 ) -> Calibration:
     """Reads calibration data, as much of it as is needed.
 
-    Batches of other sizes are split or concatenated along the first axis.
+    Batches of other sizes are split or concatenated along the first axis. What the data draws (each loop over a
+    DataLoader draws a seed) leaves the random state as it was.
 
     Args:
         data: a DataLoader or another iterable of calls, each like an `example_input`, or of (input, target); or a path.
@@ -85,11 +79,12 @@ def read_calibration(
     """
     reader = _Reader(signature, example)
     calls: list[Example] = []
-    for number, item in enumerate(_items(data)):
-        calls += islice(reader.calls(item, number), MOST - len(calls))
-        progress(f"{len(calls)} inputs")
-        if len(calls) >= MOST:
-            break
+    with random_state_kept():
+        for number, item in enumerate(_items(data)):
+            calls += islice(reader.calls(item, number), MOST - len(calls))
+            progress(f"{len(calls)} inputs")
+            if len(calls) >= MOST:
+                break
     if not calls and reader.waiting:
         have, size = len(reader.waiting[0]), signature.user_inputs[0].type.shape[0]
         raise UsageError(
@@ -109,13 +104,16 @@ def readable_again(data: Any) -> Any:
     Raises:
         UsageError: the generator raises.
     """
-    return list(islice(_items(data), MOST)) if isinstance(data, Iterator) else data
+    if not isinstance(data, Iterator):
+        return data
+    with random_state_kept():
+        return list(islice(_items(data), MOST))
 
 
 def _items(data: Any) -> Iterator[Any]:
     """The items, one by one; an error of the iterable names its place."""
     if isinstance(data, (str, Path)):
-        yield from _from_files(Path(data))
+        yield from from_files(Path(data))
         return
     if isinstance(data, (torch.Tensor, Example, Mapping)) or not isinstance(data, Iterable):
         raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
@@ -135,46 +133,6 @@ def _items(data: Any) -> Iterator[Any]:
         ) from error
 
 
-def _from_files(path: Path) -> Iterator[Any]:
-    """The calls in an .npz file, one for each index of its arrays' first axis; or in the files of a directory."""
-    files = sorted(item for item in path.iterdir() if item.suffix in (".npz", ".npy")) if path.is_dir() else [path]
-    if not path.exists() or not files:
-        what = "there is no .npy or .npz file in it" if path.exists() else "no such file or directory"
-        raise UsageError(f"calibration cannot be read: {path}", why=what, fix=FORMS)
-    for file in files:
-        try:
-            loaded = np.load(file, allow_pickle=False)
-            arrays = dict(loaded) if isinstance(loaded, Mapping) else {"arr_0": loaded}
-        except UNREADABLE as error:
-            raise UsageError(
-                f"calibration cannot be read: {file}",
-                why=str(error)[:200] or type(error).__name__,
-                fix="write it with numpy.savez or numpy.save",
-            ) from error
-        yield from _stacked(file, arrays)
-
-
-def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
-    """One call for each index of the first axis, as a batch of one."""
-    lengths = {array.shape[:1] for array in arrays.values()}
-    if len(lengths) != 1 or not arrays or lengths == {()}:
-        sizes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        raise UsageError(
-            f"the arrays in {file} differ in the size of their first axis",
-            why=sizes or "there is none",
-            fix="save arrays whose first axis counts the inputs: numpy.savez(file, x=images)",
-        )
-    unnamed = all(name.startswith("arr_") for name in arrays)
-    tensors = {name: _with_tensors(array) for name, array in arrays.items()}
-    for index in range(lengths.pop()[0]):
-        one = {name: tensor[index : index + 1] for name, tensor in tensors.items()}
-        yield tuple(one.values()) if unnamed else _Named(one)
-
-
-class _Named(dict[str, Any]):
-    """Inputs by the names that the signature gives them."""
-
-
 class _Reader:
     """Turns items of the data into calls.
 
@@ -191,7 +149,7 @@ class _Reader:
     def calls(self, item: Any, number: int) -> Iterator[Example]:
         """The calls that an item yields."""
         failure: SignatureError | None = None
-        for made, note in self._readings(_with_tensors(item)):
+        for made, note in self._readings(with_tensors(item)):
             try:
                 fitting = self._fitting(self._on_its_device(made))
             except SignatureError as error:
@@ -245,7 +203,7 @@ class _Reader:
         if isinstance(item, Example):
             yield item, ""
             return
-        if isinstance(item, _Named):
+        if isinstance(item, Named):
             yield from self._by_name(item)
             return
         if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
@@ -255,7 +213,7 @@ class _Reader:
             if wanted and others:
                 yield Example((), wanted), f"{', '.join(others)} ignored"
             if self._example.args and not self._example.kwargs:
-                yield from self._by_name(_Named(item))
+                yield from self._by_name(Named(item))
             return
         if isinstance(item, (list, tuple)):
             yield self._as_the_example(tuple(item)), ""
@@ -279,21 +237,6 @@ class _Reader:
             others = [name for name in item if name not in names]
             yield Example(args, kwargs), f"{', '.join(others)} ignored" if others else ""
         yield Example((), dict(item)), ""
-
-
-def _with_tensors(item: Any) -> Any:
-    """An item with tensors in place of numpy's arrays, except of those that torch cannot represent, such as texts."""
-    if type(item) in (list, tuple):
-        return type(item)(map(_with_tensors, item))
-    if type(item) in (dict, _Named):
-        return type(item)((key, _with_tensors(value)) for key, value in item.items())
-    if not isinstance(item, (np.ndarray, np.generic)):
-        return item
-    array = np.ascontiguousarray(item)
-    try:
-        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)).reshape(item.shape)
-    except (TypeError, ValueError):
-        return item
 
 
 def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
