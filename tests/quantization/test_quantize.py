@@ -319,6 +319,38 @@ def test_a_layer_whose_input_is_not_finite_costs_only_itself(data):
     assert made
 
 
+class Attention(nn.Module):
+    """Attention whose mask is an input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        scores = self.q(x) @ self.k(x).mT + mask
+        return self.out((scores / 2).softmax(-1) @ x)
+
+
+def test_infinities_in_a_mask_cost_no_layer():
+    def masked_by(value):
+        mask = torch.zeros(1, 4, 4).masked_fill(torch.arange(4) > 2, value)
+        data = [(torch.randn(1, 4, 8, generator=seeded(i)), mask) for i in range(16)]
+        return quantized(Attention().eval(), data[0], calibration=data)
+
+    found = masked_by(-torch.inf)
+    assert found.calibration == "16 inputs; infinities in mask"
+    assert records(found) == records(masked_by(-1e9))
+
+
+def test_infinities_that_reach_a_layer_cost_only_this_layer():
+    data = [(torch.randn(1, 8, generator=seeded(i)), torch.full((1, 8), -torch.inf)) for i in range(32)]
+    model = nn.ModuleDict({"plain": nn.Linear(8, 4), "masked": nn.Linear(8, 4)})
+    model.forward = lambda x, mask: (model["plain"](x), model["masked"](mask).isnan())
+    found = quantized(model.eval(), data[0], calibration=data)
+    assert {layer.name: layer.kept for layer in records(found)} == {"plain": "", "masked": "its input is not finite"}
+
+
 def test_what_progress_raises_is_the_callers():
     def stop(text):
         if "observe 2" in text:

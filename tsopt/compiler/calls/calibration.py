@@ -75,7 +75,7 @@ def read_calibration(
         example: a call of it.
 
     Raises:
-        UsageError: there is none, it cannot be read, does not fit the signature, or holds NaN or infinities.
+        UsageError: there is none, it cannot be read, does not fit the signature, or holds NaN.
     """
     reader = _Reader(signature, example)
     calls: list[Example] = []
@@ -151,21 +151,39 @@ class _Reader:
         failure: SignatureError | None = None
         for made, note in self._readings(with_tensors(item)):
             try:
-                fitting = self._fitting(self._on_its_device(made))
+                call = self._on_its_device(made)
+                fitting = self._fitting(call)
             except SignatureError as error:
                 failure = failure or error
                 continue
-            if note and note not in self.notes:
-                self.notes.append(note)
-            for call in fitting:
-                _check_finite(call, number)
-                yield call
+            for said in (note, *self._infinities_in(call, number)):
+                if said and said not in self.notes:
+                    self.notes.append(said)
+            yield from fitting
             return
         raise UsageError(
             f"calibration input {number} does not fit the model",
             why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
             fix="pass inputs like example_input; only the batch size may differ",
         )
+
+    def _infinities_in(self, call: Example, number: int) -> Iterator[str]:
+        """Notes on inputs with infinities, as masks have them; a layer that they reach stays in float32.
+
+        Raises:
+            UsageError: there is NaN in an input.
+        """
+        leaves, _ = flatten((call.args, call.kwargs))
+        for one, leaf in zip(self._signature.user_inputs, leaves, strict=True):
+            if not leaf.is_floating_point() or bool(leaf.isfinite().all()):
+                continue
+            if bool(leaf.isnan().any()):
+                raise UsageError(
+                    f"calibration input {number} contains NaN",
+                    why="no scale can be computed from it",
+                    fix="leave this input out",
+                )
+            yield f"infinities in {one.name}"
 
     def _fitting(self, call: Example) -> list[Example]:
         """Fits a call to the signature: as it is, or appended to the pending rows and cut into batches.
@@ -262,15 +280,3 @@ def _are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
         for leaf, kind in zip(leaves, kinds, strict=True)
     )
     return alike and len({len(leaf) for leaf in leaves}) == len({kind.shape[0] for kind in kinds}) == 1
-
-
-def _check_finite(call: Example, number: int) -> None:
-    leaves, _ = flatten((call.args, call.kwargs))
-    for leaf in leaves:
-        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-            what = "NaN" if bool(leaf.isnan().any()) else "infinities"
-            raise UsageError(
-                f"calibration input {number} contains {what}",
-                why="no scale can be computed from it",
-                fix="leave this input out",
-            )
