@@ -12,6 +12,7 @@ from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tsopt.compiler.calls.calibration import FOR_BOTH
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.quantized import largest_weight, quantized_layer
 from tsopt.errors import NoGain, UsageError
@@ -184,8 +185,15 @@ def test_a_model_without_layers_gains_nothing():
 
 def test_a_number_of_inputs_is_drawn_and_said_to_be():
     found = quantized(Residual().eval(), images(1)[0], calibration=6)
-    assert found.calibration == "6 inputs drawn like the example, which say little about real data"
+    assert found.calibration == "6 inputs drawn like the example, which says little about real data"
     assert len(layers(found.variants["int8-static"])) == 3
+
+
+@pytest.mark.parametrize("data", [1, [torch.zeros(1, 4)]])
+def test_the_report_says_that_one_input_is_not_held_out(data):
+    found = quantized(mlp(4, 4), rows(1, 4)[0], calibration=data)
+    assert found.calibration.startswith("1 input")
+    assert found.calibration.endswith(FOR_BOTH)
 
 
 @pytest.mark.parametrize("count", [0, -1, True])

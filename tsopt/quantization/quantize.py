@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration import MOST, Calibration, read_calibration
+from tsopt.compiler.calls.calibration import MOST, Calibration, counted, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
@@ -194,7 +194,7 @@ def quantize(
                 log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
                 why = f"internal error in tsopt while quantizing: {type(error).__name__}: {error}"
                 variants.setdefault(name, NoGain(why))
-    said = "" if options.calibration is None else data.read
+    said = "" if options.calibration is None else data.text
     return Quantization(variants, criterion if options.judges else None, layers, said)
 
 
@@ -216,4 +216,4 @@ def _data(
         seed += 1
         made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
     calls = tuple(made[:count])
-    return Calibration(calls, f"{count} inputs drawn like the example, which say little about real data")
+    return Calibration(calls, f"{counted(count, 'input')} drawn like the example, which says little about real data")

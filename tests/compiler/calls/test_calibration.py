@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tsopt
 from tests.compiler.helpers import Net
-from tsopt.compiler.calls.calibration import MOST, read_calibration, readable_again
+from tsopt.compiler.calls.calibration import FOR_BOTH, MOST, read_calibration, readable_again
 from tsopt.compiler.calls.example import as_example
 from tsopt.errors import UsageError
 
@@ -48,10 +48,13 @@ def test_every_other_input_is_held_out():
 def test_a_single_input_is_for_both():
     found = read([rows(2)])
     assert found.observed == found.held_out == found.calls
+    assert found.text == f"1 input; {FOR_BOTH}"
+    assert read([rows(2), rows(2)]).text == "2 inputs"
 
 
 def test_larger_batches_are_cut_and_their_rest_is_dropped():
     found = read([rows(5)])
+    assert found.read == "2 inputs; 1 row left over"
     assert [x.tolist() for x in first(found)] == [rows(2).tolist(), rows(2, 6).tolist()]
 
 

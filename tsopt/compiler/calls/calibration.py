@@ -20,6 +20,7 @@ from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
 
 MOST = 128  # calls; more hardly change the ranges
+FOR_BOTH = "it serves for scales and for judgement, as half of one input cannot be held out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Calibration:
 
     Attributes:
         calls: at most MOST.
-        read: what was made of the data, for the report.
+        read: what was made of the data.
         is_split: whether half of the calls are held out; otherwise all of them serve for both.
     """
 
@@ -45,6 +46,11 @@ class Calibration:
     def held_out(self) -> tuple[Example, ...]:
         """The calls that candidates are judged on: the others, or the only one."""
         return (self.calls[1::2] or self.calls) if self.is_split else self.calls
+
+    @property
+    def text(self) -> str:
+        """What was made of the data, for the report."""
+        return f"{self.read}; {FOR_BOTH}" if self.is_split and len(self.calls) == 1 else self.read
 
 
 @contextmanager
@@ -85,8 +91,9 @@ def read_calibration(
             progress(f"{len(calls)} inputs")
             if len(calls) >= MOST:
                 break
+    have = len(reader.waiting[0]) if reader.waiting else 0
     if not calls and reader.waiting:
-        have, size = len(reader.waiting[0]), signature.user_inputs[0].type.shape[0]
+        size = signature.user_inputs[0].type.shape[0]
         raise UsageError(
             f"calibration holds {have} of the {size} rows of one input",
             why=f"the first axis of the example is {size}",
@@ -94,8 +101,13 @@ def read_calibration(
         )
     if not calls:
         raise UsageError("calibration is empty", why="it holds no input", fix=FORMS)
-    inputs = f"{len(calls)} {'input' if len(calls) == 1 else 'inputs'}"
-    return Calibration(tuple(calls), "; ".join((inputs, *reader.notes)))
+    left = [f"{counted(have, 'row')} left over"] if have and len(calls) < MOST else []
+    return Calibration(tuple(calls), "; ".join((counted(len(calls), "input"), *reader.notes, *left)))
+
+
+def counted(count: int, what: str) -> str:
+    """Such as `1 input`, `2 inputs`."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def readable_again(data: Any) -> Any:
@@ -126,7 +138,7 @@ def _items(data: Any) -> Iterator[Any]:
         raise
     except Exception as error:
         raise UsageError(
-            f"calibration raises {type(error).__name__} after {count} {'item' if count == 1 else 'items'}",
+            f"calibration raises {type(error).__name__} after {counted(count, 'item')}",
             where=user_frame(error),
             why=str(error)[:300] or None,
             fix="check that the data can be read to its end",
