@@ -242,3 +242,29 @@ def test_masks_may_hold_infinities_and_the_report_says_so():
     found = read([(rows(1), mask)] * 2, model, (rows(1), torch.zeros(1, 3)))
     assert found.read == "2 inputs; infinities in arg1"
     assert torch.equal(found.calls[0].args[1], mask)
+
+
+class Difference(nn.Module):
+    def forward(self, a, b):
+        return a - b
+
+
+@pytest.mark.parametrize("item", [{"b": rows(1, 9), "a": rows(1)}, {"b": rows(1, 9), "a": rows(1), "labels": X}])
+def test_an_item_by_names_is_for_positional_arguments_too(item):
+    one = torch.zeros(1, 3)
+    for example in (tsopt.example(one, one), tsopt.example(one, b=one), tsopt.example(a=one, b=one)):
+        (call,) = read([item], Difference(), example).calls
+        assert (len(call.args), call.kwargs.keys()) == (len(example.args), example.kwargs.keys())
+        assert torch.equal(Difference()(*call.args, **call.kwargs), rows(1) - rows(1, 9))
+
+
+def test_a_tensor_that_is_passed_twice_is_two_inputs():
+    model, x = Net(lambda self, a, b: a + b), rows(3)
+    assert len(read([(x, x)], model, (X, X)).calls) == 1
+
+
+def test_rows_of_keywords_in_another_order_are_not_mixed_up():
+    items = [{"a": rows(1), "b": rows(1, 50)}, {"b": rows(1, 53), "a": rows(1, 3)}]
+    (call,) = read(items, Difference(), {"a": X, "b": X}).calls
+    assert torch.equal(call.kwargs["a"], rows(2))
+    assert torch.equal(call.kwargs["b"], rows(2, 50))

@@ -14,7 +14,7 @@ import torch
 from tsopt.compiler.calls.calibration_files import FORMS, Named, from_files, with_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
-from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.calls.structure import unflatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
@@ -185,7 +185,7 @@ class _Reader:
         Raises:
             UsageError: there is NaN in an input.
         """
-        leaves, _ = flatten((call.args, call.kwargs))
+        leaves, _ = self._signature.flattened(call.args, call.kwargs)
         for one, leaf in zip(self._signature.user_inputs, leaves, strict=True):
             if not leaf.is_floating_point() or bool(leaf.isfinite().all()):
                 continue
@@ -207,7 +207,7 @@ class _Reader:
             self._signature.bind(call.args, call.kwargs)
             return [call]
         except SignatureError:
-            leaves, structure = flatten((call.args, call.kwargs))
+            leaves, structure = self._signature.flattened(call.args, call.kwargs)
             if not _are_rows(self._signature, leaves):
                 raise
         rows = [torch.cat(both) for both in zip(self.waiting, leaves, strict=True)] if self.waiting else leaves
@@ -221,7 +221,7 @@ class _Reader:
     def _on_its_device(self, call: Example) -> Example:
         """Moves a call to the device of the model; loaders usually yield CPU tensors."""
         devices = [one.type.device for one in self._signature.user_inputs]
-        leaves, structure = flatten((call.args, call.kwargs))
+        leaves, structure = self._signature.flattened(call.args, call.kwargs)
         if len(leaves) != len(devices) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return call
         if all(str(leaf.device) == at for leaf, at in zip(leaves, devices, strict=True)):
@@ -242,7 +242,7 @@ class _Reader:
             yield Example((), dict(item)), ""
             if wanted and others:
                 yield Example((), wanted), f"{', '.join(others)} ignored"
-            if self._example.args and not self._example.kwargs:
+            if self._example.args:
                 yield from self._by_name(Named(item))
             return
         if isinstance(item, (list, tuple)):
@@ -262,7 +262,7 @@ class _Reader:
     def _by_name(self, item: Mapping[str, Any]) -> Iterator[tuple[Example, str]]:
         names = [one.name for one in self._signature.user_inputs]
         if set(names) <= set(item):
-            _, structure = flatten((self._example.args, self._example.kwargs))
+            _, structure = self._signature.flattened(self._example.args, self._example.kwargs)
             args, kwargs = unflatten(structure, [item[name] for name in names])
             others = [name for name in item if name not in names]
             yield Example(args, kwargs), f"{', '.join(others)} ignored" if others else ""

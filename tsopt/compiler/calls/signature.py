@@ -131,6 +131,14 @@ class Signature:
         given = ((item.name, item.type.device) for item in self.inputs)
         return (*given, *((item.name, item.type.device) for item in self.outputs))
 
+    def flattened(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Structure]:
+        """The tensors of a call, in graph order if it is like the example, and their nesting."""
+        order = self.outer.children[1].keys
+        same_keys = len(order) == len(kwargs) and all(key in kwargs for key in order)
+        if same_keys and tuple(key for key in kwargs if key in self.collected) == self.collected:
+            kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
+        return flatten((tuple(args), dict(kwargs)), share=self.aliasing)
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's tensors in graph order.
 
@@ -138,11 +146,7 @@ class Signature:
             SignatureError: the nesting, a constant, a dtype, a shape or a device differs from the capture, or so does
                 something else the model reads of its inputs, or which inputs alias.
         """
-        order = self.outer.children[1].keys
-        same_keys = len(order) == len(kwargs) and all(key in kwargs for key in order)
-        if same_keys and tuple(key for key in kwargs if key in self.collected) == self.collected:
-            kwargs = {key: kwargs[key] for key in order}  # `f(b=2, a=1)` is `f(a=1, b=2)`
-        leaves, structure = flatten((tuple(args), dict(kwargs)), share=self.aliasing)
+        leaves, structure = self.flattened(args, kwargs)
         outer = as_called(self.outer, leaves)
         if structure != outer:
             if self.aliasing and same_but_for_sharing(structure, outer):
