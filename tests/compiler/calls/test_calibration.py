@@ -134,6 +134,38 @@ def test_sizes_that_may_differ_are_taken_as_they_are():
     assert [len(x) for x in first(found)] == [5, 7]
 
 
+class Pairs:
+    """As torch's Dataset: items by number, without an end."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, number):
+        return self.items[number % len(self.items)]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_dataset_is_read_by_number(batched):
+    found = read(Pairs([(rows(1, 3 * i) if batched else rows(1, 3 * i)[0], i) for i in range(5)]))
+    assert torch.equal(torch.cat(first(found)), rows(4))
+    as_rows = "" if batched else "; each is one row"
+    assert found.read == f"2 inputs; read as (input, target), targets ignored{as_rows}; 1 row left over"
+
+
+def test_a_dataset_of_torch_is_read_to_its_end():
+    assert torch.equal(torch.cat(first(read(TensorDataset(rows(4))))), rows(4))
+
+
+def test_only_inputs_with_a_batch_axis_get_one():
+    model = Net(lambda self, x, table: x @ table)
+    example = (torch.zeros(1, 3), torch.zeros(3, 3))
+    (call,) = read([(rows(1)[0], rows(3))], model, example).calls
+    assert [tuple(x.shape) for x in call.args] == [(1, 3), (3, 3)]
+
+
 class Broken:
     def __iter__(self):
         yield rows(2)
@@ -204,6 +236,19 @@ def test_arrays_within_an_item_are_inputs():
     for item in ({"a": rows(1).numpy(), "b": rows(1, 9).numpy()}, (rows(1).numpy(), rows(1, 9).numpy())):
         (call,) = read([item], model, example).calls
         assert torch.equal(model(*call.args, **call.kwargs), rows(1) + rows(1, 9))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_files_without_all_inputs_by_their_names(tmp_path, together):
+    arrays = {"x": rows(2).numpy(), "y": rows(2).numpy()}
+    if together:
+        np.savez(tmp_path / "data.npz", **arrays)
+    else:
+        for name, array in arrays.items():
+            np.save(tmp_path / f"{name}.npy", array)
+    one = torch.zeros(1, 3)
+    with pytest.raises(UsageError, match=r"numpy.savez, under their names: a, b"):
+        read(tmp_path, Difference(), (one, one))
 
 
 def test_a_damaged_compressed_file_is_refused(tmp_path):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.calibration_files import FORMS, Named, from_files, with_tensors
+from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import unflatten
@@ -76,7 +76,8 @@ def read_calibration(
     DataLoader draws a seed) leaves the random state as it was.
 
     Args:
-        data: a DataLoader or another iterable of calls, each like an `example_input`, or of (input, target); or a path.
+        data: a DataLoader, a Dataset or an iterable of calls, each like an `example_input`, or of (input, target); or a
+            path.
         signature: of the captured program.
         example: a call of it.
 
@@ -127,11 +128,13 @@ def _items(data: Any) -> Iterator[Any]:
     if isinstance(data, (str, Path)):
         yield from from_files(Path(data))
         return
-    if isinstance(data, (torch.Tensor, Example, Mapping)) or not isinstance(data, Iterable):
+    is_dataset = not isinstance(data, Iterable) and hasattr(type(data), "__getitem__")
+    if isinstance(data, (torch.Tensor, Example, Mapping)) or not (is_dataset or isinstance(data, Iterable)):
         raise UsageError(f"calibration is a {type(data).__name__}, not a collection of inputs", fix=FORMS)
     count = 0
     try:
-        for item in data:
+        # A Dataset need not say where it ends but by its length.
+        for item in map(data.__getitem__, range(len(data))) if is_dataset and hasattr(data, "__len__") else data:
             yield item
             count += 1
     except UsageError:
@@ -155,13 +158,15 @@ class _Reader:
 
     def __init__(self, signature: Signature, example: Example) -> None:
         self._signature, self._example = signature, example
+        _, self._structure = signature.flattened(example.args, example.kwargs)
         self.notes: list[str] = []
         self.waiting: list[torch.Tensor] = []
 
     def calls(self, item: Any, number: int) -> Iterator[Example]:
         """The calls that an item yields."""
         failure: SignatureError | None = None
-        for made, note in self._readings(with_tensors(item)):
+        item = with_tensors(item)
+        for made, note in chain(self._readings(item), self._batches_of_one(item)):
             try:
                 call = self._on_its_device(made)
                 fitting = self._fitting(call)
@@ -176,8 +181,16 @@ class _Reader:
         raise UsageError(
             f"calibration input {number} does not fit the model",
             why=None if failure is None else "; ".join(filter(None, (failure.what, failure.why))),
-            fix="pass inputs like example_input; only the batch size may differ",
+            fix=self._fix_of(item),
         )
+
+    def _fix_of(self, item: Any) -> str:
+        """What to do about an item that does not fit."""
+        names = [one.name for one in self._signature.user_inputs]
+        by_name = isinstance(item, Named) and not set(names) <= set(item)
+        if by_name or (isinstance(item, Unnamed) and len(item) < len(names)):
+            return f"save all inputs of a call in one file by numpy.savez, under their names: {', '.join(names)}"
+        return "pass inputs like example_input; only the batch size may differ"
 
     def _infinities_in(self, call: Example, number: int) -> Iterator[str]:
         """Notes on inputs with infinities, as masks have them; a layer that they reach stays in float32.
@@ -208,7 +221,7 @@ class _Reader:
             return [call]
         except SignatureError:
             leaves, structure = self._signature.flattened(call.args, call.kwargs)
-            if not _are_rows(self._signature, leaves):
+            if structure != self._structure or not _are_rows(self._signature, leaves):
                 raise
         rows = [torch.cat(both) for both in zip(self.waiting, leaves, strict=True)] if self.waiting else leaves
         parts = pieces(self._signature, rows)
@@ -253,6 +266,16 @@ class _Reader:
             return
         yield self._as_the_example((item,)), ""
 
+    def _batches_of_one(self, item: Any) -> Iterator[tuple[Example, str]]:
+        """The readings of an item that has no batch axis, as a Dataset's has none."""
+        ranks = [len(one.type.shape) for one in self._signature.user_inputs]
+        for made, note in self._readings(item):
+            leaves, structure = self._signature.flattened(made.args, made.kwargs)
+            if len(leaves) != len(ranks) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                continue
+            rows = [leaf[None] if leaf.dim() == rank - 1 else leaf for leaf, rank in zip(leaves, ranks, strict=True)]
+            yield Example(*unflatten(structure, rows)), "; ".join(filter(None, (note, "each is one row")))
+
     def _as_the_example(self, values: tuple[Any, ...]) -> Example:
         """Values in the places of the example's arguments, positional or by keyword."""
         if not self._example.args and len(values) == len(self._example.kwargs):
@@ -262,8 +285,7 @@ class _Reader:
     def _by_name(self, item: Mapping[str, Any]) -> Iterator[tuple[Example, str]]:
         names = [one.name for one in self._signature.user_inputs]
         if set(names) <= set(item):
-            _, structure = self._signature.flattened(self._example.args, self._example.kwargs)
-            args, kwargs = unflatten(structure, [item[name] for name in names])
+            args, kwargs = unflatten(self._structure, [item[name] for name in names])
             others = [name for name in item if name not in names]
             yield Example(args, kwargs), f"{', '.join(others)} ignored" if others else ""
         yield Example((), dict(item)), ""

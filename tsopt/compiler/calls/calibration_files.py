@@ -16,8 +16,8 @@ from tsopt.errors import UsageError
 # What numpy raises for a file that is damaged, encrypted, or says that it is larger than memory.
 UNREADABLE = (OSError, ValueError, EOFError, BadZipFile, zlib.error, RuntimeError, MemoryError)
 FORMS = (
-    "pass a DataLoader, an iterable of inputs or of (input, target), the path of an .npz file or of a directory of "
-    ".npy and .npz files, or a number of inputs to draw"
+    "pass a DataLoader, a Dataset, an iterable of inputs or of (input, target), the path of an .npz file or of a "
+    "directory of .npy and .npz files, or a number of inputs to draw"
 )
 
 
@@ -54,7 +54,11 @@ def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
     tensors = {name: with_tensors(array) for name, array in arrays.items()}
     for index in range(lengths.pop()[0]):
         one = {name: tensor[index : index + 1] for name, tensor in tensors.items()}
-        yield tuple(one.values()) if unnamed else Named(one)
+        yield Unnamed(one.values()) if unnamed else Named(one)
+
+
+class Unnamed(tuple[Any, ...]):
+    """Inputs in the order of the arrays of a file."""
 
 
 class Named(dict[str, Any]):
