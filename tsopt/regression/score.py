@@ -11,8 +11,9 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.protect import protected
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.checking.criterion import COSINE, InPieces, value_of
+from tsopt.runtime.checking.criterion import COSINE, value_of
 from tsopt.runtime.checking.eager_answers import EagerAnswers
+from tsopt.runtime.checking.in_pieces import InPieces
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 
 
@@ -54,6 +55,6 @@ class Score:
         if isinstance(called, Optimized):
             runs = called.executable or called.model
         if isinstance(runs, Executable):
-            runs = InPieces(runs, runs.signature)
+            runs = InPieces(runs, runs.signature, self._model)
         with protected(self._model, written=self._state):
             return value_of(self._metric, self._model, runs, self._data)

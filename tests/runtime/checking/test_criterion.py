@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.errors import SignatureError, UsageError
+from tsopt.compiler.protect import as_eval
+from tsopt.errors import UsageError
 from tsopt.runtime.checking.criterion import (
     MAX_DROP,
     RELATIVE_ERROR,
     WIDER,
     WIDEST,
-    InPieces,
     Likeness,
     check_metric,
     criterion_of,
@@ -137,18 +137,6 @@ def test_the_drop_is_a_hundredth_unless_it_is_given():
     assert "at least 0.99 is" in criterion("top1").judge(MODEL).text
 
 
-def test_a_metric_may_use_larger_batches_and_the_methods_of_a_module():
-    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(3))
-    exe = tsopt.compile(tsopt.capture(MODEL, DATA[0]), "eager")
-    with torch.no_grad():
-        called = InPieces(exe, SIGNATURE)
-        assert torch.allclose(called.eval()(x), MODEL(x), atol=1e-6)
-        assert torch.equal(called.forward(x[:4]), exe(x[:4]))
-        assert not called.training
-        with pytest.raises(SignatureError):
-            called(x[:6])
-
-
 def wrong(model):
     raise KeyError("labels")
 
@@ -167,6 +155,59 @@ def test_metrics_that_cannot_be_used(metric, message):
     with pytest.raises(UsageError, match=message) as caught:
         criterion(metric, 0.1)
     assert "\n  fix: " in str(caught.value)
+
+
+def of_model_only(value, raises=None):
+    """A metric that is 1 for the model; for a candidate it is a value, or raises after a call."""
+
+    def metric(called):
+        if called is MODEL:
+            return 1.0
+        called(DATA[0].args[0])
+        if raises is not None:
+            raise raises
+        return value
+
+    return metric
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_a_metric_without_a_value_for_a_candidate_refuses_it(value):
+    found = criterion(of_model_only(value), 0.1).judge(MODEL)
+    assert (found.ok, found.loss, found.text) == (False, math.inf, f"the metric returns {value:g}, eager 1")
+
+
+def test_a_metric_that_raises_on_nan_refuses_the_candidate():
+    found = criterion(of_model_only(1.0, ValueError("Input contains NaN")), 0.1)
+    judgement = found.judge(lambda x: MODEL(x) * math.nan)
+    assert (judgement.ok, judgement.text) == (False, "the metric raises ValueError: outputs contain NaN, eager 1")
+    with pytest.raises(UsageError, match="the metric raises ValueError"):
+        found.judge(MODEL)
+
+
+def test_a_call_that_candidates_do_not_take_is_named():
+    executable = tsopt.compile(tsopt.capture(MODEL, DATA[0]), "eager")
+    found = criterion(lambda called: float(called(torch.zeros(4, 2, 8)).sum() * 0), 0.1)
+    with pytest.raises(UsageError, match=r"that candidates do not take: input 'input' has shape \[4, 2, 8\]") as caught:
+        found.judge(executable)
+    assert "\n  fix: pass an input like the one in the example" in str(caught.value)
+
+
+def test_a_metric_has_the_module_itself_in_eval_mode():
+    model = nn.Sequential(nn.Linear(8, 3), nn.Dropout(0.5)).train()
+    seen = []
+
+    def metric(called):
+        seen.append((called is model, called.training))
+        called.eval()
+        value = float(called(DATA[0].args[0]).sum())
+        called.train()
+        return value
+
+    assert criterion(metric, 0.1, model=as_eval(model, True)).judge(model[0]).ok
+    assert seen[:2] == [(True, False)] * 2
+    assert model.training
+    assert model[1].training
 
 
 def test_a_random_metric_is_refused():

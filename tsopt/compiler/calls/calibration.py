@@ -221,7 +221,7 @@ class _Reader:
             return [call]
         except SignatureError:
             leaves, structure = self._signature.flattened(call.args, call.kwargs)
-            if structure != self._structure or not _are_rows(self._signature, leaves):
+            if structure != self._structure or not are_rows(self._signature, leaves):
                 raise
         rows = [torch.cat(both) for both in zip(self.waiting, leaves, strict=True)] if self.waiting else leaves
         parts = pieces(self._signature, rows)
@@ -296,13 +296,13 @@ def pieces(signature: Signature, leaves: Sequence[Any]) -> list[list[Any]]:
 
     Returns an empty list unless all inputs share one batch size.
     """
-    if not _are_rows(signature, leaves):
+    if not are_rows(signature, leaves):
         return []
     size = signature.user_inputs[0].type.shape[0]
     return [[leaf[start : start + size] for leaf in leaves] for start in range(0, len(leaves[0]) - size + 1, size)]
 
 
-def _are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
+def are_rows(signature: Signature, leaves: Sequence[Any]) -> bool:
     """Whether tensors match the inputs of a signature except for a common batch size."""
     kinds = [item.type for item in signature.user_inputs]
     if len(kinds) != len(leaves) or not leaves or not all(kind.shape and kind.shape[0] for kind in kinds):

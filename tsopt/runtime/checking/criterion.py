@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from tsopt.compiler.calls.calibration import called_on_data, pieces
+from tsopt.compiler.calls.calibration import called_on_data
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.origin import user_frame
-from tsopt.compiler.protect import protected
+from tsopt.compiler.protect import InEvalMode, protected, training_flags
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import SignatureError, UsageError
 from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, top1
+from tsopt.runtime.checking.in_pieces import InPieces
 
 Called = Callable[..., Any]
 
@@ -164,8 +166,8 @@ class Metric:
     ) -> None:
         self._metric, self._max_drop, self._signature = metric, max_drop, signature
         self.tolerance = Likeness(model, data, SQNR, 0.0, state).tolerance
-        self._of_model = self._measured(model)
-        again = self._measured(model)
+        self._model, self._of_model = model, _finite(_value(metric, model))
+        again = _finite(_value(metric, model))
         if abs(again - self._of_model) > STEADY * max_drop:
             raise UsageError(
                 "the metric differs from call to call",
@@ -177,45 +179,22 @@ class Metric:
         return self  # it has data of its own
 
     def judge(self, candidate: Called) -> Judgement:
-        value = self._measured(InPieces(candidate, self._signature))
+        called = InPieces(candidate, self._signature, self._model)
+        try:
+            value = _value(self._metric, called)
+        except UsageError as error:
+            if not called.has_nan:
+                raise
+            return self._undefined(f"{error.what}: outputs contain NaN")
+        if not math.isfinite(value):
+            return self._undefined(f"the metric returns {value:g}")
         drop = self._of_model - value
         text = f"metric {value:g}, eager {self._of_model:g}: a drop of {max(drop, 0):.4g}, limit {self._max_drop:g}"
         return Judgement(drop <= self._max_drop + ROUNDING, drop, self._max_drop, text)
 
-    def _measured(self, called: Called) -> float:
-        return _value(self._metric, called)
-
-
-class InPieces:
-    """Wraps a candidate for a metric: accepts larger batches, and has the methods of a module in eval mode."""
-
-    training = False
-
-    def __init__(self, called: Called, signature: Signature) -> None:
-        self._called, self._signature = called, signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._called(*args, **kwargs)
-        except SignatureError:
-            leaves, structure = flatten((args, kwargs))
-            parts = pieces(self._signature, leaves)
-            rest = (
-                [leaf[len(parts) * len(first) :] for leaf, first in zip(leaves, parts[0], strict=True)] if parts else []
-            )
-            if not parts or any(len(part) for part in rest):
-                raise
-        results = []
-        for part in parts:
-            mine, keywords = unflatten(structure, part)
-            results.append(flatten(self._called(*mine, **keywords)))
-        joined = [torch.cat(values) for values in zip(*(leaves for leaves, _ in results), strict=True)]
-        return unflatten(results[0][1], joined)
-
-    forward = __call__
-
-    def eval(self) -> InPieces:
-        return self
+    def _undefined(self, text: str) -> Judgement:
+        """The judgement on a candidate without a value, such as a correlation with outputs that are all the same."""
+        return Judgement(False, math.inf, self._max_drop, f"{text}, eager {self._of_model:g}")
 
 
 def criterion_of(
@@ -245,14 +224,24 @@ def value_of(metric: Callable[[Any], Any] | str, model: Called, called: Called, 
         UsageError: the model fails on the data, or the metric raises or returns something other than a finite number.
     """
     if callable(metric):
-        return _value(metric, called)
+        return _finite(_value(metric, called))
     return 1 - Likeness(model, data, metric, 0.0).judge(called).loss
 
 
 def _value(metric: Callable[[Any], Any], called: Called) -> float:
+    """What a metric returns for what is called like the model. A module in eval mode is the module itself."""
+    is_in_eval_mode = isinstance(called, InEvalMode)
+    runs: Any = called.module if isinstance(called, InEvalMode) else called
     try:
-        with torch.no_grad():
-            number = float(metric(called))
+        with torch.no_grad(), training_flags(runs, False) if is_in_eval_mode else nullcontext():
+            return float(metric(runs))
+    except SignatureError as error:
+        raise UsageError(
+            f"the metric makes a call that candidates do not take: {error.what}",
+            where=user_frame(error),
+            why=error.why,
+            fix=error.fix,
+        ) from error
     except Exception as error:
         raise UsageError(
             f"the metric raises {type(error).__name__}",
@@ -260,6 +249,9 @@ def _value(metric: Callable[[Any], Any], called: Called) -> float:
             why=str(error)[:300] or None,
             fix="pass a function that takes a model and returns a number; higher is better",
         ) from error
+
+
+def _finite(number: float) -> float:
     if not math.isfinite(number):
         raise UsageError(f"the metric returns {number}", fix="return a finite number; higher is better")
     return number
