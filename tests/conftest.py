@@ -39,6 +39,19 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without an entry in the list of users and without a home directory, as in `docker run --user 12345`."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("TSOPT_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
 def torch_threads():
     """Sets torch's number of threads for a test."""
     before = torch.get_num_threads()

@@ -46,6 +46,19 @@ def test_clear_leaves_a_directory_alone_that_is_not_the_users_own(tsopt):
     assert len(list(cache.directory().iterdir())) == 1
 
 
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_directory_both_say_that_there_is_no_cache(tsopt):
+    ran = tsopt("cache", "show")
+    assert (ran.code, ran.out) == (
+        0,
+        "the cache is not used: there is no home directory; set TSOPT_CACHE_DIR to a directory to use\n",
+    )
+    assert tsopt("cache", "show", "--json").json["directory"] is None
+    ran = tsopt("cache", "clear")
+    assert ran.code == 2
+    assert "set TSOPT_CACHE_DIR" in ran.err
+
+
 @pytest.mark.parametrize(("arguments", "wanted"), [([], True), (["--cache"], True), (["--no-cache"], False)])
 @pytest.mark.usefixtures("quick")
 def test_export_can_do_without(tsopt, write, monkeypatch, tmp_path, arguments, wanted):

@@ -440,11 +440,16 @@ app.add_typer(races, name="cache")
 def show(json: AsJson = False) -> None:
     out = process.output(json)
     from tsopt.runtime.racing import cache_files as cache
-    from tsopt.runtime.racing.cache_directory import directory, objection
+    from tsopt.runtime.racing.cache_directory import NoHomeError, directory, objection
 
     found, size, reason = cache.entries(), cache.size(), objection()
-    out.json({"directory": str(directory()), "entries": len(found), "bytes": size, "objection": reason})
-    out.say(f"{directory()}: {_counted(len(found))}, {size / 1e3:.1f} kB")
+    try:
+        place: str | None = str(directory())
+    except NoHomeError:
+        place = None
+    out.json({"directory": place, "entries": len(found), "bytes": size, "objection": reason})
+    if place is not None:
+        out.say(f"{place}: {_counted(len(found))}, {size / 1e3:.1f} kB")
     if reason:
         out.say(f"the cache is not used: {reason}")
 

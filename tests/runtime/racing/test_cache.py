@@ -294,6 +294,27 @@ def test_a_directory_of_another_user_is_not_used(monkeypatch):
     assert cache.find(KEY, RACING, 1.0) is None
 
 
+def test_a_tilde_in_the_variable_is_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TSOPT_CACHE_DIR", "~/races")
+    assert kept().parent == tmp_path / "races"
+    assert cache.find(KEY, RACING, 10.0) == ENTRY
+
+
+@pytest.mark.usefixtures("homeless")
+@pytest.mark.parametrize("place", [None, "~/races", "~no-such-user/races"])
+def test_no_home_directory_is_no_cache_and_no_error(monkeypatch, place):
+    if place is not None:
+        monkeypatch.setenv("TSOPT_CACHE_DIR", place)
+    assert cache.objection() == "there is no home directory; set TSOPT_CACHE_DIR to a directory to use"
+    cache.keep(KEY, ENTRY, b"files")
+    assert cache.find(KEY, RACING, 10.0) is None
+    assert cache.files_of_winner(KEY) is None
+    cache.forget(KEY)
+    assert not cache.may_know("")
+    assert (cache.entries(), cache.clear()) == ([], 0)
+
+
 def test_a_link_in_place_of_the_directory_is_not_used(tmp_path):
     (tmp_path / "real").mkdir(mode=0o700)
     cache.directory().symlink_to(tmp_path / "real")

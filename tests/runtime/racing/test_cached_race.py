@@ -117,6 +117,16 @@ def test_no_process_is_started_for_a_race_that_is_likely_to_be_known(once_as_shi
     assert started
 
 
+@pytest.mark.usefixtures("homeless")
+def test_a_user_without_a_home_directory_races_each_time_and_saves(races, tmp_path):
+    for _ in range(2):
+        fast = optimize()
+        assert (fast.report.winner, fast.report.cached) == (TITLE, "")
+    assert [len(backends) for backends in races] == [2, 2]
+    loaded = tsopt.load(fast.save(tmp_path / "model.tsopt"))
+    torch.testing.assert_close(loaded(X), fast(X))
+
+
 def test_without_the_cache_nothing_is_taken_over_and_nothing_kept(races):
     optimize(cache=False)
     assert cache.entries() == []

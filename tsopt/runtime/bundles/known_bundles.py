@@ -24,10 +24,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 def is_known(digest: str) -> bool:
     """Whether a bundle has been written or tried out here, by this version."""
-    place = _file(digest)
-    if place is None or _objection(place.parent):
-        return False
     try:
+        place = _file(digest)
+        if place is None or _objection(place.parent):
+            return False
         return stat.S_ISREG(place.lstat().st_mode)
     except OSError:
         return False
@@ -35,10 +35,10 @@ def is_known(digest: str) -> bool:
 
 def remember(digest: str) -> None:
     """Makes a bundle known. A cache that cannot be written is no error: the bundle is tried out again next time."""
-    place = _file(digest)
-    if place is None:
-        return
     try:
+        place = _file(digest)
+        if place is None:
+            return
         place.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not objection():
             place.parent.mkdir(mode=0o700, exist_ok=True)
@@ -54,8 +54,10 @@ def remember(digest: str) -> None:
 
 def forget_all() -> None:
     """Every bundle will be tried out again."""
+    if objection():
+        return
     folder = directory() / FOLDER
-    if _objection(folder) or not folder.is_dir():
+    if objection(folder) or not folder.is_dir():
         return
     for place in _files(folder):
         place.unlink(missing_ok=True)

@@ -9,21 +9,33 @@ from pathlib import Path
 PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the user's cache
 
 
+class NoHomeError(OSError):
+    """The user has no home directory: nothing can be kept, and no cache is no error."""
+
+
 def directory() -> Path:
-    """Where entries are, whether it is there or not."""
+    """Where entries are, whether it is there or not.
+
+    Raises:
+        NoHomeError: the process runs as a user who has no home directory, as in a container.
+    """
     import platformdirs
 
-    return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False))
+    try:
+        # Files that set variables, such as a Dockerfile, leave `~` to whoever reads them.
+        return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False)).expanduser()
+    except RuntimeError as error:
+        raise NoHomeError(f"there is no home directory; set {PLACE} to a directory to use") from error
 
 
 def objection(place: Path | None = None) -> str:
-    """Why an existing directory is not used: other users could write to it. Empty if it can be used.
+    """Why there is no directory, or an existing one is not used: others could write to it. Empty if it can be used.
 
     Args:
         place: a directory within the cache; the cache's own when it is None.
     """
-    place = place or directory()
     try:
+        place = place or directory()
         found = place.lstat()
     except FileNotFoundError:
         return ""
