@@ -94,6 +94,22 @@ def test_the_contents_of_weights_count_when_asked():
     assert program.fingerprint(contents=True) != deep
 
 
+def test_what_a_model_writes_is_part_of_its_contents():
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x + self.count
+
+    program = capture(Counter().eval(), X)
+    deep = program.fingerprint(contents=True)
+    program.state["count"].add_(1)
+    assert program.fingerprint(contents=True) != deep
+
+
 def test_the_fingerprint_takes_every_dtype():
     class Many(nn.Module):
         def __init__(self) -> None:
@@ -101,6 +117,7 @@ def test_the_fingerprint_takes_every_dtype():
             for name in ("bool", "int8", "float16", "bfloat16", "complex64", "float64"):
                 self.register_buffer(f"b_{name}", torch.ones(2, 1).expand(2, 3).to(getattr(torch, name)))
             self.register_buffer("empty", torch.zeros(0))
+            self.register_buffer("conj", torch.ones(2, dtype=torch.complex64).conj())
 
         def forward(self, x):
             return [x, *(buffer + 1 for buffer in self.buffers())]

@@ -229,13 +229,38 @@ def test_a_busy_machine_decides_nothing_about_eager(races, clock, monkeypatch):
 
 def test_eager_that_won_against_nobody_is_raced_anew_when_it_is_time(races, clock):
     optimize()
-    wrong = (row if row.name == EAGER else Row(row.name, "wrong", "it is", key=row.key) for row in entry().rows)
+    wrong = (row if row.name == EAGER else Row(row.name, "failed", "it did", key=row.key) for row in entry().rows)
     with_eager_as_winner(
         rows=tuple(replace(row, timing=Timing((1.0,) * 7), speedup=None) if row.name == EAGER else row for row in wrong)
     )
     found = [optimize().report.winner for _ in range(cached_race.REUSES)]
     assert found[-1] != EAGER
     assert [len(backends) for backends in races] == [2, 2]
+
+
+@pytest.mark.parametrize("winner", ["eager", "TorchScript"])
+def test_what_was_wrong_with_some_weights_is_tried_with_others(races, monkeypatch, winner):
+    """The verdict on results is one on values; the race is the same for all of them otherwise."""
+    real, weight = EagerBackend.compile, make()[0].weight
+
+    def wrong(self, program) -> Executable:
+        made = real(self, program)
+        if any(torch.equal(value, weight) for value in program.weights.values()):
+            run = made._run
+            made._run = lambda inputs: [value + 1 for value in run(inputs)]
+            made.quick = None
+        return made
+
+    monkeypatch.setattr(EagerBackend, "compile", wrong)
+    monkeypatch.setitem(PACES, "TorchScript", 8.0 if winner == EAGER else 2.0)
+    first, same = optimize(), optimize()
+    assert (first.report.winner, same.report.winner, bool(same.report.cached)) == (winner, winner, True)
+    assert {row.name: row.status for row in same.report.rows}[TITLE] == "wrong"
+    other = optimize(make(seed=1))
+    assert (other.report.winner, other.report.cached) == (TITLE, "")
+    assert {row.status for row in other.report.rows} == {"ok"}
+    torch.testing.assert_close(other(X), make(seed=1)(X).detach())
+    assert optimize(make(seed=2)).report.cached, "nobody was rejected any more"
 
 
 @pytest.mark.parametrize("winner", [True, False], ids=["eager", "another"])

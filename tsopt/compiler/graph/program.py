@@ -173,16 +173,17 @@ class Program:
         return names
 
     def fingerprint(self, *, contents: bool = False) -> str:
-        """sha256 of the text without origins; with `contents`, also of the bytes of the weights."""
+        """sha256 of the text without origins; with `contents`, also of the bytes of the weights and the state."""
         digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
         digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
         digest.update(repr(self.signature.dims).encode())
         views = [item.view for item in self.signature.outputs]
         digest.update(repr(views).encode() if any(views) else b"")
         if contents:
-            for name in sorted(self.used_weights()):
-                raw = self.weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                digest.update(name.encode() + raw.numpy().tobytes())
+            values = [(name, self.weights[name]) for name in sorted(self.used_weights())]
+            for name, value in [*values, *sorted(self.state.items())]:
+                plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+                digest.update(name.encode() + plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def __str__(self) -> str:

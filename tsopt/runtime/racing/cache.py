@@ -67,6 +67,7 @@ class Entry:
         when: it was, in seconds since 1970.
         recalls: how often it was taken over since somebody was timed against eager again.
         checked: when that was; 0 when it was not.
+        values: digest of the weights, where a row says how accurate their results were: that of others may be another.
     """
 
     rows: tuple[Row, ...]
@@ -76,6 +77,7 @@ class Entry:
     when: float
     recalls: int = 0
     checked: float = 0.0
+    values: str = ""
 
     @property
     def date(self) -> str:
@@ -85,7 +87,7 @@ class Entry:
 def key_of(
     captured: Program, optimized: Program, candidates: Iterable[Candidate], threads: int | None, *more: str
 ) -> str | None:
-    """The name of the entry for a race: what decides its outcome, but for the values of the weights.
+    """The name of the entry for a race: what decides its outcome, but for the values of the weights (`Entry.values`).
 
     None for a race with a backend of the user's own: its code may be another tomorrow.
 

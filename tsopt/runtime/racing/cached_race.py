@@ -12,13 +12,14 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.precision_names import FP32
 from tsopt.errors import TsoptError
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.checking.verdict import INACCURATE
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.choice import Race
 from tsopt.runtime.racing.contenders import Progress, RaceSettings, Variants
 from tsopt.runtime.racing.outcomes import LOST
 from tsopt.runtime.racing.race import race
 from tsopt.runtime.racing.speedup import UNDECIDED
-from tsopt.runtime.report import EAGER, MODEL
+from tsopt.runtime.report import EAGER, MODEL, Row
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
 RECHECK_SECONDS = 1.0  # seconds: the winner against eager, before it is believed
@@ -67,7 +68,7 @@ def cached_race(
 
         if sandbox is not None and entry.winner != MODEL:
             sandbox.close()  # the winner runs here, and the libraries that the sandbox imports would take a core
-        found = _reused(key, entry, settings, again, sandbox)
+        found = None if entry.values != _values(entry.rows, captured) else _reused(key, entry, settings, again, sandbox)
         if found is not None:
             return found
         cache.forget(key)
@@ -76,7 +77,8 @@ def cached_race(
     settings = replace(settings, keep_files=key is not None)
     found = race(model, captured, programs, example, settings, sandbox=sandbox, progress=progress)
     if key is not None and _is_repeatable(found):
-        cache.keep(key, cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time()), found.files)
+        raced = cache.Entry(found.rows, found.winner, found.why, settings.seconds, time.time())
+        cache.keep(key, replace(raced, values=_values(found.rows, captured)), found.files)
     return found
 
 
@@ -86,6 +88,11 @@ def _of_accuracy(programs: Variants, settings: RaceSettings) -> list[str]:
         return []
     made = [item.fingerprint() if isinstance(item, Program) else item.what for _, item in sorted(programs.items())]
     return [settings.criterion.key, *made]
+
+
+def _values(rows: Sequence[Row], program: Program) -> str:
+    """A digest of the weights, if candidates were rejected for their results, which may be right with other weights."""
+    return program.fingerprint(contents=True) if any(row.status in ("wrong", INACCURATE) for row in rows) else ""
 
 
 def _is_repeatable(found: Race) -> bool:
