@@ -130,6 +130,23 @@ def test_different_views_of_one_weight_stay_apart():
     assert check(CSE, Net().eval(), torch.ones(2, 2)).done == set()
 
 
+def test_a_weight_and_its_conjugate_stay_apart():
+    """They are the same memory, but not the same values."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("a", torch.tensor([1 + 2j, 3 - 1j]))
+            self.register_buffer("b", self.a.conj())
+            self.register_buffer("c", self.b.imag)
+            self.register_buffer("d", self.a.imag)
+
+        def forward(self, x):
+            return torch.view_as_real(x * self.a + 2 * x * self.b), x * self.c + 3 * x * self.d
+
+    assert check(CSE, Net().eval(), torch.tensor([1.0, 2.0])).done == set()
+
+
 def test_fuel_stops_the_merging():
     program = capture(lambda x: x.sin() + x.sin() + x.sin(), X)
     after, _ = run(program, (CSE,), Limits(fuel=1))

@@ -176,7 +176,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
-    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    plain = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in plain))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")

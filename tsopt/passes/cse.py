@@ -61,7 +61,9 @@ class CommonSubexpressions(Pass):
 
 
 def _weight_key(weight: torch.Tensor) -> object:
-    kind = (weight.dtype, tuple(weight.shape), weight.stride(), weight.device)
+    lazy = weight.is_conj(), weight.is_neg()  # as in capture: the same memory has other values
+    kind = (weight.dtype, tuple(weight.shape), weight.stride(), weight.device, *lazy)
     if weight.numel() > COMPARED_ELEMENTS:
         return (*kind, weight.data_ptr())
-    return (*kind, bytes(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()))
+    plain = weight.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return (*kind, bytes(plain.reshape(-1).view(torch.uint8).tolist()))

@@ -144,7 +144,8 @@ class _Lowering:
                 fix="use torch.manual_seed instead of your own torch.Generator",
             )
         tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+        lazy = tensor.is_conj(), tensor.is_neg()  # a tensor and its conjugate have the same memory
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *lazy)
         if tensor.numel() and key in self._by_storage:  # tied weights are one
             self.mapping[node] = self._by_storage[key]
             return

@@ -48,4 +48,5 @@ def _answer(called: Callable[..., Any], example: Example) -> tuple[Any, ...]:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+    plain = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
