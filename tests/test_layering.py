@@ -73,6 +73,7 @@ WITHOUT_TORCH = (
     "runtime/checking/verdict.py",
     "runtime/calling/ambient.py",
     "runtime/bundles/store.py",
+    "runtime/thread_count.py",
     "runtime/backends/backend.py",
     "runtime/backends/table.py",
     "runtime/backends/candidate.py",

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -128,7 +129,16 @@ def test_the_model_is_left_where_it_is():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"threads": (0,)}, "threads must be at least 1, got 0"),
+        ({"threads": (0,)}, "threads must be an integer from 1 to 1024, got 0"),
+        ({"threads": (1, 10**6)}, "threads must be an integer from 1 to 1024, got 1000000"),
+        ({"threads": ("2",)}, "threads must be integers, got '2'"),
+        ({"threads": (True,)}, "threads must be integers, got True"),
+        ({"threads": 2}, "threads must be a tuple, got 2"),
+        ({"threads": iter(())}, "threads is empty"),
+        ({"batch_sizes": 2}, "batch_sizes must be a tuple, got 2"),
+        ({"batch_sizes": (1.5,)}, "batch_sizes must be integers, got 1.5"),
+        ({"devices": "cpu"}, "devices must be a tuple, got 'cpu'"),
+        ({"devices": (0,)}, "devices must be names, got 0"),
         ({"batch_sizes": (-1,)}, "batch size must be at least 1, got -1"),
         ({"devices": ()}, "devices is empty"),
         ({"devices": ("tpu9",)}, "'tpu9' cannot be used"),
@@ -139,8 +149,48 @@ def test_the_model_is_left_where_it_is():
     ids=str,
 )
 def test_bad_settings_are_refused_before_the_work(options, text):
-    with pytest.raises(tsopt.UsageError, match=text):
+    with pytest.raises(tsopt.UsageError, match=text) as caught:
         tsopt.sweep(MODEL, X, **QUICK | options)
+    assert caught.value.fix
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What each race was asked for; none is run."""
+    seen = []
+
+    def optimize(model, example, *, threads, **options):
+        seen.append((threads, example.args[0].shape[0]))
+        raise tsopt.BackendError("no")
+
+    monkeypatch.setattr(sweeps, "optimize", optimize)
+    return seen
+
+
+def test_settings_may_be_read_once_and_be_numbers_of_numpy(asked):
+    found = tsopt.sweep(MODEL, X, threads=iter((1, 2)), batch_sizes=np.array([1, 3]), devices=[torch.device("cpu")])
+    assert asked == [(1, 1), (2, 1), (1, 3), (2, 3)]
+    assert json.loads(json.dumps(found.to_json()))["results"][3]["setting"] == {
+        "device": "cpu",
+        "threads": 2,
+        "batch": 3,
+    }
+
+
+def test_a_mistake_that_only_one_setting_shows_is_a_result():
+    dynamic = {"input": {0: "b[2..4]"}}
+    found = tsopt.sweep(MODEL, X, batch_sizes=(8, 2), dynamic=dynamic, **QUICK)
+    failed, raced = found.results
+    assert (failed.report, raced.reason) == (None, "")
+    assert "8" in failed.reason
+    with pytest.raises(tsopt.UsageError):
+        tsopt.sweep(MODEL, X, batch_sizes=(8, 9), dynamic=dynamic, **QUICK)
+
+
+def test_a_batch_that_no_memory_holds_is_a_result(asked):
+    found = tsopt.sweep(MODEL, X, batch_sizes=(1, 1 << 60))
+    assert asked == [(None, 1)]
+    assert found.results[1].reason.startswith(f"no input with batch {1 << 60} can be made")
 
 
 @pytest.mark.parametrize("second", [torch.ones(3, 4), torch.tensor(1.0)])

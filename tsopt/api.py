@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, Literal
 
 from tsopt.compiler.calls.example import Example, as_examples
@@ -30,6 +31,7 @@ from tsopt.runtime.calling.optimized import POLICIES, Optimized
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.stages import ReportedProgress
+from tsopt.runtime.thread_count import check_threads
 from tsopt.transforms import LEVELS
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
@@ -324,18 +326,17 @@ def _check_options(
         raise UsageError(
             "backends must be a tuple of names, got a string", fix=f"pass a tuple: backends=({backends!r},)"
         )
-    if threads is not None and threads < 1:
-        raise UsageError(f"threads must be at least 1, got {threads}", fix="pass threads=1 or more")
-    if seconds <= 0:
-        raise UsageError(f"seconds must be greater than 0, got {seconds}", fix="pass a number of seconds")
-    if budget is not None and not budget > 0:
-        raise UsageError(
-            f"budget must be greater than 0, got {budget}", fix="pass a number of seconds, or None for no limit"
-        )
-    if memory is not None and not memory > 0:
-        raise UsageError(
-            f"memory must be greater than 0, got {memory}",
-            fix="pass a number of bytes, or None for a share of what is free",
-        )
+    check_threads(threads)
+    _check_positive("seconds", seconds, "pass a number of seconds")
+    if budget is not None:
+        _check_positive("budget", budget, "pass a number of seconds, or None for no limit")
+    if memory is not None:
+        _check_positive("memory", memory, "pass a number of bytes, or None for a share of what is free")
     for name in () if backends is None or backends == "all" else backends:
         get_backend(name)
+
+
+def _check_positive(name: str, value: Any, fix: str) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise UsageError(f"{name} must be a number greater than 0, got {value!r}", fix=fix)

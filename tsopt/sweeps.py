@@ -6,8 +6,9 @@ import copy
 import csv
 import io
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.devices import put
 from tsopt.compiler.sizes.dims import resized as with_sizes
-from tsopt.errors import TsoptError, UsageError
+from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
 from tsopt.runtime.page.table import page_of
 from tsopt.runtime.rendering import markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
+from tsopt.runtime.thread_count import check_threads
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
@@ -180,16 +182,16 @@ def sweep(
     model: Callable[..., Any],
     example_input: Any,
     *,
-    threads: Sequence[int | None] = (None,),
-    batch_sizes: Sequence[int | None] = (None,),
-    devices: Sequence[str | None] = (None,),
+    threads: Iterable[int | None] = (None,),
+    batch_sizes: Iterable[int | None] = (None,),
+    devices: Iterable[str | None] = (None,),
     progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """Races a model in every combination of settings, each as `optimize` does.
 
     A setting in which the model cannot run is a result with a reason, and the sweep continues. If it is the only
-    setting, the error of `optimize` is raised.
+    setting, the error of `optimize` is raised; so is a UsageError if it is that of every setting.
 
     Args:
         threads: numbers of intra-op threads; None uses torch's setting.
@@ -203,31 +205,37 @@ def sweep(
             common first axis.
     """
     example = as_example(example_input)
+    threads, batch_sizes = _counts("threads", threads), _counts("batch_sizes", batch_sizes)
+    devices = [str(value) if isinstance(value, torch.device) else value for value in _values("devices", devices)]
     _check(example, threads, batch_sizes, devices)
     tell = progress or (lambda text: None)
     results: list[Result] = []
+    mistakes: list[UsageError] = []
     if "calibration" in options:
         options["calibration"] = readable_again(options["calibration"])
     alone = len(devices) * len(batch_sizes) * len(threads) == 1
     for device in devices:
         moved, there = _on(model, example, device)
         for batch, count in itertools.product(batch_sizes, threads):
-            form = there if batch is None else resized(there, batch)
-            place = device or next((str(leaf.device) for leaf in _leaves(form)), "cpu")
-            setting = Setting(place, count or torch.get_num_threads(), batch or batch_of(form))
+            place = device or next((str(leaf.device) for leaf in _leaves(there)), "cpu")
+            setting = Setting(place, count or torch.get_num_threads(), batch or batch_of(there))
 
             def told(text: str, setting: Setting = setting) -> None:
                 tell(f"{setting}: {text}")
 
             try:
+                form = there if batch is None else _of_size(there, batch)
                 # The caller wants new measurements, not cached ones.
                 fast = optimize(moved, form, threads=count, progress=told, **DEFAULTS | options)
             except TsoptError as error:
-                if isinstance(error, UsageError) or alone:
+                if alone:
                     raise
+                mistakes += [error] if isinstance(error, UsageError) else []
                 results.append(Result(setting, None, "; ".join(filter(None, (error.what, error.why)))))
                 continue
             results.append(Result(setting, fast.report))
+    if len(mistakes) == len(results):  # it is not one of a setting
+        raise mistakes[0]
     return Sweep(tuple(results))
 
 
@@ -240,6 +248,14 @@ def batch_of(example: Example) -> int | None:
 def resized(example: Example, batch: int) -> Example:
     """The example with this many rows; its own rows are repeated if there are not enough."""
     return with_sizes(example, {(position, 0): batch for position in range(len(_leaves(example)))})
+
+
+def _of_size(example: Example, batch: int) -> Example:
+    """`resized`. Raises CaptureError where there is no memory for it."""
+    try:
+        return resized(example, batch)
+    except (RuntimeError, MemoryError) as error:
+        raise CaptureError(f"no input with batch {batch} can be made", why=str(error).splitlines()[0][:200]) from error
 
 
 def _leaves(example: Example) -> list[torch.Tensor]:
@@ -255,16 +271,37 @@ def _on(model: Callable[..., Any], example: Example, device: str | None) -> tupl
     return moved, Example(args, kwargs)
 
 
+def _values(name: str, given: Any) -> tuple[Any, ...]:
+    """The settings of one kind. Raises UsageError for one that is not in a tuple, and for none."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{name} must be a tuple, got {given!r}", fix=f"pass {name}=({given!r},)")
+    found = tuple(given)
+    if not found:
+        raise UsageError(f"{name} is empty", fix="pass at least one value, or leave it out")
+    return found
+
+
+def _counts(name: str, given: Any) -> tuple[int | None, ...]:
+    """The same for numbers. Raises UsageError for what is not an integer."""
+    found: list[int | None] = []
+    for value in _values(name, given):
+        if isinstance(value, bool) or not isinstance(value, Integral | None):
+            raise UsageError(f"{name} must be integers, got {value!r}", fix=f"pass {name}=(1, 2), for example")
+        found.append(None if value is None else int(value))
+    return tuple(found)
+
+
 def _check(
-    example: Example, threads: Sequence[int | None], batch_sizes: Sequence[int | None], devices: Sequence[str | None]
+    example: Example,
+    threads: Sequence[int | None],
+    batch_sizes: Sequence[int | None],
+    devices: Sequence[Any],
 ) -> None:
-    for name, values in (("threads", threads), ("batch_sizes", batch_sizes), ("devices", devices)):
-        if not values:
-            raise UsageError(f"{name} is empty", fix="pass at least one value, or leave it out")
-    for name, numbers in (("threads", threads), ("batch size", batch_sizes)):
-        for number in numbers:
-            if number is not None and number < 1:
-                raise UsageError(f"{name} must be at least 1, got {number}", fix="pass 1 or more")
+    for count in threads:
+        check_threads(count)
+    for batch in batch_sizes:
+        if batch is not None and batch < 1:
+            raise UsageError(f"batch size must be at least 1, got {batch}", fix="pass 1 or more")
     if any(batch is not None for batch in batch_sizes) and not batch_of(example):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in _leaves(example))
         raise UsageError(
@@ -273,6 +310,8 @@ def _check(
             fix="leave out the batch sizes, or pass an example with the batch as the first axis of every input",
         )
     for device in devices:
+        if not isinstance(device, str | None):
+            raise UsageError(f"devices must be names, got {device!r}", fix='pass devices=("cpu",), for example')
         if device is not None:
             put(torch.empty(1, device="cpu"), device)
 

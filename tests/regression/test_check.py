@@ -380,7 +380,7 @@ def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
         ({"max_drop": -1.0}, "max_drop must be 0 or more"),
         ({"metric": "f1"}, "unknown metric 'f1'"),
         ({"metric": lambda called: float("nan")}, "the metric returns nan"),
-        ({"threads": 0}, "threads must be at least 1"),
+        ({"threads": 0}, "threads must be an integer from 1 to 1024"),
         ({"candidate": abs}, "backends, cache, isolate, seconds cannot be combined with candidate"),
     ],
 )

@@ -14,8 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tsopt.errors import UsageError
-
-MOST_THREADS = 4096
+from tsopt.runtime.thread_count import MOST
 
 
 class Format(str, Enum):
@@ -111,7 +110,7 @@ Level = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", min=1, max=MOST_THREADS, help="Number of intra-op threads; torch's own by default."),
+    typer.Option("--threads", min=1, max=MOST, help="Number of intra-op threads; torch's own by default."),
 ]
 Backends = Annotated[
     str | None,

@@ -41,6 +41,7 @@ from tsopt.runtime.checking.criterion import check_metric
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.thread_count import check_threads
 
 SESSIONS_OF_A_BASELINE = 10
 MAX_DROP = 0.005
@@ -209,9 +210,7 @@ def _check_options(
             why="they are options of optimize, which is not called",
             fix="leave out one of them",
         )
-    threads = options.get("threads")
-    if threads is not None and (type(threads) is not int or threads < 1):
-        raise UsageError(f"threads must be at least 1, got {threads!r}", fix="pass threads=1 or more")
+    check_threads(options.get("threads"))
 
 
 def _may_lose(example: Example, options: dict[str, Any]) -> bool:

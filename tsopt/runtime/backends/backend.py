@@ -13,6 +13,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import info_of
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.racing.environment import is_installed
+from tsopt.runtime.thread_count import check_threads
 
 if TYPE_CHECKING:
     from tsopt.compiler.calls.signature import Signature
@@ -98,7 +99,7 @@ def get_backend(backend: str | Candidate, **options: Any) -> Backend:
             override `options`: `onnxruntime?threads=1`.
 
     Raises:
-        UsageError: no backend or no option of that name.
+        UsageError: no backend or no option of that name, or not a number of threads.
         BackendError: its library is missing.
     """
     candidate = Candidate.parse(backend) if isinstance(backend, str) else backend
@@ -110,6 +111,7 @@ def get_backend(backend: str | Candidate, **options: Any) -> Backend:
                 f"unknown option {option!r} of the backend {info.name}",
                 fix=f"use one of: {', '.join(known)}" if known else "pass no options",
             )
+    check_threads(options.get("threads"))
     made = cast(Backend, info.load()(**options))
     hint = made.missing()
     if hint:

@@ -28,6 +28,7 @@ from tsopt.runtime.bundles.opening import CHECK, STATE, check_trust, open_bundle
 from tsopt.runtime.bundles.probe import try_out
 from tsopt.runtime.bundles.staging import staged
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.thread_count import is_thread_count
 
 if TYPE_CHECKING:
     from tsopt.compiler.calls.example import Example
@@ -35,14 +36,13 @@ if TYPE_CHECKING:
     from tsopt.runtime.report import Report
 
 REPORT = "report.json"  # what the race found
-MOST_THREADS = 1024
 STORED = (*PRECISIONS, INT8_WEIGHTS, INT8_STATIC)  # what a bundle may have been computed in
 MOST_IN_A_GROUP = 1 << 16  # elements that share a scale
 MOST_TOLERANCE = 1.0  # a relative error, as large as the output itself
 
 # What options may be. Those that are not here are not asked for by name, and may be anything plain.
 OPTIONS: dict[str, Callable[[Any], bool]] = {
-    "threads": lambda value: value is None or (type(value) is int and 1 <= value <= MOST_THREADS),
+    "threads": lambda value: value is None or is_thread_count(value),
     "hint": lambda value: value in ("latency", "throughput"),
     "precision": lambda value: value in STORED,
     **{
