@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -45,6 +46,7 @@ def _told(monkeypatch):
 @pytest.fixture
 def run(pytester, monkeypatch):
     """pytest on TEST, where each check has this verdict."""
+    importlib.import_module("tsopt.regression.check")  # pytester forgets what a run inside has imported
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(test_it=TEST)
 
@@ -101,9 +103,10 @@ def test_options_that_make_no_sense_together_are_refused(run):
     found.stderr.fnmatch_lines(["*--tsopt-update needs --tsopt-baseline*"])
 
 
-def test_models_are_not_timed_side_by_side(pytester, monkeypatch, run):
+@pytest.mark.parametrize("options", ["-n 2", "-n 1", "--tx 2*popen --dist load", "--tx popen -d"])
+def test_models_are_not_timed_side_by_side(run, options):
     pytest.importorskip("xdist")
-    found = run("-p", "xdist", "-n", "2", "--tsopt-baseline", "base")
+    found = run("-p", "xdist", *options.split(), "--tsopt-baseline", "base")
     assert found.ret == pytest.ExitCode.USAGE_ERROR
     found.stderr.fnmatch_lines(["*must not be timed side by side*"])
 

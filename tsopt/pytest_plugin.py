@@ -45,10 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
     directory, update = config.getoption("--tsopt-baseline"), config.getoption("--tsopt-update")
     if update and directory is None:
         raise pytest.UsageError("--tsopt-update needs --tsopt-baseline DIRECTORY")
-    if directory is not None and config.getoption("numprocesses", None):
-        raise pytest.UsageError("--tsopt-baseline cannot be combined with -n: models must not be timed side by side")
+    if directory is not None and _is_distributed(config):
+        raise pytest.UsageError(
+            "--tsopt-baseline cannot be combined with -n and --dist: models must not be timed side by side"
+        )
     if directory is not None:
         config.stash[DIRECTORY] = config.invocation_params.dir / directory
+
+
+def _is_distributed(config: pytest.Config) -> bool:
+    """Whether pytest-xdist runs tests in processes of its own, or this is one of them."""
+    return config.getoption("dist", "no") != "no" or hasattr(config, "workerinput")
 
 
 @pytest.fixture
