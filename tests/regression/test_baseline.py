@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,27 @@ def test_nothing_else_is_replaced(tmp_path, text):
     (tmp_path / "other").write_text(text)
     with pytest.raises(UsageError, match="the file is not a baseline, and would be overwritten"):
         check_replaceable(tmp_path / "other")
+
+
+def test_a_link_still_leads_to_the_baseline(tmp_path):
+    real, link = tmp_path / "shared" / "b.json", tmp_path / "b.json"
+    link.symlink_to(real)
+    assert BASELINE.save(link) == link
+    real.chmod(0o640)
+    newer = replace(BASELINE, score=0.5)
+    newer.save(link)
+    assert link.is_symlink()
+    assert read_baseline(real) == newer
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes here")
+def test_no_device_or_pipe_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it is not a file"):
+        check_replaceable(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it is not a file"):
+        check_replaceable(os.devnull)
 
 
 @pytest.mark.parametrize("rows", [3, [3], [], [{"name": []}], [{"name": "x", "speedup": 2}]])

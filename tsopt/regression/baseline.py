@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,15 +54,15 @@ class Baseline:
     versions: str = ""
 
     def save(self, path: str | Path) -> Path:
-        """Writes the baseline as JSON; the file is complete or not written at all.
+        """Writes the baseline as JSON; the file, or what a link there leads to, is complete or not written at all.
 
         Raises:
             BundleError: the place cannot be written.
         """
-        target = Path(path)
+        target = Path(os.path.realpath(path))
         with staged(target, unpack=True) as directory:
             (directory / target.name).write_text(json.dumps({"tsopt_baseline": FORMAT} | asdict(self), indent=1) + "\n")
-        return target
+        return Path(path)
 
 
 def read_baseline(path: str | Path) -> Baseline:
@@ -84,6 +85,8 @@ def check_replaceable(path: str | Path) -> None:
     place = Path(path)
     if place.is_dir():
         raise UsageError("the baseline cannot be written: it is a directory", where=str(place), fix="name a file")
+    if place.exists() and not place.is_file():  # a device or a pipe would be replaced by a file
+        raise UsageError("the baseline cannot be written: it is not a file", where=str(place), fix="name a file")
     if not place.exists() or not place.stat().st_size:
         return
     try:

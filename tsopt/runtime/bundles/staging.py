@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ class staged:
     """A temporary directory beside a target, moved into its place when the block ends well, removed otherwise.
 
     Args:
-        unpack: move the files in it beside each other instead, the one called like the target last.
+        unpack: move the files in it beside each other instead, the one called like the target last. A file that
+            replaces another keeps its permissions.
 
     Raises:
         BundleError: the place cannot be written.
@@ -69,9 +71,9 @@ class staged:
         mask = os.umask(0)
         os.umask(mask)
         for file in self.staging.iterdir():
-            file.chmod(0o666 & ~mask)
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
+            file.chmod(self._mode_of_old(file.name) or 0o666 & ~mask)
         if self.unpack:
             for file in sorted(self.staging.iterdir(), key=lambda file: file.name == self.target.name):
                 file.replace(self.target.parent / file.name)
@@ -80,6 +82,14 @@ class staged:
             _sync(self.staging)
             replace(self.staging, self.target)
         _sync(self.target.parent)
+
+    def _mode_of_old(self, name: str) -> int | None:
+        """Who may do what with the file that is replaced; None where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            found = (self.target.parent / name).lstat() if self.unpack else None
+            if found is not None and stat.S_ISREG(found.st_mode):
+                return found.st_mode & 0o777
+        return None
 
 
 def replace(new: Path, target: Path) -> None:
