@@ -14,6 +14,7 @@ import tsopt
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.profiling import ort
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.kernels import Kernel, Timed, ms_of_values
 from tsopt.runtime.profiling.limits import Limits
@@ -155,6 +156,39 @@ def test_an_engine_without_a_profiler_is_a_note(cnn):
     assert found.engines == (Candidate("eager").title,)
     assert found.notes == ("no layer can be timed as TorchScript runs it",)
     assert found.notes[0] in str(found)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x).sin(), lambda x: self.b(x), (self.stem(x),))
+
+
+def test_what_runs_in_a_branch_counts_for_the_condition():
+    program, inputs = optimized(Branching(), torch.ones(2, 8))
+    engine = Candidate("onnxruntime")
+    found = profile("Branching", {"fp32": program}, engine, inputs, None)
+    timed = {item.layer: item.op for item in found.layers if engine.title in item.ms}
+    assert timed["stem"] == "linear"
+    assert "cond" in timed.values()
+    assert found.notes == ()
+
+
+def test_an_engine_that_tells_no_layer_is_a_note(cnn, monkeypatch):
+    program, inputs = cnn
+    monkeypatch.setattr(ort, "fused", lambda nodes, model: [()] * len(nodes))
+    found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, None)
+    said = "ONNX Runtime does not tell which layers its kernels belong to, so that all is elsewhere"
+    assert found.notes == (said,)
+
+
+def test_where_eager_won_the_profile_says_that_the_program_is_timed():
+    fast = tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), backends=(), seconds=0.02, isolate=False)
+    assert fast.report.winner == "eager"
+    assert fast.profile().notes == ("eager won: calls run the model, but the program is timed here",)
 
 
 def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):

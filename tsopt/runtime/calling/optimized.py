@@ -313,10 +313,11 @@ class Optimized:
         winner = Candidate(PLAIN.name) if self.executable is None else Candidate.parse(self.report.winner_key)
         variant, int8 = self.quantized or (FP32, self.program)
         threads = None if self.executable is None else self.executable.options.get("threads")
+        notes = [] if self.executable is not None else ["eager won: calls run the model, but the program is timed here"]
         with protected(self.model, written=self.program.state.values()):
             inputs = [value.clone() for value in flat_inputs(self.program, self.example)]
             programs = {FP32: self.program, variant: int8}
-            found = profile(self.report.model, programs, winner, inputs, threads)
+            found = profile(self.report.model, programs, winner, inputs, threads, notes)
         if self.quantized is not None and winner.title in found.engines:
             times = (found.by_place(candidate.title) for candidate in (winner.in_full_precision(), winner))
             self.report = self.report.with_layer_times(*times)

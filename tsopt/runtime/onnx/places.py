@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.onnx.ops import symbolic
 
+from tsopt.compiler.graph.control import Control
 from tsopt.compiler.graph.program import Program
 
 NAMESPACE = "namespace"  # of a node's metadata: what viewers of ONNX files group nodes by
@@ -78,6 +80,8 @@ def with_unknown_ones(
 
 def _is_same(exported: Any, target: Any) -> bool:
     """Whether an exported call is one of this target; an operator of the runtime has become an op."""
+    if isinstance(target, Control):
+        return isinstance(exported, HigherOrderOperator)
     return exported == target or (target is symbolic and getattr(exported, "namespace", "") == "onnx_symbolic")
 
 

@@ -27,6 +27,7 @@ def profile(
     winner: Candidate,
     inputs: Sequence[Any],
     threads: int | None,
+    notes: Sequence[str] = (),
 ) -> Profile:
     """Times the layers of a program.
 
@@ -36,6 +37,7 @@ def profile(
         winner: the candidate that runs.
         inputs: flat, in the order of the signature, state included.
         threads: that the winner runs with; None: torch's.
+        notes: what the profile says as well.
 
     Raises:
         UsageError: the program is not on the CPU.
@@ -49,13 +51,17 @@ def profile(
         backend = get_backend(candidate, **race_options(candidate, threads))
         if candidate.variant in programs and isinstance(backend, Profiles):
             timed[candidate.title] = backend.profile(programs[candidate.variant], inputs)
-    notes = [] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"]
+    said = [*notes, *([] if winner.title in timed else [f"no layer can be timed as {winner.title} runs it"])]
+    for candidate in candidates:
+        found = timed.get(candidate.title)
+        if found is not None and programs[candidate.variant].node_count and not any(k.nodes for k in found.kernels):
+            said.append(f"{candidate.title} does not tell which layers its kernels belong to, so that all is elsewhere")
     known = limits.measured(threads) if winner.variant == FP32 else None
-    found = profile_of(model, timed, OpWork(programs[FP32], inputs), known, notes, _batch(programs[FP32]))
-    last = found.engines[-1]
+    made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
+    last = made.engines[-1]
     variant = next(candidate.variant for candidate in candidates if candidate.title == last)
     program = programs[variant]
-    return replace(found, drawing=drawing_of(program, ms_of_values(program, timed[last].kernels)))
+    return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last].kernels)))
 
 
 def _batch(program: Program) -> int | None:
