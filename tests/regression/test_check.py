@@ -167,6 +167,56 @@ def test_the_outputs_must_be_as_near_to_eager(model, baseline, paces):
     assert found.verdict == "slower and less accurate"
 
 
+@pytest.mark.parametrize(("times", "accuracy"), [(3.0, "less accurate"), (0.8, "less accurate"), (1.01, "ok")])
+def test_outputs_of_another_size_are_not_as_near(model, baseline, paces, times, accuracy):
+    """The cosine of all of them is 1."""
+    paces(now=5.0)
+    found = tsopt.check(model, X, baseline, candidate=lambda x: times * model(x))
+    assert (found.now.metric, found.accuracy) == ("agreement", accuracy)
+
+
+def test_of_integers_it_is_the_share_that_is_equal(model, paces, monkeypatch, tmp_path):
+    paces(now=5.0)
+
+    def chosen(x):
+        return model(x.expand(100, 4)).argmax(-1)
+
+    def almost(x):
+        found = chosen(x)
+        found[:30] += 1
+        return found
+
+    tsopt.check(chosen, X, tmp_path / "b.json", update=True, candidate=chosen)
+    found = tsopt.check(chosen, X, tmp_path / "b.json", candidate=almost)
+    assert found.now.score == pytest.approx(0.7)
+    assert not [remark for remark in found.remarks if "another name" in remark]
+
+
+def test_no_call_is_compared_with_what_an_earlier_one_has_left(paces, tmp_path):
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x * 0.01 + self.count
+
+    paces(now=5.0)
+    found = tsopt.check(Counter().eval(), X, tmp_path / "b.json", update=True, **OPTIONS)
+    assert found.now.score == pytest.approx(1.0)
+
+
+def test_a_bundle_with_other_outputs_is_told_and_accuracy_is_that_of_eager(model, paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    tsopt.optimize(nn.Linear(4, 3).eval(), X, **OPTIONS).save(tmp_path / "b.tsopt")
+    found = tsopt.check(model, X, tmp_path / "b.tsopt", trust=True, **OPTIONS)
+    assert (found.accuracy, found.baseline.score) == ("ok", pytest.approx(1.0))
+    said = "the outputs of the bundle are float32[1, 3], and those of the model are float32[1, 4]"
+    assert f"{said}: accuracy is compared with that of eager" in found.remarks
+
+
 def test_a_drop_to_the_limit_is_within_it(model, baseline):
     then = module.read_baseline(baseline)
     limits = {"max_slowdown": 0.05, "max_drop": 0.005}

@@ -18,6 +18,7 @@ import torch
 from tsopt.api import optimize, who_races
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.capture.capture import name_of
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
@@ -75,8 +76,8 @@ def check(
             same moments.
         candidate: what is compared with eager; by default, what `optimize` returns.
         max_slowdown: the largest fraction by which a call may take longer, or have more multiply-accumulates.
-        metric: more is better. The name of a built-in one, or a function of what is called like the model; the cosine
-            of the outputs with eager's by default.
+        metric: more is better. The name of a built-in one, or a function of what is called like the model; by default,
+            the agreement of the outputs with eager's: their cosine, or less where they are larger or smaller.
         max_drop: how far the metric may be below that of the baseline, or of the model where the baseline has none;
             0.005 by default.
         compare_seconds: time limit for the sessions, of which there are three at least; `seconds` is that of the
@@ -111,8 +112,14 @@ def check(
     tell("accuracy")
     state = list(fast.program.state.values()) if isinstance(fast, Optimized) else []
     score = Score(metric, eager, example, seed, state)
-    scores = score.of(fast), None if bundle is None else score.of(bundle())
+    scores = [score.of(fast)]
     of_eager = score.of(eager) if then is not None and then.score is None else None
+    others = ""
+    if bundle is not None:
+        opened = bundle()
+        were, are = (_outputs(called, eager, example, state) for called in (opened, eager))
+        others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
+        scores.append(score.of(eager if others else opened))
     with _threads(options.get("threads")):
         sessions, where = Sessions(eager, example, fast, bundle, seed), environment()
         slowdown = _run(sessions, then, max_slowdown, compare_seconds, tell, update=update)
@@ -149,6 +156,7 @@ def check(
             machine=now.machine,
         )
         speed = slowdown.verdict(max_slowdown)
+        remarks += [f"{others}: accuracy is compared with that of eager"] if others else []
     else:
         speed, said = _judged(now, then, slowdown, max_slowdown)
         remarks += said
@@ -308,13 +316,24 @@ def _macs(model: Callable[..., Any], example: Example, state: list[torch.Tensor]
 
 def _inputs(example: Example) -> str:
     """`float32[1, 3, 224, 224]`, for each input."""
-    leaves, _ = flatten((example.args, example.kwargs))
+    return _types((example.args, example.kwargs))
+
+
+def _outputs(called: Callable[..., Any], model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> str:
+    """The same for each output of what is called like the model."""
+    call = InputSet("example", example).clone()
+    with protected(model, written=state), torch.no_grad():
+        return _types(called(*call.args, **call.kwargs))
+
+
+def _types(value: Any) -> str:
+    leaves, _ = flatten(value)
     return line(", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in leaves))
 
 
 def _name(model: Callable[..., Any], fast: Any) -> str:
     report = getattr(fast, "report", None)
-    return line(str(getattr(report, "model", None) or getattr(model, "__name__", type(model).__name__)))
+    return line(str(getattr(report, "model", None) or name_of(model)))
 
 
 def _title(called: Any) -> str:
