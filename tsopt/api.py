@@ -111,10 +111,9 @@ def optimize(
 
             With it, `"auto"` tries int8 as well.
         metric: the accuracy metric for candidates in lower precisions: a function that takes a model and returns a
-            number, higher is better; `"top1"` or `"cosine"`, the agreement with eager; or `"sqnr"`, the default: a
-            relative error of at most 4.4 % over all held-out inputs. As many layers run in int8 as this allows; those
-            whose error counts most at the outputs stay in float32. A function can call a candidate, with batches of any
-            size, and read parameters and attributes of the model from it; a candidate for which it is NaN is refused.
+            number, higher is better; `"top1"` (along the last axis) or `"cosine"`, the agreement with eager; or
+            `"sqnr"`, the default: a relative error of at most 4.4 % over all held-out inputs. As many layers run in
+            int8 as this allows; those whose error counts most at the outputs stay in float32.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
         keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`.

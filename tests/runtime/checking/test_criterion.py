@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler.protect import as_eval
-from tsopt.errors import UsageError
+from tsopt.errors import SignatureError, UsageError
+from tsopt.runtime.checking.agreement import relative_error, top1
 from tsopt.runtime.checking.criterion import (
     MAX_DROP,
     RELATIVE_ERROR,
@@ -83,6 +83,61 @@ def test_rows_of_scores_are_judged_by_their_largest_and_other_outputs_by_the_cos
 def test_outputs_of_another_shape_are_never_accepted():
     for metric, drop in (("sqnr", None), ("cosine", 0.5), ("top1", 0.5)):
         assert not criterion(metric, drop).judge(lambda x: MODEL(x)[:2]).ok
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("metric", "drop"), [("sqnr", None), ("cosine", 1.5), ("top1", 1.0)])
+def test_nan_and_infinities_of_a_candidate_alone_are_no_loss_of_accuracy(metric, drop, number):
+    def half(x):
+        return MODEL(x).masked_fill(x[:, :1] > 0, number)
+
+    def all_of_one(x):
+        return torch.full_like(MODEL(x), number) if torch.equal(x, DATA[-1].args[0]) else MODEL(x)
+
+    for called in (half, all_of_one):
+        found = criterion(metric, drop).judge(called)
+        assert (found.ok, found.text) == (False, "NaN or infinities in other places than in eager")
+        assert not criterion(metric, drop, model=called).judge(MODEL).ok
+        assert criterion(metric, drop, model=called).judge(called).ok
+
+
+def test_errors_whose_squares_no_float64_holds_are_infinite():
+    large = torch.tensor([1e200], dtype=torch.float64)
+    assert relative_error([[2 * large]], [[large]]) == math.inf
+
+
+def test_a_row_of_nan_agrees_with_no_class():
+    rows = torch.tensor([[3.0, 1.0], [1.0, 3.0]])
+    assert top1([[torch.full_like(rows, math.nan)]], [[rows]]) == 0
+    assert top1([[rows]], [[rows]]) == 1
+
+
+def test_the_cosine_is_that_of_finite_values():
+    """A vocabulary mask leaves -inf in the logits."""
+
+    def masked(called):
+        return lambda x: torch.cat((called(x), torch.full_like(x[:, :1], -math.inf)), 1)
+
+    found = criterion("cosine", 0.01, model=masked(MODEL))
+    assert found.judge(masked(MODEL)).loss == pytest.approx(0, abs=1e-6)
+    assert found.judge(masked(off_by(0.1))).loss == pytest.approx(0.1**2 / 2, rel=0.5)
+
+
+def maps(*sizes):
+    return lambda x: MODEL(x).view(4, 3, *[1] * len(sizes)).expand(4, 3, *sizes)
+
+
+def test_top1_does_not_guess_the_axis_of_the_classes_of_maps():
+    with pytest.raises(UsageError, match=r"rows of scores\n  why: the output is \[4, 3, 5, 6\].*\n  fix: pass a func"):
+        criterion("top1", 0.1, model=maps(5, 6))
+    assert criterion("cosine", 0.1, model=maps(5, 6)).judge(maps(5, 6)).ok
+
+
+def test_top1_says_which_axis_it_takes_where_two_are_possible():
+    found = criterion("top1", 0.1, model=maps(5)).judge(maps(5))
+    assert found.text == "top-1 agreement with eager (along the last axis of [4, 3, 5]) 1 on 5 inputs, " + (
+        "at least 0.9 is required"
+    )
 
 
 def test_classes_that_differ_are_too_many_above_a_hundredth():

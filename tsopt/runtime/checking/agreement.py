@@ -12,28 +12,38 @@ from tsopt.runtime.checking.compare import FLIPPED
 Outputs = list[torch.Tensor]  # of one call
 
 
+def unlike(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> str:
+    """What no measure of distance tells: other shapes, or NaN and infinities in other places; empty if neither."""
+    for pairs in _pairs(found, wanted):
+        if any(a.shape != b.shape for a, b in pairs):
+            return "an output has another shape than in eager"
+        if not all(map(_same_specials, *zip(*pairs, strict=True))):
+            return "NaN or infinities in other places than in eager"
+    return ""
+
+
 def relative_error(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     """The largest over the outputs of |found - wanted| / |wanted|, over all inputs; infinite where it is undefined.
 
     At most 1 % of integer and boolean values may differ.
     """
-    worst = 0.0
+    if unlike(found, wanted):
+        return math.inf
+    errors = [0.0]
     for pairs in _pairs(found, wanted):
-        if any(a.shape != b.shape for a, b in pairs):
-            return math.inf
         if not pairs[0][1].is_floating_point():
-            worst = max(worst, math.inf if 1 - _share_equal(pairs) > FLIPPED else 0.0)
+            errors.append(math.inf if 1 - _share_equal(pairs) > FLIPPED else 0.0)
             continue
-        # The positions of NaN and infinities are compared elsewhere.
-        finite = [(a[b.isfinite()].double(), b[b.isfinite()].double()) for a, b in pairs]
+        finite = [_where_finite(a, b) for a, b in pairs]
         away = math.sqrt(sum(float((a - b).square().sum()) for a, b in finite))
         size = math.sqrt(sum(float(b.square().sum()) for _, b in finite))
-        worst = max(worst, away / size if size else math.inf if away else 0.0)
-    return worst if worst == worst else math.inf
+        errors.append(away / size if size else math.inf if away else 0.0)
+    # Not left to `max`, which drops NaN: squares of values in float64 may be infinite.
+    return max(errors) if all(error == error for error in errors) else math.inf
 
 
 def cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The cosine similarity to eager, averaged over inputs; the lowest over the outputs.
+    """The cosine similarity to eager of finite values, averaged over inputs; the lowest over the outputs.
 
     Of integer and boolean outputs, the share of values that are equal.
     """
@@ -47,9 +57,9 @@ def cosine(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
 
 
 def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.shape != b.shape:
+    if a.shape != b.shape or not _same_specials(a, b):
         return -1.0
-    a, b = a.flatten().double(), b.flatten().double()
+    a, b = _where_finite(a, b)
     size = float(a.norm() * b.norm())
     if not size:
         return 1.0 if torch.equal(a, b) else 0.0
@@ -58,19 +68,40 @@ def _cosine_of(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
-    """The share of rows of the first floating-point output whose largest value is where eager has it.
+    """The share of rows, along the last axis, of the scores whose largest value is where eager has it.
 
-    Without such an output, the share of values that are equal, because classes may already have been chosen.
+    Without scores, the share of values that are equal, because classes may already have been chosen.
     """
-    if not any(leaf.is_floating_point() and leaf.dim() for theirs in wanted for leaf in theirs):
+    if all(scores_in(theirs) is None for theirs in wanted):
         return min(map(_share_equal, _pairs(found, wanted)), default=1.0)
     same = count = 0
     for mine, theirs in zip(found, wanted, strict=True):
-        position = next((i for i, leaf in enumerate(theirs) if leaf.is_floating_point() and leaf.dim()), None)
+        position = scores_in(theirs)
         if position is not None and mine[position].shape == theirs[position].shape:
-            same += int((mine[position].argmax(-1) == theirs[position].argmax(-1)).sum())
-            count += theirs[position][..., 0].numel()
+            a, b = mine[position], theirs[position]
+            alike = a.argmax(-1) == b.argmax(-1)
+            same += int((alike & (a.isnan() == b.isnan()).all(-1)).sum())  # the largest of NaN is the first NaN
+            count += alike.numel()
     return same / count if count else 0.0
+
+
+def scores_in(outputs: Outputs) -> int | None:
+    """Which output of a call holds scores: the first of floating-point numbers that is no scalar."""
+    return next((i for i, leaf in enumerate(outputs) if leaf.is_floating_point() and leaf.dim()), None)
+
+
+def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether NaN, inf and -inf are in the same places."""
+    if not b.is_floating_point():
+        return True
+    other = ~(a.isfinite() & b.isfinite())
+    return bool(((a == b) | (a.isnan() & b.isnan()) | ~other).all())
+
+
+def _where_finite(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values where eager has finite ones, in float64."""
+    finite = b.isfinite()
+    return a[finite].double(), b[finite].double()
 
 
 def _pairs(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

@@ -19,8 +19,7 @@ from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.protect import InEvalMode, protected, training_flags
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import SignatureError, UsageError
-from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, top1
-from tsopt.runtime.checking.in_pieces import InPieces
+from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, scores_in, top1, unlike
 
 Called = Callable[..., Any]
 
@@ -79,12 +78,15 @@ class Likeness:
 
     Args:
         metric: `sqnr`: the relative error of each output over all inputs; `cosine`: of each output with eager's, as
-            vectors, the mean over the inputs; `top1`: the share of rows whose largest value is where eager has it.
+            vectors, the mean over the inputs; `top1`: the share of rows, along the last axis of the first output of
+            floating-point numbers, whose largest value is where eager has it.
         max_drop: how far `cosine` or `top1` may be below 1.
         state: what calls write beside their inputs; each call starts from what is there now.
 
+    NaN or infinities in other places than in eager are no loss of accuracy, and never accepted.
+
     Raises:
-        UsageError: the model fails on an input.
+        UsageError: the model fails on an input, or `top1` would have to guess the axis of the classes.
     """
 
     is_cheap = True
@@ -102,6 +104,7 @@ class Likeness:
             with called_on_data(Exception):  # whatever the model raises
                 self._wanted.append(_outputs(model, call, state))
         self._data = data[: len(self._wanted)]
+        self._along = "" if metric != TOP1 or not self._wanted else _axis_of_classes(self._wanted[0])
 
     def on_first(self, count: int) -> Likeness:
         made = copy(self)
@@ -114,12 +117,15 @@ class Likeness:
 
     def judge(self, candidate: Called) -> Judgement:
         found = [_outputs(candidate, call, self._state) for call in self._data]
+        strange = unlike(found, self._wanted)
         if self._metric == SQNR:
             error = relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
-            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, text, error)
+            return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, strange or text, error)
         value = (cosine if self._metric == COSINE else top1)(found, self._wanted)
-        name = "cosine similarity to eager" if self._metric == COSINE else "top-1 agreement with eager"
+        if strange:
+            return Judgement(False, 1 - value, self._max_drop, strange)
+        name = "cosine similarity to eager" if self._metric == COSINE else f"top-1 agreement with eager{self._along}"
         found_text, required = (f"{number:.6g}" for number in (value, 1 - self._max_drop))
         if found_text == required:  # to six digits
             found_text = f"{value:.12g}"
@@ -278,6 +284,23 @@ def _usual(model: Called, data: Sequence[Example], state: Sequence[torch.Tensor]
     answers = Likeness(model, data[:1], COSINE, 0.0, state)._wanted
     first = next((leaf for leaf in answers[0] if leaf.is_floating_point()), None)
     return TOP1 if first is not None and first.dim() == 2 and first.shape[1] > 1 else COSINE
+
+
+def _axis_of_classes(outputs: Outputs) -> str:
+    """Which axis `top1` takes for that of the classes, as a text; empty where there is no doubt.
+
+    Raises:
+        UsageError: it is probably another one.
+    """
+    position = scores_in(outputs)
+    shape = [] if position is None else list(outputs[position].shape)
+    if len(shape) > 3:
+        raise UsageError(
+            "the metric 'top1' needs rows of scores",
+            why=f"the output is {shape}, and each of its axes may be that of the classes",
+            fix="pass a function as the metric, which chooses the axis; or use 'cosine'",
+        )
+    return f" (along the last axis of {shape})" if len(shape) == 3 else ""
 
 
 def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Outputs:
