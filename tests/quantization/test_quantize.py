@@ -137,6 +137,33 @@ def test_the_layer_that_counts_for_the_output_is_kept():
     assert hardly.output_sqnr > matters.output_sqnr + 40
 
 
+class Classes(nn.Module):
+    """Returns the largest of the scores that its last layer, which loses most, gives; and what the first one gives."""
+
+    def __init__(self, with_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 5)
+        self.with_first = with_first
+        with torch.no_grad():
+            self.last.weight[:, 0] = 0
+
+    def forward(self, x):
+        first = self.first(x)
+        y = self.second(first.relu())
+        classes = self.last(torch.cat((torch.full_like(y[:, :1], 8.0), y[:, 1:]), 1)).argmax(-1)
+        return (first, classes) if self.with_first else classes
+
+
+@pytest.mark.parametrize("with_first", [False, True], ids=["classes", "classes and an output"])
+def test_layers_that_lose_most_are_kept_where_gradients_do_not_tell(with_first):
+    x = torch.randn(512, 64, generator=seeded(0))
+    found = quantized(Classes(with_first).eval(), x, wanted=("int8",), metric="cosine", max_drop=0.02)
+    kept = [layer.name for layer in records(found, "int8") if layer.kept]
+    assert kept == ["last"]
+    assert [layer.output_sqnr for layer in records(found, "int8")][1:] == [None, None]
+
+
 def test_a_limit_that_nothing_meets_keeps_all_in_float32():
     found = quantized(Residual().eval(), images(1)[0], calibration=images(8), metric="cosine", max_drop=0.0)
     for made in found.variants.values():

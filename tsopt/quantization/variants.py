@@ -141,7 +141,7 @@ class Quantizer:
     ) -> Made:
         """Quantizes as many of these layers as the criterion accepts.
 
-        Those stay in float32 that cause most of the error for each multiplication. Where the effects of layers on the
+        Those stay in float32 that cause most of the error for each multiplication. Where the effects of some on the
         outputs are not known, these are the ones that lose most themselves.
 
         Args:
@@ -150,9 +150,12 @@ class Quantizer:
         """
         reasons = {layer.name: reason for layer in layers if (reason := self._reason(layer, losses))}
 
+        effects = {name: loss.effect for name, loss in losses.items() if loss.effect is not None}
+
         def rank(layer: fx.Node) -> float:
-            loss = losses[layer.name]
-            return loss.sqnr if loss.effect is None else -loss.effect / multiplications(self.program, layer)
+            if len(effects) < len(losses):  # the two cannot be compared
+                return losses[layer.name].sqnr
+            return -effects[layer.name] / multiplications(self.program, layer)
 
         order = sorted(
             (layer for layer in layers if layer.name in losses),

@@ -39,7 +39,8 @@ def losses_with_effects(
     |J e|^2 (Hutchinson's estimator), and v J is the gradient of v y, so one backward pass serves all layers. Errors of
     different layers are taken to be uncorrelated: what several layers cause is the sum of what each causes.
 
-    No effect is known where the outputs cannot be differentiated, or a gradient is not finite.
+    No effect is known where the outputs cannot be differentiated, or a gradient is not finite; nor that of a layer from
+    which no gradient leads to an output, as where only the largest score counts.
 
     Args:
         rounding, largest: as in `losses_of`.
@@ -60,7 +61,7 @@ def losses_with_effects(
         except RuntimeError as error:
             log.info("%s cannot be differentiated: %s", program.name, error)
             return losses_of(program, layers, calls, rounding=rounding, largest=largest, progress=progress)
-    effects = {name: measured.effect(name, corrected) / draws for name in measured.found}
+    effects = {name: measured.effect(name, corrected) / draws for name in measured.found if measured.leads_on(name)}
     if all(map(math.isfinite, effects.values())):
         for name, effect in effects.items():
             measured.found[name].effect = effect
@@ -115,6 +116,10 @@ class _Effects(Losses):
             signed = torch.stack([(part * _signs(part, draw)).sum() for part in parts]).sum()
             torch.autograd.grad(signed, leaves, retain_graph=left > 0, allow_unused=True)  # calls `_take`
         self.env.clear()
+
+    def leads_on(self, name: str) -> bool:
+        """Whether a gradient of the outputs has come to a layer, be it zero."""
+        return bool(self._products.get(name))
 
     def effect(self, name: str, corrected: bool) -> float:
         """The sum of (v J e)^2 over all draws, for the error that is left after the correction."""
