@@ -79,3 +79,15 @@ def test_signbit_tells_minus_zero_from_zero(dtype):
     x = values.to(dtype) if dtype.is_floating_point else values[:3].to(dtype)
     found = tsopt.compile(tsopt.capture(torch.signbit, x), "onnxruntime")(x)
     assert torch.equal(found, torch.signbit(x))
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize(("low", "high"), [(0.5, 2), (-1, 1.5), (1e-6, 1), (0, 6), (0.5, 2.5), (None, 2), (1, None)])
+def test_bounds_may_be_of_different_types(backend, low, high):
+    class Net(nn.Module):
+        def forward(self, x, i):
+            return x.clamp(low, high), i.clamp(min=low, max=high) * 1.0
+
+    x, i = torch.linspace(-4, 8, 24).view(4, 6), torch.arange(-4, 8)
+    found = tsopt.compile(tsopt.transform(tsopt.capture(Net(), (x, i))), backend)(x, i)
+    assert all(map(torch.equal, found, Net()(x, i)))

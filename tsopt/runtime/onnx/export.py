@@ -83,8 +83,8 @@ def _as_exported(program: Program) -> Program:
             node.target = aten.logical_and.default
         elif node.target is aten.rsub.Scalar:
             _in_its_dtype(made, node)
-        elif node.target is aten.to.dtype:  # the exporter has a translation of the copy alone
-            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": bind(node)["dtype"]}
+        elif node.target is aten.clamp.default:
+            _of_one_type(node)
         elif ops.is_uninitialized(node):
             _zeros(made, node)
         elif isinstance(node.target, Control):
@@ -98,6 +98,13 @@ def _in_its_dtype(program: Program, node: fx.Node) -> None:
     dtype = node.meta["val"].dtype
     if x.meta["val"].dtype != dtype:
         node.args = (new_call(program, node, node, aten.to.dtype, (x, dtype), {}), *node.args[1:])
+
+
+def _of_one_type(clamp: fx.Node) -> None:
+    """`clamp(x, 0.5, 2)` with two floats: the exporter makes a tensor of one bound, and no overload takes a mixture."""
+    x, *bounds = bind(clamp).values()
+    if {*map(type, bounds)} == {int, float}:
+        clamp.args, clamp.kwargs = (x, *map(float, bounds)), {}
 
 
 def _zeros(program: Program, node: fx.Node) -> None:
@@ -268,12 +275,14 @@ def _explain(error: Exception, program: Program) -> BackendError:
     found = _OVERLOAD.search(text)
     op = next((group for group in found.groups() if group), "") if found else ""
     place = _place(op.replace("::", "."), program) if op else None
-    what = f"the ONNX exporter has no translation for {op}" if op else "the ONNX exporter failed on this model"
+    verb = "has no translation for" if _MISSING in text else "failed on"
+    what = f"the ONNX exporter {verb} {op or 'this model'}"
     return BackendError(
         what, where=(origin_of(place) or None) if place else None, why=f"{type(error).__name__}: {_last_line(text)}"
     )
 
 
+_MISSING = "No ONNX function found"
 _FAMILIES = ("linalg_", "special_", "fft_")
 _ALIKE = 3  # letters: `eigvalsh` becomes `_linalg_eigh`, `svdvals` becomes `_linalg_svd`
 
@@ -313,5 +322,5 @@ def _common(a: str, b: str) -> int:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("  ")]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(("  ", "Use tlparse"))]
     return (lines[-1] if lines else "")[:200]
