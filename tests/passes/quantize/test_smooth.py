@@ -101,6 +101,48 @@ def test_a_norm_with_a_computed_weight_is_divided_after_it():
     assert close(after, model, x)
 
 
+def two_layers(between, bias=True):
+    """The fifth output of the first layer is much larger than the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=bias), between, nn.Linear(SIZE, 8)).eval()
+    with torch.no_grad():
+        model[0].weight[5] = 60 * model[0].weight[5].sign()
+    return model
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.LeakyReLU(0.1)], ids=repr)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_is_divided_itself(between, bias):
+    model, x = two_layers(between, bias), rows()
+    before, after, factors = smoothed(model, x)
+    assert len(factors) == 1
+    assert [node.target for node in after.calls()] == [node.target for node in before.calls()]
+    assert close(after, model, x)
+
+
+def test_a_layer_whose_result_is_read_elsewhere_is_not_divided():
+    model, x = two_layers(nn.ReLU()), rows()
+    others = {
+        "the layer": lambda self, x: (y := model[0](x), model[2](y.relu())),
+        "the activation": lambda self, x: (y := model[0](x).relu(), model[2](y)),
+    }
+    for forward in others.values():
+        before, after, factors = smoothed(Net(forward), x)
+        assert len(factors) == 1
+        assert len(list(after.calls())) == len(list(before.calls())) + 1
+        with torch.no_grad():
+            for found, wanted in zip(after.module()(x), forward(None, x), strict=True):
+                assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_layer_after_another_activation_is_divided_after_it():
+    model, x = two_layers(nn.GELU()), rows()
+    before, after, factors = smoothed(model, x)
+    assert len(factors) == 1
+    assert len(list(after.calls())) == len(list(before.calls())) + 1
+    assert close(after, model, x)
+
+
 def test_each_value_takes_fuel():
     x = rows()
     program = tsopt.transform(

@@ -25,7 +25,7 @@ from tsopt.runtime.backends.backend import compile as compile_by
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.onnx import int8_inputs, int8_weights
-from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
+from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_layers_apart
 from tsopt.runtime.onnx.ort_int8 import with_integer_products
 from tsopt.runtime.racing import environment
 
@@ -160,6 +160,38 @@ def test_openvino_computes_an_activation_with_the_convolution(model, fewer):
 def int8_weights_of(model, x):
     program = tsopt.transform(tsopt.capture(model, x))
     return run(program, (Int8Weights(),), Limits(Numerics.LOSSY))[0]
+
+
+VECTOR = torch.rand(64, generator=seeded(3)) / 2 + 0.5
+BETWEEN = {
+    "times": lambda y, x: y.relu() * VECTOR,
+    "divided": lambda y, x: y / VECTOR,
+    "plus": lambda y, x: y.relu() + VECTOR,
+    "cut off": lambda y, x: F.relu6(y) * VECTOR,
+    "and a sum": lambda y, x: (y.relu() + x) * VECTOR,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN.keys())
+def test_a_vector_between_two_linear_layers(between, rows):
+    """OpenVINO makes one kernel of both, whose results would be whatever is in memory."""
+    first, second = (torch.randn(64, 64, generator=seeded(seed)) / 8 for seed in (1, 2))
+    calls = [torch.randn(rows, 64, generator=seeded(seed)) for seed in range(4)]
+    made, _ = calibrated(lambda self, x: F.linear(between(F.linear(x, first), x), second), *calls)
+    assert "aten.leaky_relu" in with_layers_apart(made).text
+    run_it = compiled(made, "openvino")
+    for x in calls:
+        (wanted,) = made.module()(x)
+        assert float((run_it(x) - wanted).norm()) < 0.02 * float(wanted.norm())
+
+
+def test_layers_without_a_vector_between_them_stay_together():
+    weight = torch.randn(64, 64, generator=seeded(1)) / 8
+    for model in (lambda self, x: F.linear(F.linear(x, weight).relu() * 0.7, weight), Residual().eval()):
+        x = images(1)[0] if isinstance(model, Residual) else torch.randn(4, 64, generator=seeded(0))
+        made, _ = calibrated(model, x)
+        assert with_layers_apart(made).text == made.text
 
 
 @pytest.mark.sliced(5)

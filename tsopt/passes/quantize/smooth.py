@@ -33,13 +33,16 @@ MOST = 1e4  # factor
 ROWS = 128  # that errors are measured on
 # Norms with a weight, and a bias if any, that their factors can go into: where these are among their arguments.
 NORMS = (aten.layer_norm.default, aten.rms_norm.default)
+# Of x / f for a positive f, these are what they are of x, divided by f.
+HOMOGENEOUS = (aten.relu.default, aten.leaky_relu.default)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Smooth(Pass):
     """Divides channels of values by factors, and multiplies the weights of the linear layers that read them. ROUNDING.
 
-    A norm with a weight that only those layers read is divided itself; elsewhere the values are.
+    A norm with a weight, or a linear layer with or without a ReLU, that only those layers read is divided itself;
+    elsewhere the values are.
 
     Attributes:
         factors: float32, [in], by the name of the value.
@@ -58,7 +61,11 @@ class Smooth(Pass):
             factors = self.factors.get(value.name)
             if factors is None or not limits.take():
                 continue
-            divided = _divided_norm(program, value, layers, factors) or _divided(program, value, layers, factors)
+            divided = (
+                _divided_norm(program, value, layers, factors)
+                or _divided_layer(program, value, layers, factors)
+                or _divided(program, value, layers, factors)
+            )
             for layer in layers:
                 weight = ops.bind(layer)["weight"]
                 name = fresh_name(f"{weight.target}.smooth", program.weights)
@@ -82,18 +89,41 @@ def _divided_norm(program: Program, value: fx.Node, layers: Sequence[fx.Node], f
     """The norm with its weight and bias divided, if that is what the value is and nothing else reads it."""
     if value.target not in NORMS or not set(value.users) <= set(layers):
         return None
-    call = ops.bind(value)
-    affine = [call[name] for name in ("weight", "bias") if call.get(name) is not None]
-    shape = factors.shape
-    if call["weight"] is None or any(
-        item.op != "get_attr" or program.weights[str(item.target)].shape != shape for item in affine
-    ):
+    affine = _affine(program, value)
+    if not affine or any(weight.shape != factors.shape for weight in affine.values()):
         return None
-    for held in affine:
-        name = fresh_name(f"{held.target}.smooth", program.weights)
-        divided = new_weight(program, value, name, program.weights[str(held.target)].detach() / factors)
-        value.replace_input_with(held, divided)
+    _divide(program, value, {held: weight / factors for held, weight in affine.items()})
     return value
+
+
+def _divided_layer(
+    program: Program, value: fx.Node, layers: Sequence[fx.Node], factors: torch.Tensor
+) -> fx.Node | None:
+    """The value behind a linear layer whose outputs were divided, if it is one and nothing else reads these."""
+    layer: fx.Node = value.all_input_nodes[0] if value.target in HOMOGENEOUS else value
+    if layer.target is not aten.linear.default or not set(value.users) <= set(layers):
+        return None
+    if layer is not value and len(layer.users) > 1:
+        return None
+    affine = _affine(program, layer)
+    rows = [factors.reshape(-1, *[1] * (weight.dim() - 1)) for weight in affine.values()]
+    _divide(program, layer, {held: weight / by for (held, weight), by in zip(affine.items(), rows, strict=True)})
+    return value if affine else None
+
+
+def _affine(program: Program, call: fx.Node) -> dict[fx.Node, torch.Tensor]:
+    """The weight and the bias, if any, of a layer or a norm; empty if it has no weight, or one of them is computed."""
+    given = ops.bind(call)
+    held = [given[name] for name in ("weight", "bias") if given.get(name) is not None]
+    if given["weight"] is None or any(item.op != "get_attr" for item in held):
+        return {}
+    return {item: program.weights[str(item.target)].detach() for item in held}
+
+
+def _divide(program: Program, call: fx.Node, divided: Mapping[fx.Node, torch.Tensor]) -> None:
+    for held, value in divided.items():
+        name = fresh_name(f"{held.target}.smooth", program.weights)
+        call.replace_input_with(held, new_weight(program, call, name, value))
 
 
 def _divided(program: Program, value: fx.Node, layers: Sequence[fx.Node], factors: torch.Tensor) -> fx.Node:

@@ -100,11 +100,12 @@ class OpenVinoBackend:
         from tsopt.compiler.sizes.generalize import through
         from tsopt.runtime.onnx.export import to_onnx
         from tsopt.runtime.onnx.infinities import POOLING, REDUCTIONS, with_infinities
-        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations
+        from tsopt.runtime.onnx.openvino_int8 import with_fused_activations, with_layers_apart
         from tsopt.runtime.onnx.openvino_rounding import with_exact_halves
 
         def lowered(program: Program) -> Program:
-            return with_infinities(with_fused_activations(with_exact_halves(program)), {**POOLING, **REDUCTIONS})
+            made = with_layers_apart(with_fused_activations(with_exact_halves(program)))
+            return with_infinities(made, {**POOLING, **REDUCTIONS})
 
         return to_onnx(through(program, lowered))
 
