@@ -74,6 +74,43 @@ def test_only_the_chosen_layers_are_quantized():
     assert layer.node.meta["module"] == "stem"
 
 
+class Kept(nn.Module):
+    """Its last convolution is not chosen, and reads the first one, be it moved; so may the second one."""
+
+    def __init__(self, move, shared):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        self.move, self.shared = move, shared
+
+    def forward(self, x):
+        y = self.move(self.first(x).relu())
+        last = self.last(y)
+        return (last, self.second(y)) if self.shared else last
+
+
+@pytest.mark.parametrize(
+    "move",
+    [lambda y: y, lambda y: F.max_pool2d(y, 2), lambda y: F.max_pool2d(y.mT, 2)],
+    ids=["as it is", "moved", "moved twice"],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_that_is_not_chosen_reads_floats(move, shared):
+    model, calls = Kept(move, shared).eval(), images(2)
+    program = tsopt.transform(tsopt.capture(model, calls[0]))
+    chosen = [layer.name for layer in layers_of(program) if layer.meta["module"] != "last"]
+    made, _ = calibrated(model, *calls, only=frozenset(chosen))
+    (last,) = [node for node in made.calls() if node.target is aten.conv2d.default and node.meta["module"] == "last"]
+    behind = last.all_input_nodes[0]
+    while behind.target is not aten.conv2d.default:
+        assert behind.target is not quantized.dequantize_per_tensor.default
+        behind = behind.all_input_nodes[0]
+    assert [layer.node.meta["module"] for layer in layers(made)] == ["first", "second"][: len(chosen)]
+    for engine in ("onnxruntime", "openvino"):
+        found, (wanted, *_) = tsopt.compile(made, engine)(calls[0]), simulated(made).module()(calls[0])
+        torch.testing.assert_close(found[0] if shared else found, wanted, rtol=1e-3, atol=0.02)
+
+
 def test_a_layer_whose_input_has_no_parameters_stays_as_it_is():
     program = tsopt.capture(nn.Linear(4, 2).eval(), torch.ones(1, 4))
     made, _ = run(program, (StaticInt8({}),), Limits(Numerics.LOSSY))

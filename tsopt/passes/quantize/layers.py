@@ -52,11 +52,14 @@ def multiplications(program: Program, layer: fx.Node) -> int:
     return weight.numel() * int(layer.meta["val"].numel()) // len(weight)
 
 
-def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def readers_of_integers(layers: Collection[fx.Node], kept: Collection[fx.Node] = ()) -> dict[fx.Node, list[fx.Node]]:
     """The values that are quantized along with these layers, each with the calls that read the quantized form.
 
     These are the inputs of the layers; the outputs of convolutions, because ONNX Runtime runs a convolution in int8
     only if its output is quantized too; and both operands of a residual sum of such an output.
+
+    Args:
+        kept: layers that stay in float: it would be of little use to keep one that reads what is rounded already.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
 
@@ -69,10 +72,16 @@ def readers_of_integers(layers: Collection[fx.Node]) -> dict[fx.Node, list[fx.No
         if layer.target in CONVOLUTIONS:
             end = end_of(layer)
             for user in end.users:
-                reads(user, end)
+                if not _moves_to(user, kept):
+                    reads(user, end)
                 for operand in _operands_of_sum(user):
                     reads(user, operand)
     return found
+
+
+def _moves_to(user: fx.Node, kept: Collection[fx.Node]) -> bool:
+    """Whether one of these layers reads the value that this user reads, be it moved."""
+    return user in kept or (is_moved(user) and any(_moves_to(next_user, kept) for next_user in user.users))
 
 
 def end_of(layer: fx.Node) -> fx.Node:

@@ -24,7 +24,8 @@ class StaticInt8(Pass):
     """Linear layers and convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
 
     Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
-    for the whole tensor, the same in every call. A layer with an input whose parameters are not known stays as it is.
+    for the whole tensor, the same in every call. A layer with an input whose parameters are not known stays as it is,
+    as does one that is not chosen: it reads floats, which may have been rounded further ahead.
 
     Attributes:
         qparams: of values, by the names of their nodes.
@@ -41,10 +42,11 @@ class StaticInt8(Pass):
     largest: int = LARGEST
 
     def run(self, program: Program, limits: Limits) -> Changes:
-        layers = [layer for layer in layers_of(program) if self._is_chosen(layer) and limits.take()]
+        known = layers_of(program)
+        layers = [layer for layer in known if self._is_chosen(layer) and limits.take()]
         if not layers:
             return Changes()
-        for value, users in readers_of_integers(layers).items():
+        for value, users in readers_of_integers(layers, {*known} - {*layers}).items():
             by = self.qparams.get(value.name)
             if by is None:
                 continue
