@@ -76,7 +76,9 @@ class InvalidProgram(TsoptError):
 
 
 class RuleError(TsoptError):
-    """A rewrite rule returned something that cannot replace the matched value."""
+    """A rewrite rule raised, or returned something that cannot replace the matched value."""
+
+    rule = ""  # its name, where a pass has applied it
 
 
 class PassError(TsoptError):

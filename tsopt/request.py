@@ -317,10 +317,7 @@ class Request:
             try:
                 optimized, records = change(validated.program, without=left_out)
                 for record in filter(lambda record: record.failed, records):
-                    warn(
-                        f"tsopt: {validated.program.name}: the pass {record.name} was left out: {record.failed}",
-                        UserWarning,
-                    )
+                    warn(f"tsopt: {validated.program.name}: {record.left_out}", UserWarning)
                 return optimized, records, validated.checked_with(optimized)
             except NotGeneral as error:
                 reasons.append("; ".join(filter(None, (error.what, error.where, error.why))))

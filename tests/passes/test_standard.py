@@ -158,3 +158,17 @@ def test_every_rule_has_a_test():
             home = "constants" if item in (*constants.FORMS, *constants.RULES) else name
             home = "slices" if item in slices.RULES else home
             assert f"{home}.{item.name}" in tests or (name == "fuse" and item.name in tests), item.name
+
+
+@pytest.mark.parametrize(
+    "model",
+    {
+        "shift": lambda x, n: x.relu() + n.item(),
+        "mask": lambda x, n: (x @ x.mT / 2 + n.item()).softmax(-1) @ x,
+        "bound": lambda x, n: x.clamp(0.1, 2.0).clamp(max=n.item()),
+        "eps": lambda x, n: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + n.item()),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_number_that_a_call_computes_is_an_operand_as_any_other(model):
+    check(STANDARD, model[1], (torch.randn(2, 4, 4), torch.tensor(0.5)))

@@ -185,8 +185,7 @@ def clamp_clamp(at, x, *_):
     ROUNDING only because of the sign of zero. All of them propagate NaN.
     """
     outer, inner = bounds_of(at.root), bounds_of(x)
-    assert outer is not None, "the root of every pattern has bounds"
-    if inner is None or not at.same_type(x.args[0]):
+    if outer is None or inner is None or not at.same_type(x.args[0]):
         return None
     if any(_wraps(bound, at.root.meta["val"].dtype) for bound in (*outer, *inner)):
         return at.skip(WRAPS)
@@ -212,7 +211,7 @@ def _wraps(bound: float, dtype: torch.dtype) -> bool:
 
 
 def bounds_of(node: fx.Node) -> tuple[float, float] | None:
-    """The interval that a clamp, relu, relu6 or hardtanh maps to; None for anything else."""
+    """The interval that a clamp, relu, relu6 or hardtanh maps to; None for anything else, or if a call computes it."""
     fixed: dict[Any, tuple[float, float]] = {aten.relu.default: (0, math.inf), aten.relu6.default: (0, 6)}
     if node.target in fixed:
         return fixed[node.target]
@@ -222,6 +221,8 @@ def bounds_of(node: fx.Node) -> tuple[float, float] | None:
         return None
     bound = bind(node)
     low, high = (bound.get(name) for name in names[node.target])
+    if isinstance(low, fx.Node) or isinstance(high, fx.Node):
+        return None
     return (-math.inf if low is None else low, math.inf if high is None else high)
 
 

@@ -195,7 +195,7 @@ def pass_lines(records: Sequence[PassRecord], width: int | None = None) -> Itera
     for record, text in zip(busy, table[1:], strict=True):
         yield Line(text, "failed" if record.failed else "")
         if record.failed:
-            yield Line(f"    the pass {record.name} was left out: {record.failed}")
+            yield Line(f"    {record.left_out}")
         for what, rules in (("rewrites", record.done), ("near misses", record.declined)):
             if rules:
                 yield Line(f"    {what}: {_counted(item.rule for item in rules)}")
@@ -223,7 +223,7 @@ def pass_cells(records: Sequence[PassRecord]) -> list[tuple[str, ...]]:
             arrow(record.before.nodes, record.after.nodes),
             arrow(record.before.weight_bytes, record.after.weight_bytes, amount),
             arrow(record.before.peak_bytes, record.after.peak_bytes, amount),
-            "left out" if record.failed else _counted(done.rule for done in record.done) or "-",
+            f"{record.rule} left out".strip() if record.failed else _counted(done.rule for done in record.done) or "-",
             _counted(declined.rule for declined in record.declined) or "-",
             f"{record.seconds * 1e3:.0f}",
         )

@@ -274,6 +274,20 @@ def test_a_pass_that_fails_is_left_out_and_the_others_go_on(fault, why):
         run(program, (fault, CANONICALIZE))
 
 
+def test_a_rule_that_raises_is_left_out_and_the_others_of_its_pass_go_on():
+    @rule(lambda x: aten.cos.default(x))
+    def broken(at, x):
+        """cos(x) -> nothing at all"""
+        return at.type(x).shape["rows"]
+
+    program = capture(lambda x: x.sin(), torch.ones(3))
+    after, records = run(program, (RulePass("mine", (sin_to_cos, broken)),), keep_going=True)
+    assert ops_of(after) == ["cos"]
+    kept, failed = records
+    assert (kept.failed, kept.left_out) == ("", "")
+    assert failed.left_out.startswith("the rule broken of the pass mine was left out: the rule broken raises TypeError")
+
+
 def test_a_repeat_that_does_not_come_to_rest_loses_the_pass_that_was_last():
     flips = RulePass("there", (sin_to_cos,)), RulePass("back", (cos_to_sin,))
     program = capture(lambda x: x.sin(), torch.ones(3))

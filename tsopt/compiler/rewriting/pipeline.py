@@ -15,7 +15,7 @@ from tsopt.compiler.graph.origin import record_rewrite, rule_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.verify import AliasGroups, output_aliases, verify_program
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass, Repeat
-from tsopt.errors import InvalidProgram, PassError, TsoptError
+from tsopt.errors import InvalidProgram, PassError, RuleError, TsoptError
 
 
 class Observer(Protocol):
@@ -49,6 +49,7 @@ class PassRecord:
     """One pass as it was run. `text` is the program afterwards, when asked for; `seconds` includes the checks.
 
     failed: why the pass was left out, where it broke the program or raised.
+    rule: the one that was left out, where it was only a rule of the pass that failed.
     """
 
     name: str
@@ -61,14 +62,22 @@ class PassRecord:
     numerics: Numerics = Numerics.EXACT
     text: str = field(default="", repr=False)
     failed: str = ""
+    rule: str = ""
+
+    @property
+    def left_out(self) -> str:
+        """Why this pass, or a rule of it, was left out, as a sentence."""
+        what = f"the rule {self.rule} of the pass {self.name}" if self.rule else f"the pass {self.name}"
+        return f"{what} was left out: {self.failed}" if self.failed else ""
 
 
 class _Failed(Exception):
-    """A pass has failed. Never leaves this file."""
+    """A pass has failed, or a rule of it. Never leaves this file."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__(name)
         self.name, self.error = name, error
+        self.rule = error.rule if isinstance(error, RuleError) else ""
 
     @property
     def reason(self) -> str:
@@ -92,7 +101,7 @@ def run(
 
     Args:
         keep_text: keep the text after each pass, in which values have names that last (`Labels`).
-        keep_going: a pass that fails is left out, and the others run without it; its record says why.
+        keep_going: a pass that fails, or a rule that raises, is left out, and all others run; a record says why.
 
     Raises:
         PassError: a pass broke an invariant or misreported a change, or a Repeat did not converge.
@@ -106,11 +115,12 @@ def run(
             edited, records = _run(program, passes, left_out, keep_text, progress, observer)
             return edited, [*records, *failed.values()]
         except _Failed as failure:
-            if not keep_going or failure.name in failed:
+            lost = failure.rule or failure.name
+            if not keep_going or lost in failed:
                 raise failure.error from failure.error.__cause__
             # NOTE: it has edited the only copy, so the others begin again; passes hardly ever fail.
             size = Size.of(program)
-            failed[failure.name] = PassRecord(failure.name, False, size, size, 0.0, failed=failure.reason)
+            failed[lost] = PassRecord(failure.name, False, size, size, 0.0, failed=failure.reason, rule=failure.rule)
 
 
 def _run(

@@ -107,6 +107,10 @@ class Site:
     def type(self, node: fx.Node) -> TensorType:
         return tensor_type(node)
 
+    def is_tensor(self, node: object) -> bool:
+        """Whether it is one: operands may be numbers that the program computes."""
+        return isinstance(node, fx.Node) and isinstance(type_of(node), TensorType)
+
     def value(self, node: object) -> torch.Tensor | None:
         """The tensor of a weight; None for a computed value."""
         if isinstance(node, fx.Node) and node.op == "get_attr":
@@ -115,7 +119,7 @@ class Site:
 
     def same_type(self, node: object) -> bool:
         """Whether a value has the dtype, shape and device of the root."""
-        if not isinstance(node, fx.Node) or not isinstance(type_of(node), TensorType):
+        if not isinstance(node, fx.Node) or not self.is_tensor(node):
             return False
         a, b = tensor_type(node), tensor_type(self.root)
         return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
@@ -170,7 +174,12 @@ class _Driver:
                 found = match(wanted, node)
                 if found is None:
                     continue
-                if self.try_rule(item, found, node):
+                try:
+                    applied = self.try_rule(item, found, node)
+                except RuleError as error:
+                    error.rule = item.name
+                    raise
+                if applied:
                     break
                 if self.limits.fuel is not None and self.limits.fuel < 0:
                     return self.changes()

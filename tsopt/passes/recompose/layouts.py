@@ -28,7 +28,7 @@ def uncast(at: Site, node: fx.Node) -> fx.Node:
 
 def rearranged(at: Site, node: Any) -> tuple[Any, list[int]]:
     """(x, axes) of a value that is x permuted, and copied on the way, any number of times."""
-    axes = list(range(len(at.type(node).shape)))
+    axes = list(range(len(at.type(node).shape) if at.is_tensor(node) else 0))
     while True:
         move = moved(at, node)
         if move is None and not is_of(node, *COPIES):

@@ -107,7 +107,7 @@ def _steps(at: Site, node: fx.Node, scale: float) -> Iterator[tuple[Any, float, 
         yield node.args[0], 1.0, None
         return
     for inner, factor, mask in _changes(at, node, scale):
-        if isinstance(inner, fx.Node) and at.type(inner).shape == at.type(node).shape:
+        if at.is_tensor(inner) and at.type(inner).shape == at.type(node).shape:
             yield inner, factor, mask
 
 
@@ -121,7 +121,7 @@ def _changes(at: Site, node: Any, scale: float) -> Iterator[tuple[Any, float, Ma
         sign = 1.0 if node.target is aten.add.Tensor else -1.0
         left, right = node.args
         for inner, added in ((left, right), (right, left))[: 2 if sign > 0 else 1]:
-            if is_float(at, added) and literal(at, added) is None:
+            if at.is_tensor(added) and is_float(at, added) and literal(at, added) is None:
                 yield inner, 1.0, Mask(added, shape, sign * scale)
     elif node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor):
         inner, where, fill = node.args
