@@ -140,8 +140,30 @@ def test_options_are_those_of_optimize(made):
     with torch.no_grad():
         torch.compile(model, backend=dynamo.backend, options=OPTIONS | {"level": 0})(torch.ones(2, 4))
     assert made[0].fast.report.passes == ()
-    with torch.no_grad(), pytest.raises(Exception, match="nonsense"):
-        torch.compile(model, backend=dynamo.backend, options=OPTIONS | {"nonsense": 1})(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("passed", "said"),
+    [
+        ({"mode": "reduce-overhead"}, "the backend tsopt has no mode='reduce-overhead'"),
+        ({"options": {"secconds": 1}}, r"(?s)unknown option 'secconds' of the backend tsopt.*write 'seconds'"),
+        ({"options": {"example_input": 1}}, "unknown option 'example_input'"),
+        ({"options": {"frontend": "fx"}}, r"(?s)'frontend' is not one of a graph.*leave it out"),
+        ({"options": {"backends": "onnxruntime"}}, r"pass a tuple: backends=\('onnxruntime',\)"),
+        ({"options": {"audit": 2}}, "audit must be a number from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_said_at_the_first_call_with_gradients_or_not(passed, said):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said) as caught:
+        torch.compile(nn.Linear(4, 4), backend="tsopt", **passed)(torch.ones(3, 4))
+    assert isinstance(caught.value.__cause__ or caught.value.inner_exception, tsopt.UsageError)
+
+
+def test_a_backend_takes_what_torch_compile_passes_and_no_more():
+    graph = torch.fx.symbolic_trace(nn.ReLU())
+    with pytest.raises(tsopt.UsageError, match="the backend tsopt has no level=1"):
+        dynamo.backend(graph, [], level=1)
 
 
 def test_tensors_of_inference_mode_are_inputs():

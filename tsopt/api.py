@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
@@ -335,7 +336,18 @@ def _check_options(
         get_backend(name)
 
 
-def _check_positive(name: str, value: Any, fix: str) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not value > 0:
-        raise UsageError(f"{name} must be a number greater than 0, got {value!r}", fix=fix)
+def names_of_options() -> frozenset[str]:
+    """What `optimize` takes besides a model and an example."""
+    return frozenset(name for name, item in _parameters() if item.kind is item.KEYWORD_ONLY)
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raises UsageError for options of `optimize` that are invalid whatever the model is, before there is one."""
+    values = {name: item.default for name, item in _parameters()} | dict(given)
+    names = ("on_new_signature", "on_gradients", "backends", "threads", "seconds", "budget", "memory", "frontend")
+    _check_options(*(values[name] for name in names))
+    check_share(values["audit"])
+
+
+def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:
+    return inspect.signature(optimize).parameters.items()
