@@ -79,6 +79,17 @@ def test_weights_are_constants_until_somebody_writes_them(made):
     assert not torch.allclose(before, after)
 
 
+def test_what_a_fused_optimizer_has_written_is_used():
+    model, x = nn.Linear(4, 4).eval(), torch.ones(2, 4)
+    fast, optimizer = compiled(model), torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    with torch.no_grad():
+        fast(x)
+    model(x).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+
+
 def test_weights_that_are_given_other_memory_are_seen(made):
     layer = nn.Linear(4, 4).eval()
     fast, x = torch.compile(layer, backend="tsopt", options=OPTIONS), torch.ones(2, 4)

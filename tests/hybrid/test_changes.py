@@ -37,6 +37,18 @@ def test_new_weights_are_used(net, change):
         assert before.shape == wanted.shape
 
 
+@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
+def test_a_training_loop_with_a_fused_optimizer(net):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        with torch.no_grad():
+            close(net(X), nn.Module.__call__(tsopt.hybridize(net, active=False), X))
+        net.train()
+        net(X).pow(2).mean().backward()
+        optimizer.step()
+        net.eval()
+
+
 def test_weights_that_always_change_are_left_to_eager(net, calls):
     with torch.no_grad(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -15,6 +15,7 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.protect import training_of
 from tsopt.errors import TsoptError
+from tsopt.runtime.calling.graph_weights import GraphWeights
 from tsopt.runtime.calling.optimized import Optimized
 
 log = logging.getLogger("tsopt")
@@ -114,8 +115,7 @@ class Graph:
         self.known = {} if known is None else known  # by what decides about them
         self.fast: Optimized | None = None
         self.refused = ""
-        self._places: frozenset[int] = frozenset()  # of parameters and buffers among the arguments
-        self._weights: dict[int, tuple[torch.Tensor, int, int]] = {}  # with their versions and addresses
+        self._weights = GraphWeights({}, ())  # parameters and buffers among the arguments
         self._tried = False
         self._lock = threading.Lock()
 
@@ -129,9 +129,10 @@ class Graph:
                 if not self._tried:
                     self._optimize(args)
                     self._tried = True
-        if self.fast is None or not self._same_weights(args):
+        if self.fast is None or not self._weights.are(args):
             return self._as_it_is(*args)
-        return self.fast(*[value for i, value in enumerate(args) if i not in self._places])
+        positions = self._weights.positions
+        return self.fast(*[value for i, value in enumerate(args) if i not in positions])
 
     def _timed(self, args: Sequence[Any]) -> Any:
         """A call of the graph as it is; the first one decides about a graph that turned up late."""
@@ -184,18 +185,15 @@ class Graph:
             self.refused = error.what
             return
         written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
-        self._places = frozenset(weights)
-        self._weights = {
-            i: (value, value._version, value.data_ptr()) for i, value in weights.items() if id(value) not in written
-        }
+        self._weights = GraphWeights(weights, written)
         self.known[self._key(args)] = self
 
     def _shares(self, args: Sequence[Any]) -> bool:
         """Whether the same graph has been optimized, which serves for this one then."""
         twin = self.known.get(self._key(args))
-        if twin is None or not twin._same_weights(args):
+        if twin is None or not twin._weights.are(args):
             return False
-        self.fast, self._places, self._weights = twin.fast, twin._places, twin._weights
+        self.fast, self._weights = twin.fast, twin._weights
         self.late, self._tried = None, True
         return True
 
@@ -206,12 +204,6 @@ class Graph:
         types = [TensorType.of(value) if isinstance(value, torch.Tensor) else repr(value) for value in values]
         own = [(name, id(value)) for name, value in self.graph.state_dict(keep_vars=True).items()]
         return self.graph.code, *types, *own, *((i, id(value)) for i, value in weights.items())
-
-    def _same_weights(self, args: Sequence[Any]) -> bool:
-        return all(
-            args[i] is value and value._version == version and value.data_ptr() == place
-            for i, (value, version, place) in self._weights.items()
-        )
 
 
 class _Bound(nn.Module):

@@ -20,6 +20,7 @@ from torch import nn
 
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
 from tsopt.compiler.protect import training_of
+from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.weights import has_place
 
 PLAIN = (list, dict, set, deque)
@@ -50,6 +51,7 @@ class Watch:
         self._found = _Found(reads)
         self._flags = training_of(self.modules)
         self._now()
+        unseen_writes.tell(self)
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -134,6 +136,10 @@ class Watch:
             return False
         self._sizes = [*map(len, found.tables)]
         return not self.changed()
+
+    def was_written(self, places: frozenset[int]) -> None:
+        if any(unseen_writes.place_of(tensor) in places for tensor in self._counted):
+            self._versions = [-1] * len(self._counted)
 
     def training_changed(self) -> bool:
         """Whether modules are in training mode that were not, or the other way round."""

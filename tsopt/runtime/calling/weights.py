@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.protect import modules_of
+from tsopt.runtime.calling import unseen_writes
 
 # Subclasses of Tensor that leave this as it is have memory of their own, as any tensor has.
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
@@ -34,6 +35,8 @@ class Weights:
         self._model, self._also = model, list(also)
         self._out = [*written]
         self._seen = [(tensor, _touch(tensor)) for tensor in self._tensors()]
+        self._written = False  # by somebody who does not count
+        unseen_writes.tell(self)
         self._digest = self._now() if exact else None
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -45,13 +48,18 @@ class Weights:
 
     def touched(self) -> bool:
         """Whether somebody has written to one of them, or put another in its place, as far as torch knows."""
-        return any(_touch(tensor) != touch for tensor, touch in self._seen)
+        return self._written or any(_touch(tensor) != touch for tensor, touch in self._seen)
+
+    def was_written(self, places: frozenset[int]) -> None:
+        self._written = self._written or any(unseen_writes.place_of(tensor) in places for tensor, _ in self._seen)
 
     def changed(self) -> bool:
         """Whether any value has changed, no matter who wrote it. Reads every weight."""
         if self._digest is None:
             return self.touched()
+        self._written, written = False, self._written  # before the look: more may be written meanwhile
         if self._now() != self._digest:
+            self._written = written
             return True
         self._seen = [(tensor, _touch(tensor)) for tensor, _ in self._seen]  # written, with the same values
         return False

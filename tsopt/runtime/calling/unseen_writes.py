@@ -1,0 +1,58 @@
+"""Writes to weights that leave their version counters as they are: who watches weights is told of those made here.
+
+Optimizers: the fused ones of torch, kernels of other libraries, and those that write through `.data`. One hook for the
+whole process, registered when the first weights are watched, runs after each `step()`. It costs less than a microsecond
+for each parameter, and only reads: a raised counter would make autograd refuse graphs that it accepts otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Watcher(Protocol):
+    """Whoever relies on the version counters of tensors."""
+
+    def was_written(self, places: frozenset[int]) -> None:
+        """Told after a write to the memory at these places; see `place_of`."""
+
+
+_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_lock = threading.Lock()
+_hooks: list[Any] = []
+
+
+def tell(watcher: Watcher) -> None:
+    """Tells it from now on, for as long as it exists."""
+    with _lock:
+        _watchers.add(watcher)
+        if not _hooks:
+            # NOTE: in a compiled step, which torch itself breaks around fused kernels, it is called all the same.
+            _hooks.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
+
+
+def written(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells everybody who watches any of these."""
+    with _lock:
+        watchers = [*_watchers]
+    places = frozenset(map(place_of, tensors)) if watchers else frozenset()
+    for watcher in watchers:
+        watcher.was_written(places)
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    """Its memory, whichever tensor looks at it; itself, where that cannot be told."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, of a subclass, or not there yet
+        return id(tensor)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    written(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
