@@ -169,11 +169,14 @@ class Compiled:
                 self._ambient = self._ambient_now()
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
+            if getattr(self.model, "training", False):
+                self._doubt()
             self._declined(reason)
             return None
         with self._lock:
             if self.fast is not None and self._changed():
                 if self._trains():
+                    self._doubt()
                     self._declined("a submodule is in training mode: call model.eval() first")
                     return None
                 self._drop()
@@ -258,6 +261,11 @@ class Compiled:
 
     def _changed(self) -> bool:
         return self._watch is not None and self._watch.changed()
+
+    def _doubt(self) -> None:
+        """Before a call in training mode, which may write statistics in ways that no later look would notice."""
+        if self._watch is not None:
+            self._watch.doubt()
 
     def _trains(self) -> bool:
         """Whether a module was switched to training mode."""

@@ -49,6 +49,46 @@ def test_a_training_loop_with_a_fused_optimizer(net):
         net.eval()
 
 
+class OwnNorm(nn.Module):
+    """A batch norm that counts nothing: torch writes its statistics without raising their versions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(self.layer(x), self.mean, self.var, training=self.training)
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_statistics_of_training_mode_are_used_after_it(calls, always_faster, inside):
+    net = tsopt.hybridize(nn.Sequential(OwnNorm(), nn.ReLU()).eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+        version = net[0].mean._version
+        (net[0] if inside else net).train()
+        net(X * 3 + 5)
+        net.eval()
+        assert net[0].mean._version == version, "or this test tests nothing"
+        close(net(X), eager(net))
+        assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
+def test_training_mode_that_has_written_nothing_is_no_change(net, calls):
+    with torch.no_grad():
+        for _ in range(3):
+            net(X)
+            net.train()(X)
+            net.eval()
+        net(X)
+    assert len(calls) == 1
+
+
 def test_weights_that_always_change_are_left_to_eager(net, calls):
     with torch.no_grad(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

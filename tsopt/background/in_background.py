@@ -139,6 +139,13 @@ class InBackground:
         """Whether the weights differ from those of the compiled forms."""
         return self._watch is not None and self._watch.changed()
 
+    def doubt(self) -> None:
+        """Before a call in training mode, which may write statistics: they are compared by value when it matters."""
+        job = self._job
+        for watch in (self._watch, None if job is None else job.job.watch):
+            if watch is not None:
+                watch.doubt()
+
     def wait(self, seconds: float | None) -> bool:
         """Whether nothing is being compiled any more, after at most this many seconds."""
         end = None if seconds is None else time.monotonic() + seconds

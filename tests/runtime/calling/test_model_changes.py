@@ -273,3 +273,27 @@ def test_without_values_only_writes_of_torch_are_noticed(net):
     assert not weights.changed()
     net.layer.weight.add_(1)
     assert weights.changed()
+
+
+def test_statistics_in_doubt_are_compared_by_value(net):
+    watch = Watch(net)
+    for changes in (False, True):
+        watch.doubt()
+        statistics = net.norm.running_mean, net.norm.running_var
+        nn.functional.batch_norm(torch.randn(3, 4), *statistics, training=True, momentum=float(changes))
+        assert watch.changed() is changes
+
+
+@pytest.mark.parametrize("what", ["a weight", "what the model writes itself", "another dtype"])
+def test_while_statistics_are_in_doubt_all_else_counts_as_ever(net, what):
+    watch = Watch(net)
+    watch.doubt()
+    if what == "a weight":
+        net.layer.weight.add_(1)
+    elif what == "another dtype":
+        net.shift.data = net.shift.double()
+    else:
+        watch.leave_out([net.shift])
+        net.shift.add_(1)
+    watch.doubt()
+    assert watch.changed() is (what != "what the model writes itself")

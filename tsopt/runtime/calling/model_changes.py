@@ -78,6 +78,8 @@ class Watch:
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._shaped = [tensor for tensor in self._tensors if tensor.dim() > 1]
         self._versions = [*map(_version, self._counted)]
+        self._expected: list[int] | None = self._versions  # None while statistics are in doubt
+        self._doubted: list[tuple[torch.Tensor, torch.Tensor]] = []  # and what they were
         self._places = [*map(_place, self._tensors)]
         self._strides = [*map(_strides, self._shaped)]
 
@@ -93,6 +95,7 @@ class Watch:
         self._counted = [tensor for tensor in self._counted if id(tensor) not in out]
         self._shaped = [tensor for tensor in self._shaped if id(tensor) not in out]
         self._versions = [versions[id(tensor)] for tensor in self._counted]
+        self._expected = None if self._doubted else self._versions
         self._strides = [strides[id(tensor)] for tensor in self._shaped]
 
     def changed(self) -> bool:
@@ -100,7 +103,7 @@ class Watch:
         found = self._found
         try:
             same = (
-                [*map(_version, self._counted)] == self._versions
+                [*map(_version, self._counted)] == self._expected
                 and [*map(_place, self._tensors)] == self._places
                 and [*map(_strides, self._shaped)] == self._strides
                 and not any(found.empty)
@@ -120,7 +123,7 @@ class Watch:
             )
         except Exception:  # a name that is gone, a tensor that is compared with another one: neither is what it was
             same = False
-        return not same and not self._is_only_more()
+        return not same and not self._is_settled() and not self._is_only_more()
 
     def _is_only_more(self) -> bool:
         """Whether all that differs is attributes that nothing reads; they are part of what is there from now on."""
@@ -139,7 +142,28 @@ class Watch:
 
     def was_written(self, places: frozenset[int]) -> None:
         if any(unseen_writes.place_of(tensor) in places for tensor in self._counted):
-            self._versions = [-1] * len(self._counted)
+            self._versions, self._doubted = [-1] * len(self._counted), []
+            self._expected = self._versions
+
+    def doubt(self) -> None:
+        """Before a call in training mode: statistics that it may write without raising a version, as batch norm does.
+
+        They are compared by value when somebody asks again.
+        """
+        if self._expected is not None:
+            small = [tensor for tensor in self._counted if tensor.dim() < 2 and not tensor.requires_grad]
+            self._doubted = [(tensor, tensor.detach().clone()) for tensor in small]
+            self._expected = None if small else self._versions
+
+    def _is_settled(self) -> bool:
+        """Whether statistics that were in doubt are what they were, as all else is."""
+        if not self._doubted:
+            return False
+        counted = {id(tensor) for tensor in self._counted}
+        if any(_differ(*pair) for pair in self._doubted if id(pair[0]) in counted):
+            return False
+        self._expected, self._doubted = self._versions, []
+        return not self.changed()
 
     def training_changed(self) -> bool:
         """Whether modules are in training mode that were not, or the other way round."""
@@ -345,6 +369,11 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
         return namespace
     slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
     return _Slots(value, [name for names in slots for name in ([names] if isinstance(names, str) else names)])
+
+
+def _differ(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    same_kind = (tensor.shape, tensor.dtype, tensor.device) == (before.shape, before.dtype, before.device)
+    return not same_kind or not torch.equal(tensor, before)
 
 
 def _all_alike(values: list[Any], before: list[Any]) -> bool:
