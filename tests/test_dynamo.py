@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import tsopt
 from tsopt import dynamo
-from tsopt.runtime.calling import graph_parts
+from tsopt.runtime.calling import graph_parts, graph_weights
 
 OPTIONS = {"isolate": False, "seconds": 0.02, "backends": ("eager", "onednn")}
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -20,8 +23,8 @@ def made(monkeypatch):
     graphs = []
     real = graph_parts.Graph.__init__
 
-    def init(self, *args):
-        real(self, *args)
+    def init(self, *args, **options):
+        real(self, *args, **options)
         graphs.append(self)
 
     monkeypatch.setattr(graph_parts.Graph, "__init__", init)
@@ -87,6 +90,67 @@ def test_what_a_fused_optimizer_has_written_is_used():
     model(x).sum().backward()
     optimizer.step()
     with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+
+
+class OwnNorm(nn.Module):
+    """A batch norm that counts nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+@pytest.mark.parametrize("outside", [True, False], ids=["in the model", "in what was compiled"])
+@pytest.mark.parametrize("norm", [lambda: nn.BatchNorm1d(4), OwnNorm], ids=["BatchNorm1d", "own"])
+def test_statistics_that_training_has_written_are_used(norm, outside, monkeypatch):
+    if outside and norm is OwnNorm:
+        monkeypatch.setattr(graph_weights, "SHARE", 1e9)  # they are compared in each call
+    model, x = nn.Sequential(nn.Linear(4, 4), norm()).eval(), torch.randn(3, 4)
+    fast = compiled(model)
+    with torch.no_grad():
+        fast(x)
+    model.train()
+    (model if outside else fast)(x * 3 + 5)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_a_graph_whose_weights_have_changed_is_optimized_again_and_in_the_end_no_more(made, always_faster):
+    model, x = nn.Linear(4, 4).eval(), torch.ones(2, 4)
+    fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+    forms = []
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(dynamo.CHANGES + 3):
+            torch.testing.assert_close(fast(x), model(x))
+            torch.testing.assert_close(fast(x), model(x))
+            forms.append(made[0].fast)
+            model.load_state_dict({name: value + 1.0 for name, value in model.state_dict().items()})
+    count = dynamo.CHANGES + 1
+    assert len({id(form) for form in forms[:count]}) == count
+    assert forms[count:] == [None, None]
+    assert made[0].refused == "its weights change between calls"
+    (text,) = [str(item.message) for item in said if "tsopt" in str(item.message)]
+    assert "is not optimized any more: its weights change between calls" in text
+    assert f"at {Path(__file__).name}:" in text or "a graph of torch.compile" in text
+
+
+def test_an_audit_that_finds_a_write_through_data_has_the_graph_optimized_again(made, always_faster):
+    model, x = nn.Linear(4, 4).eval(), torch.ones(2, 4)
+    fast = torch.compile(model, backend=dynamo.backend, options=OPTIONS)
+    with torch.no_grad():
+        fast(x)
+        first = made[0].fast
+        model.weight.data.mul_(2.0)
+        with pytest.warns(UserWarning, match=r"an audit found a difference .*its weights were written through numpy"):
+            [fast(x) for _ in range(101)]
+        assert made[0].fast is not first
         torch.testing.assert_close(fast(x), model(x))
 
 

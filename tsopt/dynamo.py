@@ -15,6 +15,7 @@ from tsopt.runtime.calling.graph_parts import Graph
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART
 
+CHANGES = 3  # of its weights, after which a graph is optimized again; then it is run unchanged
 BY_DYNAMO = ("frontend", "dynamic")  # it has captured the graph, and decides which sizes are dynamic
 EXAMPLE = 'torch.compile(model, backend="tsopt", options={"seconds": 5.0})'
 
@@ -28,6 +29,10 @@ def backend(
     **other: Any,
 ) -> Callable[..., Any]:
     """The torch.compile backend registered as `tsopt`.
+
+    A graph is optimized at its first call under torch.no_grad() or torch.inference_mode(), and again when its weights
+    have been written to, up to three times; where gradients are required it runs unchanged. Writes through numpy or
+    `.data` are found by audits only, within a hundred calls or more: see docs/audits.md.
 
     Args:
         graph: the graph that TorchDynamo has captured.
@@ -44,7 +49,7 @@ def backend(
     def part(graph: Callable[..., Any], inputs: Example) -> Optimized:
         return cast(Optimized, optimize(graph, inputs, **PART | given | {"frontend": "export"}))
 
-    return Graph(graph, part)
+    return Graph(graph, part, changes=CHANGES)
 
 
 def _check(given: Mapping[str, Any], mode: str | None, other: Mapping[str, Any]) -> None:

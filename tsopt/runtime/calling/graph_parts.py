@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +15,12 @@ from torch import fx, nn
 
 from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
+from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
 from tsopt.errors import TsoptError
-from tsopt.runtime.calling.graph_weights import GraphWeights
+from tsopt.runtime.calling import unseen_writes
+from tsopt.runtime.calling.audit import LOOK_AT
+from tsopt.runtime.calling.graph_weights import GraphWeights, silently_written
 from tsopt.runtime.calling.optimized import Optimized
 
 log = logging.getLogger("tsopt")
@@ -93,6 +98,9 @@ class Graph:
     Parameters and buffers, which TorchDynamo passes in each call, are treated as constants for as long as they are the
     same tensors and have not been written to.
 
+    Args:
+        changes: how often it is optimized again when they have changed; then it is run unchanged.
+
     Attributes:
         fast: the optimized graph; None before the first call, or if it was not optimized.
         refused: why it was not optimized.
@@ -104,23 +112,36 @@ class Graph:
         wait: until the device is done.
     """
 
-    def __init__(self, graph: fx.GraphModule, optimize: Optimize, known: dict[Any, Graph] | None = None) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        optimize: Optimize,
+        known: dict[Any, Graph] | None = None,
+        *,
+        changes: int = 0,
+    ) -> None:
         self.graph, self.optimize = graph, optimize
         self.is_timed, self.seconds, self.wait = False, 0.0, lambda: None
         self.share: float | None = None
         self.late: float | None = None
         self.has_room: Callable[[], bool] = lambda: True
         self._is_left = False
-        self._as_it_is = graph.forward  # not the module, which prints what it raises
+        self._forward = graph.forward  # not the module, which prints what it raises
+        self._writes = silently_written(graph.graph)
+        self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
+        self._changes, self._left = changes, changes
         self.known = {} if known is None else known  # by what decides about them
         self.fast: Optimized | None = None
         self.refused = ""
         self._weights = GraphWeights({}, ())  # parameters and buffers among the arguments
-        self._tried = False
+        self._tried, self._differed = False, False
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            if not self._tried and not self.refused:
+                self.refused = "gradients are required: call it under torch.no_grad() or torch.inference_mode()"
+                log.info("%s runs as it is: %s", self._name, self.refused)
             return self._as_it_is(*args)
         if self.is_timed or (self.late is not None and not self._shares(args)):
             return self._timed(args)
@@ -129,10 +150,53 @@ class Graph:
                 if not self._tried:
                     self._optimize(args)
                     self._tried = True
-        if self.fast is None or not self._weights.are(args):
+        fast = self.fast
+        if fast is not None and not self._weights.are(args):
+            fast = self._optimized_again(args)
+        if fast is None or fast.executable is None:
             return self._as_it_is(*args)
         positions = self._weights.positions
-        return self.fast(*[value for i, value in enumerate(args) if i not in positions])
+        return fast(*[value for i, value in enumerate(args) if i not in positions])
+
+    def _as_it_is(self, *args: Any) -> Any:
+        found = self._forward(*args)
+        if self._writes:
+            unseen_writes.written(args[i] for i in self._writes if not isinstance(args[i], nn.Parameter))
+        return found
+
+    def _optimized_again(self, args: Sequence[Any]) -> Optimized | None:
+        """What serves a call with other weights than the last one."""
+        if not self._changes or (self.fast is not None and self.fast.executable is None and not self._differed):
+            return None  # the graph itself is what runs, with whatever weights
+        with self._lock:
+            if self.fast is None or self._weights.are(args):  # another thread was faster
+                return self.fast
+            self.fast, self._differed = None, False
+            self._left -= 1
+            if self._left < 0:
+                self.refused = "its weights change between calls"
+                self._warn(
+                    f"is not optimized any more: {self.refused}. Once they are final, torch._dynamo.reset() lets the "
+                    "next call optimize it again"
+                )
+                return None
+            log.info("%s is optimized again: its weights have changed", self._name)
+            self._optimize(args)
+            return self.fast
+
+    def _differs(self, found: str, weights_changed: bool) -> None:
+        """An audit found a difference: the next call optimizes it again."""
+        self._differed = True
+        self._weights.forget()
+        why = "its weights were written through numpy or .data" if weights_changed else LOOK_AT
+        self._warn(f"runs unchanged until it is optimized again: an audit found a difference ({found}); {why}")
+
+    @property
+    def _name(self) -> str:
+        return f"the graph of torch.compile at {self._place}" if self._place else "a graph of torch.compile"
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"tsopt: {self._name} {text}", stacklevel=2)
 
     def _timed(self, args: Sequence[Any]) -> Any:
         """A call of the graph as it is; the first one decides about a graph that turned up late."""
@@ -177,15 +241,15 @@ class Graph:
         try:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                self.fast, self.refused = found(_Bound(self.graph, weights), example(*values)), ""
-            fast = self.fast
-            fast.unwatched()  # changed weights are detected here, and the graph is run unchanged
+                fast = found(_Bound(self.graph, weights, self._place), example(*values))
+            fast.unwatched(self._differs if self._changes else None)  # changed weights are detected here
         except TsoptError as error:
             log.info("a graph of torch.compile is not optimized: %s", error)
             self.refused = error.what
             return
         written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
         self._weights = GraphWeights(weights, written)
+        self.fast, self.refused = fast, ""
         self.known[self._key(args)] = self
 
     def _shares(self, args: Sequence[Any]) -> bool:
@@ -209,8 +273,9 @@ class Graph:
 class _Bound(nn.Module):
     """The graph with its weights, called with the rest."""
 
-    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[int, torch.Tensor], place: str) -> None:
         super().__init__()
+        self.original_name = re.sub(r"\W+", "_", f"graph at {place}" if place else "graph")  # in reports and warnings
         graph.training = False  # dynamo's own flag; what the modules of the model did is in the graph
         self.graph = graph
         self.places = tuple(weights)

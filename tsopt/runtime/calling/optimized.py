@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -90,6 +90,7 @@ class Optimized:
         self._audits = audits or Audits(0)
         self._weights, self._shares, self._knows_objections = weights, share_weights, False
         self._eager_calls = 0
+        self._on_difference, self._unseen_weights = cast(Callable[[str, bool], None] | None, None), weights
         self._flags = training_of(modules_of(model))
         if executable is None:
             self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
@@ -183,8 +184,12 @@ class Optimized:
 
         return executable.after(check)
 
-    def unwatched(self) -> None:
-        """For a caller that watches the weights itself, and makes no call that only the model can serve."""
+    def unwatched(self, on_difference: Callable[[str, bool], None] | None = None) -> None:
+        """For a caller that watches the weights itself, and makes no call that only the model can serve.
+
+        If an audit finds a difference, `on_difference` gets it, and whether the weights were written unseen.
+        """
+        self._on_difference, self._unseen_weights = on_difference, self._weights if on_difference else None
         self._weights, self._knows_objections = None, True
         self.executable = None if self.executable is None else self.executable.after(None)
         if self.executable is None:
@@ -206,9 +211,11 @@ class Optimized:
         """Falls back to eager for every signature: what is wrong with one may be wrong with all."""
         self.executable, self.backend = None, "eager"
         self._audits.end()
-        self._say(
-            f"{self.report.model} runs in eager mode from now on: an audit found a difference ({found}); {LOOK_AT}"
-        )
+        if self._on_difference is not None:
+            self._on_difference(found, self._unseen_weights is not None and self._unseen_weights.changed())
+            return
+        name = self.report.model
+        self._say(f"{name} runs in eager mode from now on: an audit found a difference ({found}); {LOOK_AT}")
 
     def _say(self, text: str) -> None:
         if text not in self.report.audits:
