@@ -114,7 +114,9 @@ def optimize(
         metric: the accuracy metric for candidates in lower precisions: a function that takes a model and returns a
             number, higher is better; `"top1"` (along the last axis) or `"cosine"`, the agreement with eager; or
             `"sqnr"`, the default: a relative error of at most 4.4 % over all held-out inputs. As many layers run in
-            int8 as this allows; those whose error counts most at the outputs stay in float32.
+            int8 as this allows; those whose error counts most at the outputs stay in float32. A function can call a
+            candidate, with batches of any size, and read parameters and attributes of the model from it; a candidate
+            for which it is NaN is refused.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
         keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`.
@@ -334,6 +336,12 @@ def _check_options(
         _check_positive("memory", memory, "pass a number of bytes, or None for a share of what is free")
     for name in () if backends is None or backends == "all" else backends:
         get_backend(name)
+
+
+def _check_positive(name: str, value: Any, fix: str) -> None:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value > 0:
+        raise UsageError(f"{name} must be a number greater than 0, got {value!r}", fix=fix)
 
 
 def names_of_options() -> frozenset[str]:

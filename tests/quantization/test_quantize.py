@@ -180,6 +180,9 @@ def test_layers_that_the_user_names_stay_in_float32():
         "head": "keep_float 'he*'",
     }
     assert all(len(layers(made)) == 1 for made in found.variants.values())
+    convolutions = [node for node in found.variants["int8-static"].calls() if "conv2d" in str(node.target)]
+    read = {node.meta["module"]: node.all_input_nodes[0] for node in convolutions}
+    assert str(read["inner"].target) == "aten.relu.default", "it reads what is rounded for the residual sum"
 
 
 def test_a_pattern_names_all_that_is_within():

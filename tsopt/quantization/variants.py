@@ -113,7 +113,10 @@ class Quantizer:
             if qparams is None:
                 return DynamicInt8(self.largest, only)
             shifts = {key: loss.shift for key, loss in self._losses.items()}
-            return StaticInt8(qparams, shifts, only, self.largest)
+            # A layer that stays only because too many are rounded together reads what is rounded for its neighbours:
+            # ONNX Runtime would run the convolution in front in float32 too.
+            in_float = frozenset(layer.name for layer in self.layers if self._reason(layer, self._losses))
+            return StaticInt8(qparams, shifts, only, in_float, self.largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
         made, records = self._chosen(self.layers, self._losses, pass_for, self._kept_before)

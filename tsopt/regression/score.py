@@ -1,4 +1,4 @@
-"""The accuracy of what is called like the model: a metric, of which more is better."""
+"""The accuracy of a callable in place of the model: a metric; higher is better."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.protect import protected
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.checking.criterion import COSINE, SQNR, InPieces, value_of
+from tsopt.runtime.checking.criterion import COSINE, SQNR, value_of
 from tsopt.runtime.checking.eager_answers import EagerAnswers
 from tsopt.runtime.checking.in_pieces import InPieces
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
@@ -63,7 +63,7 @@ class Score:
         written = [*self._state]
         if isinstance(runs, Executable):
             written += [value for value in runs.state if isinstance(value, torch.Tensor)]
-            runs = InPieces(runs, runs.signature)
+            runs = InPieces(runs, runs.signature, self._model)
         if callable(self._metric):
             with protected(self._model, written=written):
                 return value_of(self._metric, self._model, runs, self._data)

@@ -22,10 +22,10 @@ from tsopt.passes.quantize.sensitivity import by_qparams, losses_of
 from tsopt.passes.quantize.static import StaticInt8
 
 
-def calibrated(model, *calls, only=None, shifts=None, largest=127, fuel=None):
+def calibrated(model, *calls, fuel=None, **options):
     """The model in int8, with parameters from these calls; and the program that was given."""
     program = tsopt.transform(tsopt.capture(model if isinstance(model, nn.Module) else Net(model), calls[0]))
-    change = calibrated_pass(program, [(x,) for x in calls], shifts=shifts or {}, only=only, largest=largest)
+    change = calibrated_pass(program, [(x,) for x in calls], **options)
     made, _ = run(program, (change,), Limits(Numerics.LOSSY, fuel=fuel))
     verify_program(made)
     return made, program
@@ -75,7 +75,7 @@ def test_only_the_chosen_layers_are_quantized():
 
 
 class Kept(nn.Module):
-    """Its last convolution is not chosen, and reads the first one, be it moved; so may the second one."""
+    """Its last convolution reads the first one, be it moved; so may the second one."""
 
     def __init__(self, move, shared):
         super().__init__()
@@ -95,11 +95,12 @@ class Kept(nn.Module):
     ids=["as it is", "moved", "moved twice"],
 )
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_that_is_not_chosen_reads_floats(move, shared):
+def test_a_layer_that_is_to_read_floats_does(move, shared):
     model, calls = Kept(move, shared).eval(), images(2)
     program = tsopt.transform(tsopt.capture(model, calls[0]))
-    chosen = [layer.name for layer in layers_of(program) if layer.meta["module"] != "last"]
-    made, _ = calibrated(model, *calls, only=frozenset(chosen))
+    chosen = frozenset(layer.name for layer in layers_of(program) if layer.meta["module"] != "last")
+    others = frozenset(layer.name for layer in layers_of(program)) - chosen
+    made, _ = calibrated(model, *calls, only=chosen, in_float=others)
     (last,) = [node for node in made.calls() if node.target is aten.conv2d.default and node.meta["module"] == "last"]
     behind = last.all_input_nodes[0]
     while behind.target is not aten.conv2d.default:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.errors import SignatureError, UsageError
+from tsopt.compiler.protect import as_eval
+from tsopt.errors import UsageError
 from tsopt.runtime.checking.agreement import relative_error, top1
 from tsopt.runtime.checking.criterion import (
     MAX_DROP,

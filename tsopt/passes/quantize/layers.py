@@ -59,7 +59,7 @@ def readers_of_integers(layers: Collection[fx.Node], kept: Collection[fx.Node] =
     only if its output is quantized too; and both operands of a residual sum of such an output.
 
     Args:
-        kept: layers that stay in float: it would be of little use to keep one that reads what is rounded already.
+        kept: layers that read floats, whatever else reads the same value.
     """
     found: dict[fx.Node, list[fx.Node]] = {}
 

@@ -24,13 +24,14 @@ class StaticInt8(Pass):
     """Linear layers and convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
 
     Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
-    for the whole tensor, the same in every call. A layer with an input whose parameters are not known stays as it is,
-    as does one that is not chosen: it reads floats, which may have been rounded further ahead.
+    for the whole tensor, the same in every call. A layer with an input whose parameters are not known stays as it is.
 
     Attributes:
         qparams: of values, by the names of their nodes.
         shifts: what is added to the result of a layer, float32, [out], by its name: the mean error of its integers.
         only: the names of the layers to quantize; None for all.
+        in_float: the names of layers that read floats, which may have been rounded further ahead; other layers that
+            are not quantized may read what was rounded for their neighbours.
         largest: the largest magnitude of a weight; see `largest_weight`.
     """
 
@@ -39,14 +40,16 @@ class StaticInt8(Pass):
     qparams: Mapping[str, QParams]
     shifts: Mapping[str, torch.Tensor] = field(default_factory=dict)
     only: frozenset[str] | None = None
+    in_float: frozenset[str] = frozenset()
     largest: int = LARGEST
 
     def run(self, program: Program, limits: Limits) -> Changes:
         known = layers_of(program)
         layers = [layer for layer in known if self._is_chosen(layer) and limits.take()]
+        in_float = [layer for layer in known if layer.name in self.in_float]
         if not layers:
             return Changes()
-        for value, users in readers_of_integers(layers, {*known} - {*layers}).items():
+        for value, users in readers_of_integers(layers, in_float).items():
             by = self.qparams.get(value.name)
             if by is None:
                 continue

@@ -20,6 +20,7 @@ from tsopt.compiler.protect import InEvalMode, protected, training_flags
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import SignatureError, UsageError
 from tsopt.runtime.checking.agreement import Outputs, cosine, relative_error, scores_in, top1, unlike
+from tsopt.runtime.checking.in_pieces import InPieces
 
 Called = Callable[..., Any]
 
