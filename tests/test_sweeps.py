@@ -134,7 +134,7 @@ def test_the_model_is_left_where_it_is():
         ({"threads": ("2",)}, "threads must be integers, got '2'"),
         ({"threads": (True,)}, "threads must be integers, got True"),
         ({"threads": 2}, "threads must be a tuple, got 2"),
-        ({"threads": iter(())}, "threads is empty"),
+        ({"threads": range(0)}, "threads is empty"),
         ({"batch_sizes": 2}, "batch_sizes must be a tuple, got 2"),
         ({"batch_sizes": (1.5,)}, "batch_sizes must be integers, got 1.5"),
         ({"devices": "cpu"}, "devices must be a tuple, got 'cpu'"),
