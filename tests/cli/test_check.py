@@ -46,6 +46,10 @@ def test_limits_may_be_percentages(ran):
     found = ran("--max-slowdown", "a lot")
     assert found.code == 2
     assert "'a lot' is not a fraction" in found.err
+    found = ran("--max-slowdown", "5")
+    assert found.code == 2
+    assert "--max-slowdown 5 would be 500%" in found.err
+    assert ran("--max-slowdown", "500%", now=5.6).code == 0
 
 
 def test_the_comparison_is_saved_for_a_pull_request_and_for_programs(ran, tmp_path):

@@ -244,18 +244,26 @@ def test_a_metric_of_the_users_own_is_compared(model, paces, monkeypatch, tmp_pa
     found = tsopt.check(model, X, tmp_path / "b.json", **given)
     assert found.verdict == "less accurate"
     assert found.drop == pytest.approx(0.02)
-    other = tsopt.check(model, X, tmp_path / "b.json", **OPTIONS)
-    assert (other.verdict, other.accuracy) == ("ok", "")
-    assert "accuracy is not compared: the metric of the baseline is accuracy" in other.remarks
+    for other, text in ({}, "none was given"), ({"metric": "top1"}, "this one is top1"):
+        with pytest.raises(tsopt.UsageError, match=f"its metric is accuracy, and {text}"):
+            tsopt.check(model, X, tmp_path / "b.json", **OPTIONS | other)
 
 
-def test_a_metric_may_use_the_methods_of_a_module_and_larger_batches(model, baseline, paces):
+@pytest.mark.parametrize("named", ["cosine", "agreement"])
+def test_the_metric_of_the_baseline_is_used_where_none_is_named(model, baseline, paces, named):
+    paces(now=5.0)
+    then = replace(module.read_baseline(baseline), metric=named)
+    found = tsopt.check(model, X, then, **OPTIONS)
+    assert (found.now.metric, found.accuracy) == (named, "ok")
+
+
+def test_a_metric_may_use_the_methods_of_a_module_and_larger_batches(model, paces, tmp_path):
     paces(now=5.0)
 
     def metric(called):
         return float(called.eval()(torch.ones(8, 4)).shape[0])
 
-    found = tsopt.check(model, X, baseline, metric=metric, **OPTIONS)
+    found = tsopt.check(model, X, tmp_path / "b.json", update=True, metric=metric, **OPTIONS)
     assert found.now.score == 8.0
 
 
@@ -429,7 +437,8 @@ def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
         ({"compare_seconds": 0}, "compare_seconds must be positive"),
         ({"max_drop": -1.0}, "max_drop must be 0 or more"),
         ({"metric": "f1"}, "unknown metric 'f1'"),
-        ({"metric": lambda called: float("nan")}, "the metric returns nan"),
+        ({"max_slowdwn": 0.3}, "unknown option 'max_slowdwn'"),
+        ({"metric": lambda called: float("nan"), "update": True}, "the metric returns nan"),
         ({"threads": 0}, "threads must be an integer from 1 to 1024"),
         ({"candidate": abs}, "backends, cache, isolate, seconds cannot be combined with candidate"),
     ],

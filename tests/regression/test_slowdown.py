@@ -83,8 +83,10 @@ def test_what_follows_from_an_interval(interval, verdict):
 
 
 def test_it_is_a_text():
-    assert str(Slowdown(0.104, 0.08, 0.12)) == "10.4% slower [+8.0%, +12.0%]"
-    assert str(Slowdown(-0.02, -0.03, 0.01)) == "2.0% faster [-3.0%, +1.0%]"
+    assert str(Slowdown(0.104, 0.08, 0.12)) == "10.4% slower [8.0%, 12.0%]"
+    assert str(Slowdown(-0.3, -0.4, -0.2)) == "30.0% faster [20.0%, 40.0%]"
+    assert str(Slowdown(-0.02, -0.03, 0.01)) == "2.0% faster [3.0% faster, 1.0% slower]"
+    assert str(Slowdown(-0.02, -1.0, math.inf)) == "2.0% faster, not yet certain"
 
 
 @pytest.mark.parametrize("scatter", [0.01, 0.03])

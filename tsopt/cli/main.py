@@ -1,7 +1,8 @@
 """Running a command line: exit codes, and what is said of errors.
 
 Exit codes: 0 success; 1 verification failed, a regression was found, or this machine stopped every candidate of a race;
-2 an error in the command line, the model or a file; 130 interrupted; 141 the output pipe was closed; 143 terminated.
+2 an error in the command line, the model or a file; 70 an error in tsopt itself; 130 interrupted; 141 the output pipe
+was closed; 143 terminated.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tsopt.cli import process
 from tsopt.cli.app import app
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import NoCandidate
+
+INTERNAL = 70  # as in sysexits.h; not 1, which a gate would take for a regression
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +85,9 @@ def _unexpected(error: Exception, arguments: list[str]) -> int:
         return int(error.exit_code)
     found = process.known(error)
     if found is None:
-        raise error
+        traceback.print_exception(error)
+        sys.stderr.write("internal error in tsopt; please report it with what stands above\n")
+        return INTERNAL
     return _refused(found, arguments)
 
 

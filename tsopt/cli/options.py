@@ -71,6 +71,16 @@ def _fraction(text: str | float) -> float:
         raise UsageError(f"{text!r} is not a fraction", fix="write for example 0.05 or 5%") from error
 
 
+def _limit(text: str | float) -> float:
+    """A fraction below 1, or any percentage: `5` could mean either."""
+    found = _fraction(text)
+    if isinstance(text, str) and found >= 1 and "%" not in text:
+        raise UsageError(
+            f"--max-slowdown {text} would be {found:.0%}", fix=f"write {text}% or, for {found:.0%}, {100 * found:g}%"
+        )
+    return found
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -157,7 +167,7 @@ MaxDrop = Annotated[
 MaxSlowdown = Annotated[
     float,
     typer.Option(
-        "--max-slowdown", metavar="X", parser=_fraction, help="How much longer a call may take, e.g. 0.05 or 5%."
+        "--max-slowdown", metavar="X", parser=_limit, help="How much longer a call may take, e.g. 0.05 or 5%."
     ),
 ]
 KeepFloat = Annotated[

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsopt.api import optimize, who_races
+from tsopt.api import names_of_options, optimize, who_races
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.capture import name_of
@@ -32,13 +32,13 @@ from tsopt.regression.baseline import (
     versions_of,
 )
 from tsopt.regression.outcome import Check
-from tsopt.regression.score import Score
+from tsopt.regression.score import Score, name_of_metric
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.checking.criterion import check_metric
+from tsopt.runtime.checking.criterion import BUILT_IN, check_metric
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
@@ -104,6 +104,7 @@ def check(
             why=f"they were {then.inputs}, and are {_inputs(example)}",
             fix="pass the same example, or measure a new baseline (--update, update=True)",
         )
+    metric = _metric(metric, then)
     fast: Any = candidate
     if fast is None:
         judged: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if _may_lose(example, options) else {}
@@ -194,6 +195,24 @@ def _run(
     return slowdown
 
 
+def _metric(asked: Callable[[Any], Any] | str | None, then: Baseline | None) -> Callable[[Any], Any] | str | None:
+    """The metric to compare by: that of the baseline, where none was asked for.
+
+    Raises:
+        UsageError: the baseline has a score by another one.
+    """
+    if then is None or then.score is None or then.metric in ("", name_of_metric(asked)):
+        return asked
+    if asked is None and then.metric in BUILT_IN:
+        return then.metric
+    given = "none was given" if asked is None else f"this one is {name_of_metric(asked)}"
+    raise UsageError(
+        "the accuracy cannot be compared with that of the baseline",
+        why=f"its metric is {then.metric}, and {given}",
+        fix="pass that metric (--metric, metric=), or measure a new baseline (--update, update=True)",
+    )
+
+
 def _check_options(
     max_slowdown: float,
     metric: Callable[[Any], Any] | str | None,
@@ -210,6 +229,12 @@ def _check_options(
     if not 0 < compare_seconds < math.inf:
         raise UsageError(
             f"compare_seconds must be positive and finite, got {compare_seconds}", fix="pass a number greater than 0"
+        )
+    unknown = sorted(set(options) - names_of_options())
+    if unknown:
+        raise UsageError(
+            f"unknown option {unknown[0]!r}",
+            fix="use those of tsopt.check, such as max_slowdown, and of tsopt.optimize",
         )
     useless = sorted(set(options) - FOR_A_CANDIDATE) if candidate is not None else []
     if useless:
@@ -286,8 +311,6 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
         remarks.append("the baseline is a single session, so its own scatter is not known")
     if then.model != now.model:
         remarks.append(f"the baseline is of a model with another name, {then.model}")
-    if then.metric not in ("", now.metric):
-        remarks.append(f"accuracy is not compared: the metric of the baseline is {then.metric}")
     if then.macs is None:
         remarks.append("multiply-accumulates are not compared: the baseline does not have them")
     return speed, remarks

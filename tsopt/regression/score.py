@@ -22,6 +22,11 @@ from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
 AGREEMENT = "agreement"  # the metric that needs no name
 
 
+def name_of_metric(metric: Callable[[Any], Any] | str | None) -> str:
+    named = metric or AGREEMENT
+    return named if isinstance(named, str) else getattr(named, "__name__", "metric")
+
+
 class Score:
     """A metric.
 
@@ -43,7 +48,7 @@ class Score:
         state: Sequence[torch.Tensor] = (),
     ) -> None:
         self._metric, self._model, self._state = metric or AGREEMENT, model, tuple(state)
-        self.name = self._metric if isinstance(self._metric, str) else getattr(self._metric, "__name__", "metric")
+        self.name = name_of_metric(metric)
         self._data: list[Example] = []
         if isinstance(self._metric, str):  # inputs that the model accepts
             answers = EagerAnswers(model, example, None, seed=seed, state=self._state, few=False, only="")

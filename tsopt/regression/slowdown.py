@@ -24,6 +24,7 @@ TRIMMED = 0.1  # of the sessions, at each end
 # of the same model are "slower" with 0, less than 0.1 % with this; a slowdown of 10 % is found in 99 % of them.
 CERTAIN_SHARE = 0.25
 DRAWN = 200_000  # values of Student's t, to read its quantile from
+FAR = 10.0  # the end of an interval over two sessions that differ: no number to show
 OK, SLOWER, UNDECIDED = "ok", "slower", "undecided"
 
 
@@ -42,8 +43,16 @@ class Slowdown:
         return OK if self.high <= limit else UNDECIDED
 
     def __str__(self) -> str:
-        word = "slower" if self.estimate > 0 else "faster"
-        return f"{abs(self.estimate):.1%} {word} [{self.low:+.1%}, {self.high:+.1%}]"
+        if self.high > FAR:
+            return f"{_said(self.estimate)}, not yet certain"
+        if self.low * self.high > 0:
+            low, high = sorted(map(abs, (self.low, self.high)))
+            return f"{_said(self.estimate)} [{low:.1%}, {high:.1%}]"
+        return f"{_said(self.estimate)} [{_said(self.low)}, {_said(self.high)}]"
+
+
+def _said(slowdown: float) -> str:
+    return f"{abs(slowdown):.1%} {'slower' if slowdown > 0 else 'faster'}"
 
 
 def between(before: Sequence[float], now: Sequence[float]) -> Slowdown:

@@ -135,8 +135,16 @@ def said_of(report: Report, row: Row) -> Iterator[str]:
         return
     if row.accuracy is not None:
         yield f"verified: {row.accuracy}"
-        yield from (f"not compared: {reason}" for reason in row.accuracy.skipped)
+        yield from (f"not compared: {reason}" for reason in _by_reason(row.accuracy.skipped))
     yield from (f"note: {note}" for note in row.notes)
+
+
+def _by_reason(skipped: Iterable[str]) -> Iterator[str]:
+    """`large: eager raises IndexError` and `tiny: eager raises IndexError` as one."""
+    kinds: dict[str, list[str]] = {}
+    for kind, _, why in (text.partition(": ") for text in skipped):
+        kinds.setdefault(why, []).append(kind)
+    yield from (f"{', '.join(names)}: {why}" if why else ", ".join(names) for why, names in kinds.items())
 
 
 def tail(report: Report, *, stages: bool = True) -> Iterator[str]:

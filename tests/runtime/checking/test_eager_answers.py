@@ -13,6 +13,7 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking import eager_answers
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.extremes import EXTREME
 
 NAN = float("nan")
 ROW = torch.randn(4, 8, generator=torch.Generator().manual_seed(6))
@@ -27,6 +28,48 @@ def test_input_sets_that_the_model_refuses_are_named():
     oracle = Oracle(model, Example((ROW,)), None)
     assert oracle.skipped == ["large: eager raises ValueError"]
     assert "large" not in oracle.judge(lambda x: x * 2).inputs
+
+
+class Table(nn.Module):
+    """Columns of codes, each with an embedding of its own size; may compare with the first codes that it saw."""
+
+    def __init__(self, compares=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.columns, self.compares = nn.ModuleList(nn.Embedding(size, 4) for size in (50, 3, 7)), compares
+        self.first = None
+
+    def forward(self, codes, x):
+        y = torch.cat([column(codes[:, i]) for i, column in enumerate(self.columns)], 1) + x.exp()
+        if not self.compares:
+            return y
+        self.first = codes.clone() if self.first is None else self.first
+        return y + (codes - self.first).abs().sum()
+
+
+def rows_of_codes():
+    return Example((torch.tensor([[49, 0, 6], [12, 2, 1], [7, 1, 0], [30, 2, 5]]), torch.randn(4, 12)))
+
+
+def test_codes_are_drawn_within_their_columns_where_the_model_takes_no_other():
+    model = Table().eval()
+    oracle = Oracle(model, rows_of_codes(), None)
+    assert not [text for text in oracle.skipped if not text.startswith(EXTREME)]
+    found = oracle.judge(model)
+    assert {"example", "drawn-1", "drawn-2", "random", "large", "tiny"} <= set(found.inputs)
+    drawn = {tuple(map(tuple, codes.tolist())) for codes in seen_by(model, oracle)}
+    assert len(drawn) > 2, "they differ from the example"
+
+
+def test_what_a_model_remembers_is_noticed_by_a_call_on_codes_that_it_takes():
+    oracle = Oracle(Table(compares=True).eval(), rows_of_codes(), None)
+    assert not oracle.judge(Table().eval()).ok
+
+
+def seen_by(model, oracle):
+    seen = []
+    oracle.judge(lambda codes, x: (seen.append(codes.clone()), model(codes, x))[1])
+    return seen
 
 
 def test_input_sets_without_a_finite_answer_are_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -26,11 +27,22 @@ from tsopt.errors import AccuracyError
 from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.expected import Expected, answers
-from tsopt.runtime.checking.inputs import EXTREME, OF_THE_SAME_SIZE, SPECIAL, ZEROS, InputSet, input_sets, sets_near
+from tsopt.runtime.checking.inputs import (
+    EXTREME,
+    OF_THE_SAME_SIZE,
+    SPECIAL,
+    ZEROS,
+    InputSet,
+    by_column,
+    input_sets,
+    sets_near,
+)
 from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
 from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
 from tsopt.runtime.checking.time_limits import at_most
+
+log = logging.getLogger("tsopt")
 
 # Seconds of eager calls for the made-up input sets, but this many at least, and which ones find most.
 SECONDS, FEWEST = 2.0, 1
@@ -72,9 +84,11 @@ class EagerAnswers:
         self.skipped: list[str] = []
         self._wide: dict[str, dict[fx.Node, Any] | None] = {}
         self._patience = PATIENCE
+        self._by_column: dict[str, InputSet | None] = {}
         self.state = list(program.state.values()) if program is not None else list(state)
         if program is not None and not program.signature.aliasing:
             example = example.apart()
+        self._example = example
         first, *others = [InputSet(only, example)] if only else self._made_up(model, example, few)
         between = next((inputs for inputs in others if inputs.kind == FIND_MOST[0]), None)
         self._call_seconds = self._ask(model, first, self.state, between)
@@ -148,11 +162,10 @@ class EagerAnswers:
                 again: list[tuple[InputSet, tuple[torch.Tensor, ...]]] = []
                 for number in range(REPEATED_CALLS if is_example and not self.only else 0):
                     if between is not None and number == REPEATED_CALLS - 1:
-                        try:
-                            with at_most(self._patience):
-                                again.append((between, answers(model, between)))
-                        except Exception:  # the model's own refusal of an input that we made up
+                        fresh = self._answered(model, between)
+                        if fresh is None:
                             break
+                        again.append(fresh)
                     begun = time.perf_counter()
                     again.append((inputs, answers(model, inputs, leaves)))
                     seconds.append(time.perf_counter() - begun)
@@ -163,6 +176,9 @@ class EagerAnswers:
                     where=user_frame(error),
                     why=f"{type(error).__name__}: {str(error)[:200]}",
                 ) from error
+            other = None if isinstance(error, TimeoutError) else self._with_codes_by_column(inputs)
+            if other is not None:
+                return self._ask(model, other, state)
             self.skipped.append(f"{inputs.kind}: eager raises {type(error).__name__}")
             return 0.0
         if is_example:
@@ -174,6 +190,27 @@ class EagerAnswers:
         else:
             self.expected.append(Expected(inputs, tuple(leaves), structure, effects, written, tuple(again)))
         return min(seconds, default=0.0)
+
+    def _answered(
+        self, model: Callable[..., Any], inputs: InputSet
+    ) -> tuple[InputSet, tuple[torch.Tensor, ...]] | None:
+        """The answers on an input set that was made up, or on its other form; None if the model refuses both."""
+        for form in filter(None, (inputs, self._with_codes_by_column(inputs))):
+            try:
+                with at_most(self._patience):
+                    return form, answers(model, form)
+            except Exception as error:  # the model's own refusal of an input that we made up
+                log.debug("%s: eager raises %s", form.kind, type(error).__name__)
+        return None
+
+    def _with_codes_by_column(self, inputs: InputSet) -> InputSet | None:
+        """The input set in another form, once; None if it is that one already, or there is none."""
+        if inputs.kind.startswith(EXTREME):  # its integers are what it is about
+            return None
+        if inputs.kind not in self._by_column:
+            self._by_column[inputs.kind] = by_column(inputs, self._example, self.seed)
+        found = self._by_column[inputs.kind]
+        return None if found is inputs else found
 
     def frozen(self, model: Any, state: Sequence[torch.Tensor], kind: str) -> AbstractContextManager[Any]:
         """In which a model or a candidate is called on a kind of input set."""

@@ -116,6 +116,31 @@ def values_near(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> l
     return [near(leaf) for leaf in leaves]
 
 
+def by_column(inputs: InputSet, example: Example, seed: int) -> InputSet | None:
+    """The same input set with integers that the example has in the same place along the last axis.
+
+    The columns of a table have codes of their own, and that of one may be none of another. None if it changes nothing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made_up, structure = flatten((inputs.example.args, inputs.example.kwargs))
+    own, _ = flatten((example.args, example.kwargs))
+    leaves = [
+        made if known.dtype.is_floating_point or known.dtype.is_complex else _drawn_by_column(known, generator)
+        for made, known in zip(made_up, own, strict=True)
+    ]
+    if all(map(torch.equal, leaves, made_up)):
+        return None
+    return InputSet(inputs.kind, Example(*unflatten(structure, leaves)))
+
+
+def _drawn_by_column(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if leaf.dim() < 2 or leaf.numel() == 0:
+        return leaf
+    rows = leaf.detach().reshape(-1, leaf.shape[-1])
+    places = torch.randint(len(rows), rows.shape, generator=generator, device="cpu").to(leaf.device)
+    return _like(leaf, rows.gather(0, places).reshape(leaf.shape))
+
+
 def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if leaf.numel() == 0:
         return leaf

@@ -43,4 +43,5 @@ class Verdict:
             "decision": "equal except for ties within rounding",
             "limit": "as close to eager as its precision allows",
         }[self.test]
-        return f"{how} on {len(self.inputs)} input sets, max difference {self.max_difference:.2e}"
+        sets = "1 input set" if len(self.inputs) == 1 else f"{len(self.inputs)} input sets"
+        return f"{how} on {sets}, max difference {self.max_difference:.2e}"

@@ -83,6 +83,8 @@ def _as_exported(program: Program) -> Program:
             node.target = aten.logical_and.default
         elif node.target is aten.rsub.Scalar:
             _in_its_dtype(made, node)
+        elif node.target is aten.to.dtype:  # the exporter has a translation of the copy alone
+            node.target, node.args, node.kwargs = aten._to_copy.default, node.args[:1], {"dtype": bind(node)["dtype"]}
         elif node.target is aten.clamp.default:
             _of_one_type(node)
         elif ops.is_uninitialized(node):
