@@ -152,7 +152,7 @@ Metric = Annotated[
     typer.Option(
         "--metric",
         metavar="NAME",
-        help="Accuracy metric for lower precisions: sqnr, cosine, top1, or FILE.py:NAME for your own function.",
+        help="Accuracy metric, for lower precisions and in check: sqnr, cosine, top1, or FILE.py:NAME for your own.",
     ),
 ]
 MaxDrop = Annotated[
@@ -161,7 +161,7 @@ MaxDrop = Annotated[
         "--max-drop",
         metavar="X",
         parser=_fraction,
-        help="How far the metric may be below that of the model, e.g. 0.01 or 1%.",
+        help="How far the metric may be below that of the model (or baseline), e.g. 0.01 or 1%.",
     ),
 ]
 MaxSlowdown = Annotated[
