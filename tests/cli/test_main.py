@@ -35,16 +35,6 @@ def test_importing_tsopt_imports_no_heavy_library():
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_an_error_of_our_own_has_its_own_exit_code(monkeypatch, capsys):
-    """1 would be taken for a regression."""
-    monkeypatch.setattr("tsopt.cli.main._split_levels", lambda arguments: arguments)
-    monkeypatch.setattr("typer.main.get_command", lambda app: lambda *_, **__: 1 / 0)
-    assert main(["doctor"]) == 70
-    said = capsys.readouterr().err
-    assert "ZeroDivisionError" in said
-    assert "internal error in tsopt" in said
-
-
 def test_version_is_the_packages(tsopt):
     import tsopt as package
 
