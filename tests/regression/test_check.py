@@ -79,6 +79,16 @@ def test_noise_leaves_it_undecided_and_that_is_no_regression(model, baseline, pa
     assert len(found.now.speedups) == sessions.MOST
 
 
+@pytest.mark.parametrize(("now", "is_slower"), [(5.0, False), (8.0, True)])
+def test_an_update_says_what_it_replaces(model, baseline, paces, now, is_slower):
+    paces(now=now)
+    (said,) = tsopt.check(model, X, baseline, update=True, **OPTIONS).remarks
+    assert said.startswith("it replaces a baseline of 2.00x, TorchScript")
+    assert ("measure again if the machine was busy" in said) == is_slower
+    baseline.write_text('{"tsopt_baseline": 0}')
+    assert tsopt.check(model, X, baseline, update=True, **OPTIONS).remarks == ()
+
+
 def test_sessions_end_when_it_is_decided(model, baseline, paces):
     timed = paces(now=5.0)
     tsopt.check(model, X, baseline, **OPTIONS)

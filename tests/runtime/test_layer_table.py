@@ -19,7 +19,7 @@ def test_a_row_has_a_cell_for_each_column():
         "KB int8": "2.0",
         "ms fp32": "-",
         "ms int8": "-",
-        "runs in": "int8",
+        "precision": "int8",
         "because": "",
     }
     assert OTHER.cells()[2:] == ("-", "-", "4.0", "1.4", "-", "-", "fp32", "its input is not finite")

@@ -208,9 +208,11 @@ def int8_row(**values):
 def test_a_report_says_why_int8_was_not_chosen():
     slow = int8_row(timing=Timing((1.5, 1.5, 1.5)))
     found = replace(FULL, rows=(*FULL.rows, slow), quantization=LAYERS)
-    assert "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, ONNX Runtime 1.00 ms" in found.text
+    why = "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, ONNX Runtime 1.00 ms"
+    assert f"{why}\nthe best candidate in int8: 1 of 1 layers in int8" in found.text
     wrong = int8_row(timing=None, status="not accurate enough", reason="relative error 9 %, limit 4 %")
     found = replace(FULL, rows=(*FULL.rows, wrong), quantization=LAYERS)
     assert "int8 was not chosen: OpenVINO, precision int8-static: relative error 9 %, limit 4 %" in found.text
     won = replace(FULL, rows=(*FULL.rows, int8_row()), winner_key=int8_row().key, quantization=LAYERS)
     assert "int8 was not chosen" not in won.text
+    assert "\nint8: 1 of 1 layers in int8" in won.text

@@ -142,9 +142,11 @@ def check(
     if update:
         if stopped:
             raise UsageError("no baseline was written, because no candidate could be tried", why=stopped)
+        replaced: tuple[str, ...] = ()
         if not isinstance(baseline, Baseline):
+            replaced = _replaced(Path(baseline), now, max_slowdown)
             now.save(baseline)
-        return Check(now=now, baseline=None, slowdown=None, speed=OK, **limits)
+        return Check(now=now, baseline=None, slowdown=None, speed=OK, remarks=replaced, **limits)
     assert slowdown is not None
     remarks: list[str] = []
     if then is None:
@@ -193,6 +195,21 @@ def _run(
         if not update:
             slowdown = paired(sessions.ratios) if then is None else between(then.speedups, sessions.speedups)
     return slowdown
+
+
+def _replaced(place: Path, now: Baseline, max_slowdown: float) -> tuple[str, ...]:
+    """What is to be said of a baseline that this one replaces; nothing if there is none that can be read."""
+    if not place.is_file() or not place.stat().st_size:
+        return ()
+    try:
+        then = read_baseline(place)
+    except UsageError:  # of another version of tsopt
+        return ()
+    before, after = median(then.speedups), median(now.speedups)
+    said = f"it replaces a baseline of {before:.2f}x, {then.winner}"
+    if before > (1 + max_slowdown) * after:
+        said += "; the new one accepts slower calls, so measure again if the machine was busy"
+    return (said,)
 
 
 def _metric(asked: Callable[[Any], Any] | str | None, then: Baseline | None) -> Callable[[Any], Any] | str | None:

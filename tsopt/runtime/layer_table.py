@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SHOWN = 3  # names of layers in a line
-COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "ms fp32", "ms int8", "runs in", "because")
+COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "ms fp32", "ms int8", "precision", "because")
 TIMES = ("ms fp32", "ms int8")
 ATTENTION = "scaled_dot_product_attention"  # as an op of a record: its product of queries and keys
 
@@ -75,11 +75,15 @@ def by_loss(records: Iterable[LayerRecord]) -> list[LayerRecord]:
     return sorted(records, key=loss)
 
 
-def lines(records: Sequence[LayerRecord], calibration: str) -> list[str]:
-    """The lines of a report: how many layers run in int8, the calibration data, and why the others do not."""
+def lines(records: Sequence[LayerRecord], calibration: str, *, chosen: bool = True) -> list[str]:
+    """The lines of a report: how many layers run in int8, the calibration data, and why the others do not.
+
+    Args:
+        chosen: whether the winner is the candidate that runs them so.
+    """
     if not records:
         return []
-    said = [f"int8: {summary(records)}"]
+    said = [f"{'int8' if chosen else 'the best candidate in int8'}: {summary(records)}"]
     if calibration:
         said.append(f"calibration: {calibration}")
     reasons: dict[str, list[str]] = {}

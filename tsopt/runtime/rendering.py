@@ -159,9 +159,10 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
     if stages and report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
         yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
-    yield from layer_lines(report.quantization, report.calibration)
-    if report.quantization and "int8" not in report.winner_key:
+    chosen = "int8" in report.winner_key
+    if report.quantization and not chosen:
         yield from _why_not_int8(report)
+    yield from layer_lines(report.quantization, report.calibration, chosen=chosen)
     if report.sizes:
         yield f"sizes: {report.sizes}"
     if report.frontend:
