@@ -51,7 +51,7 @@ def test_without_a_home_directory_both_say_that_there_is_no_cache(tsopt):
     ran = tsopt("cache", "show")
     assert (ran.code, ran.out) == (
         0,
-        "the cache is not used: there is no home directory; set TSOPT_CACHE_DIR to a directory to use\n",
+        "the cache is not used: the user has no home directory; set TSOPT_CACHE_DIR to another directory\n",
     )
     assert tsopt("cache", "show", "--json").json["directory"] is None
     ran = tsopt("cache", "clear")

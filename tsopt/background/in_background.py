@@ -245,7 +245,7 @@ class InBackground:
         if executable is None:
             held = named_tensors(self.model)
             job.watch.leave_out(held[name] for name in answer.written)
-        # Taken down anew: it includes what calls have changed by now.
+        # Recorded again, with what calls have changed by now.
         watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
             return  # it was made of other weights: the next call of this key begins again

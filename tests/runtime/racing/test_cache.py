@@ -306,7 +306,7 @@ def test_a_tilde_in_the_variable_is_the_home_directory(monkeypatch, tmp_path):
 def test_no_home_directory_is_no_cache_and_no_error(monkeypatch, place):
     if place is not None:
         monkeypatch.setenv("TSOPT_CACHE_DIR", place)
-    assert cache.objection() == "there is no home directory; set TSOPT_CACHE_DIR to a directory to use"
+    assert cache.objection() == "the user has no home directory; set TSOPT_CACHE_DIR to another directory"
     cache.keep(KEY, ENTRY, b"files")
     assert cache.find(KEY, RACING, 10.0) is None
     assert cache.files_of_winner(KEY) is None

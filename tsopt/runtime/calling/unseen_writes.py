@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Watcher(Protocol):
-    """Whoever relies on the version counters of tensors."""
+    """An object that relies on the version counters of tensors."""
 
     def was_written(self, places: frozenset[int]) -> None:
         """Told after a write to the memory at these places; see `place_of`."""
@@ -50,7 +50,7 @@ def place_of(tensor: torch.Tensor) -> int:
     """Its memory, whichever tensor looks at it; itself, where that cannot be told."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):  # sparse, of a subclass, or not there yet
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, a subclass, or an uninitialized parameter
         return id(tensor)
 
 

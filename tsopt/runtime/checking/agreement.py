@@ -86,7 +86,7 @@ def top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
 
 
 def scores_in(outputs: Outputs) -> int | None:
-    """Which output of a call holds scores: the first of floating-point numbers that is no scalar."""
+    """Which output of a call holds scores: the first floating-point tensor that has axes."""
     return next((i for i, leaf in enumerate(outputs) if leaf.is_floating_point() and leaf.dim()), None)
 
 

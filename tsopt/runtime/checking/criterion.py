@@ -84,7 +84,7 @@ class Likeness:
         max_drop: how far `cosine` or `top1` may be below 1.
         state: what calls write beside their inputs; each call starts from what is there now.
 
-    NaN or infinities in other places than in eager are no loss of accuracy, and never accepted.
+    A candidate with NaN or infinities where eager has none, or the reverse, is never accepted.
 
     Raises:
         UsageError: the model fails on an input, or `top1` would have to guess the axis of the classes.

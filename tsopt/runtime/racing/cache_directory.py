@@ -25,7 +25,7 @@ def directory() -> Path:
         # Files that set variables, such as a Dockerfile, leave `~` to whoever reads them.
         return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False)).expanduser()
     except RuntimeError as error:
-        raise NoHomeError(f"there is no home directory; set {PLACE} to a directory to use") from error
+        raise NoHomeError(f"the user has no home directory; set {PLACE} to another directory") from error
 
 
 def objection(place: Path | None = None) -> str:
