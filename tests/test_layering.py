@@ -50,7 +50,7 @@ ONLY_IN = {
     "graphviz": {"cli/graph.py"},
     "jinja2": {"runtime/page/document.py"},
     "cloudpickle": {"background/job.py"},
-    "typer": {"cli/app.py", "cli/main.py", "cli/options.py"},
+    "typer": {"cli/app.py", "cli/cache.py", "cli/main.py", "cli/options.py"},
     "rich": {"cli/console.py", "runtime/progress.py"},
 }
 # Imported before torch: by `import tsopt`, by `tsopt --help`, and by a bundle where torch is not installed.
@@ -114,6 +114,7 @@ WITHOUT_TORCH = (
     "cli/process.py",
     "cli/profile.py",
     "cli/bench.py",
+    "cli/cache.py",
     "cli/check.py",
     "cli/graph.py",
     "pytest_plugin.py",

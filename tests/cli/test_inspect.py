@@ -254,7 +254,7 @@ def wrong_rule(monkeypatch, write):
     """A model, and a pipeline with a wrong rule in it."""
     write(DOUBLES)
     mine = functools.partial(transforms.debug_passes, passes=(*transforms.STANDARD, RulePass("mine", (half_of_it,))))
-    monkeypatch.setattr(transforms, "debug_passes", mine)
+    monkeypatch.setattr("tsopt.cli.inspect.debug_passes", mine)
 
 
 class TestDebugPasses:

@@ -304,7 +304,7 @@ def test_what_the_system_refuses_is_an_error_of_the_systems(tsopt, write, monkey
         raise error
 
     write()
-    monkeypatch.setattr("tsopt.compiler.capture.capture.capture", fail)
+    monkeypatch.setattr("tsopt.cli.inspect.capture", fail)
     ran = tsopt("inspect", "m.py")
     assert ran.code == 2
     assert text in ran.err
@@ -323,7 +323,7 @@ def test_what_is_our_own_mistake_is_not_hidden(write, monkeypatch, tmp_path, cap
 
     write()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tsopt.compiler.capture.capture.capture", fail)
+    monkeypatch.setattr("tsopt.cli.inspect.capture", fail)
     assert main(["inspect", "m.py"]) == 70
     said = capsys.readouterr().err
     assert f"{type(error).__name__}: " in said

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tsopt._version import __version__
-from tsopt.cli import process
+from tsopt.cli import cache, process
 from tsopt.cli.options import (
     AsJson,
     Eval,
@@ -24,11 +24,8 @@ from tsopt.cli.options import (
     Timing,
     Trust,
     UseCache,
-    capture_options,
     grouped,
-    race_options,
 )
-from tsopt.errors import UsageError
 
 app = typer.Typer(
     name="tsopt",
@@ -38,12 +35,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-def _load(out: Any, model: str, inputs: list[str] | None, seed: int, trust: bool) -> Any:
-    from tsopt.cli.model_sources import load_model
-
-    return load_model(model, inputs or [], seed, trust=trust, note=out.note)
 
 
 @app.command(help="Optimize a model, race it against eager, and save the winner.")
@@ -198,12 +189,9 @@ def bench(
 ) -> None:
     out = process.output(json, quiet)
     from tsopt.cli import bench
-    from tsopt.cli.export import directories
     from tsopt.cli.outputs import check_outputs
-    from tsopt.cli.saved import PAGE, check_saved, save
+    from tsopt.cli.saved import PAGE, check_saved
 
-    new: list[Path] = []
-    places = [path for path in (output, html) if path is not None]
     settings: dict[str, list[Any]] = {
         "threads": bench.numbers(threads, "--threads"),
         "batch_sizes": bench.numbers(batch_sizes, "--batch-sizes"),
@@ -212,30 +200,7 @@ def bench(
     check_saved("-o", output, bench.WRITERS)
     check_saved("--html", html, PAGE)
     check_outputs(subject, timing, saved={"-o": output, "--html": html})
-    options = race_options(subject, timing)
-    with out.progress(Path(subject.model).name) as tell:
-        tell("import torch")
-        loaded = _load(out, subject.model, subject.input, subject.seed, subject.trust)
-        from tsopt.cli.model_file import load_data
-        from tsopt.sweeps import sweep
-
-        given = {name: values for name, values in settings.items() if values}
-        options |= load_data(timing, loaded.files)
-        found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
-        with directories(places) as new:
-            for path in places:
-                save(found, path, bench.WRITERS)
-                process.State.written += (str(path),)
-    report = found.results[0].report
-    if len(found.results) == 1 and report is not None:
-        out.report(report)
-    else:
-        bench.show(out, found)
-    for directory in new:
-        out.say(f"created the directory {directory}")
-    for path in places:
-        out.say(f"saved: {path}")
-    _check_tried(out, next((item.report.stopped for item in found.results if item.report and item.report.stopped), ""))
+    _check_tried(out, bench.run(out, subject, timing, settings=settings, outputs=(output, html)))
 
 
 def _check_tried(out: Any, stopped: str) -> None:
@@ -283,60 +248,24 @@ def inspect(
 ) -> None:
     out = process.output(json)
     from tsopt.cli.export import directories
-    from tsopt.cli.outputs import check_outputs
-    from tsopt.cli.saved import save
 
     if graph is not None:
-        from tsopt.cli.graph import WRITERS, Graphs, check_graph
+        from tsopt.cli.graph import check_graph
+        from tsopt.cli.outputs import check_outputs
 
         check_graph(graph)
         check_outputs(subject, None, saved={"--graph": graph})
     with directories([graph] if graph is not None else []) as new, out.progress(Path(subject.model).name) as tell:
         from tsopt.cli import inspect
 
-        inspect.check_passes(only or ())
-        loaded = _load(out, subject.model, subject.input, subject.seed, subject.trust)
-        from tsopt.compiler.capture.capture import capture
-        from tsopt.compiler.graph.labels import Labels
-        from tsopt.passes import STANDARD
-        from tsopt.transforms import check_name, debug_passes, names_of, transform_with_records
-
-        tell("capture")
-        program = capture(loaded.model, loaded.example_input, **capture_options(subject))
-        captured = Labels().text(program)
-        options: Any = {"level": subject.level, "without": subject.without or (), "keep_text": True, "progress": tell}
-        debugged = None
-        if debug:
-            debugged = debug_passes(program, loaded.example_input, seed=subject.seed, **options)
-            optimized, records = debugged.program, debugged.records
-        else:
-            optimized, records = transform_with_records(program, **options)
-        reasons = None
-        if why is not None:
-            check_name(why, [*names_of(STANDARD), *inspect.names_in(records)])
-            reasons = inspect.explain(why, captured, records, subject.level, subject.without or ())
-        if graph is not None:
-            from tsopt.compiler.graph.drawing import drawing_of
-
-            tell(f"draw {graph}")
-            save(Graphs(program.name, drawing_of(program), drawing_of(optimized)), graph, WRITERS)
-            process.State.written += (str(graph),)
-    shown = [record for record in records if not only or record.name in only]
-    if json:
-        out.json(inspect.to_json(captured, optimized, shown, reasons, debugged))
-    if reasons is not None:
-        inspect.show_why(out, str(why), reasons)
-    if passes:
-        inspect.show_passes(out, shown)
-    if debugged is not None:
-        inspect.show_debug(out, debugged)
-    if reasons is None and debugged is None and not passes:
-        inspect.show_texts(out, captured, records, diff=diff, only=only or ())
+        asked = inspect.Asked(diff=diff, passes=passes, only=only or (), why=why, graph=graph, debug=debug)
+        found = inspect.inspected(out, subject, asked, tell)
+    inspect.show(out, found, asked)
     for directory in new:
         out.say(f"created the directory {directory}")
     if graph is not None:
         out.say(f"saved: {graph}")
-    if debugged is not None and debugged.findings:
+    if found.debugged is not None and found.debugged.findings:
         raise typer.Exit(1)
 
 
@@ -357,15 +286,16 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     out = process.output(json, quiet)
+    from tsopt.cli.model_sources import load_model
     from tsopt.cli.verify import against_model, against_record
 
     with out.progress(bundle.name) as tell:
         tell("run")
-        found = (
-            against_record(bundle, trust)
-            if model is None
-            else against_model(bundle, trust, _load(out, model, input, seed, trust), seed, eval_mode=eval)
-        )
+        if model is None:
+            found = against_record(bundle, trust)
+        else:
+            loaded = load_model(model, input or [], seed, trust=trust, note=out.note)
+            found = against_model(bundle, trust, loaded, seed, eval_mode=eval)
     out.json({"bundle": str(bundle), "ok": True, "verdict": found.verdict, "load_seconds": found.load_seconds})
     out.say(f"{bundle}: {found.verdict}; loaded in {found.load_seconds:.2f} s")
 
@@ -432,47 +362,7 @@ def doctor(json: AsJson = False) -> None:
     diagnose(out)
 
 
-races = typer.Typer(help="Show or clear the cached results of races.", no_args_is_help=True, rich_markup_mode=None)
-app.add_typer(races, name="cache")
-
-
-@races.command(help="Show where the cache is and how many races it holds.")
-def show(json: AsJson = False) -> None:
-    out = process.output(json)
-    from tsopt.runtime.racing import cache_files as cache
-    from tsopt.runtime.racing.cache_directory import NoHomeError, directory, objection
-
-    found, size, reason = cache.entries(), cache.size(), objection()
-    try:
-        place: str | None = str(directory())
-    except NoHomeError:
-        place = None
-    out.json({"directory": place, "entries": len(found), "bytes": size, "objection": reason})
-    if place is not None:
-        out.say(f"{place}: {_counted(len(found))}, {size / 1e3:.1f} kB")
-    if reason:
-        out.say(f"the cache is not used: {reason}")
-
-
-@races.command(help="Delete all cached results.")
-def clear(json: AsJson = False) -> None:
-    out = process.output(json)
-    from tsopt.runtime.racing import cache_files as cache
-    from tsopt.runtime.racing.cache_directory import directory, objection
-
-    reason = objection()
-    if reason:
-        raise UsageError("the cache was not cleared", why=reason)
-    try:
-        count = cache.clear()
-    except OSError as error:
-        raise UsageError("the cache cannot be cleared", why=str(error)) from error
-    out.json({"removed": count})
-    out.say(f"removed {_counted(count)} from {directory()}")
-
-
-def _counted(count: int) -> str:
-    return f"{count} {'race' if count == 1 else 'races'}"
+app.add_typer(cache.app, name="cache")
 
 
 def _version(value: bool) -> None:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tsopt.cli import process
+from tsopt.cli.export import directories
+from tsopt.cli.model_file import load_data
+from tsopt.cli.model_sources import load_model
+from tsopt.cli.options import Subject, Timing, race_options
+from tsopt.cli.saved import save
 from tsopt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +26,49 @@ WRITERS: Writers = {
     ".md": lambda sweep: sweep.markdown + "\n",
     ".html": lambda sweep: sweep.html,
 }
+
+
+def run(
+    out: Any,
+    subject: Subject,
+    timing: Timing,
+    *,
+    settings: Mapping[str, Sequence[Any]],
+    outputs: Sequence[Path | None],
+) -> str:
+    """Times a model in each setting, and shows and saves the result.
+
+    Args:
+        settings: values to try, by option of `tsopt.sweep`; empty: its default.
+        outputs: where the table is also saved.
+
+    Returns:
+        Why this machine stopped every candidate; empty if some could be tried.
+    """
+    places = [path for path in outputs if path is not None]
+    options = race_options(subject, timing)
+    with out.progress(Path(subject.model).name) as tell:
+        tell("import torch")
+        loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+        from tsopt.sweeps import sweep
+
+        given = {name: values for name, values in settings.items() if values}
+        options |= load_data(timing, loaded.files)
+        found = sweep(loaded.model, loaded.example_input, progress=tell, **given, **options)
+        with directories(places) as new:
+            for path in places:
+                save(found, path, WRITERS)
+                process.State.written += (str(path),)
+    report = found.results[0].report
+    if len(found.results) == 1 and report is not None:
+        out.report(report)
+    else:
+        show(out, found)
+    for directory in new:
+        out.say(f"created the directory {directory}")
+    for path in places:
+        out.say(f"saved: {path}")
+    return next((item.report.stopped for item in found.results if item.report and item.report.stopped), "")
 
 
 def words(text: str | None, option: str) -> list[str]:

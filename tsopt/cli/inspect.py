@@ -1,13 +1,21 @@
-"""The output of `tsopt inspect`."""
+"""`tsopt inspect`: a program before and after the passes, and what they did."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any, cast
 
+from tsopt.cli import process
+from tsopt.cli.graph import WRITERS, Graphs
+from tsopt.cli.model_sources import load_model
+from tsopt.cli.options import Subject, capture_options
+from tsopt.cli.saved import save
+from tsopt.compiler.capture.capture import capture
+from tsopt.compiler.graph.drawing import drawing_of
 from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.ops import name_of
 from tsopt.compiler.graph.program import Program
@@ -27,16 +35,84 @@ from tsopt.runtime.rendering import (
     rule_cells,
 )
 from tsopt.runtime.report import RuleRecord, pass_json, rule_records, rules_json
-from tsopt.transforms import LEVELS, check_name, passes_in, rules_of
-
-
-def check_passes(names: Iterable[str]) -> None:
-    """Raises UsageError for a name that is not a pass of the standard pipeline."""
-    for name in names:
-        check_name(name, [item.name for item in passes_in(STANDARD)])
-
+from tsopt.transforms import (
+    LEVELS,
+    check_name,
+    debug_passes,
+    names_of,
+    passes_in,
+    rules_of,
+    transform_with_records,
+)
 
 SHOWN = 3  # places or ops in one line; the JSON has all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be shown: the options of the command."""
+
+    diff: bool
+    passes: bool
+    only: Sequence[str]
+    why: str | None
+    graph: Path | None
+    debug: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """A program as captured, in words, and what the passes made of it."""
+
+    captured: str
+    optimized: Program
+    records: Sequence[PassRecord]
+    reasons: list[Why] | None
+    debugged: Debugged | None
+
+
+def inspected(out: Any, subject: Subject, asked: Asked, tell: Callable[[str], None]) -> Inspected:
+    """Captures a model, runs the passes, and draws the graph if that is asked for.
+
+    Raises:
+        UsageError: a pass or a rule that is asked for does not exist.
+    """
+    for name in asked.only:
+        check_name(name, [item.name for item in passes_in(STANDARD)])
+    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+    tell("capture")
+    program = capture(loaded.model, loaded.example_input, **capture_options(subject))
+    captured, without = Labels().text(program), subject.without or ()
+    options: Any = {"level": subject.level, "without": without, "keep_text": True, "progress": tell}
+    debugged = None
+    if asked.debug:
+        debugged = debug_passes(program, loaded.example_input, seed=subject.seed, **options)
+        optimized, records = debugged.program, debugged.records
+    else:
+        optimized, records = transform_with_records(program, **options)
+    reasons = None
+    if asked.why is not None:
+        check_name(asked.why, [*names_of(STANDARD), *names_in(records)])
+        reasons = explain(asked.why, captured, records, subject.level, without)
+    if asked.graph is not None:
+        tell(f"draw {asked.graph}")
+        save(Graphs(program.name, drawing_of(program), drawing_of(optimized)), asked.graph, WRITERS)
+        process.State.written += (str(asked.graph),)
+    return Inspected(captured, optimized, records, reasons, debugged)
+
+
+def show(out: Any, found: Inspected, asked: Asked) -> None:
+    """What was asked for; the program after each pass if nothing was."""
+    shown = [record for record in found.records if not asked.only or record.name in asked.only]
+    out.json(to_json(found.captured, found.optimized, shown, found.reasons, found.debugged))
+    if found.reasons is not None:
+        show_why(out, str(asked.why), found.reasons)
+    if asked.passes:
+        show_passes(out, shown)
+    if found.debugged is not None:
+        show_debug(out, found.debugged)
+    if found.reasons is None and found.debugged is None and not asked.passes:
+        show_texts(out, found.captured, found.records, diff=asked.diff, only=asked.only)
 
 
 def show_texts(
