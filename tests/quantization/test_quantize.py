@@ -1,4 +1,4 @@
-"""Quantization as a whole: what is chosen, what is kept in float32 and why, and what is refused."""
+"""Quantization as a whole: what is made, of which data, and what costs only a layer."""
 
 from __future__ import annotations
 
@@ -12,44 +12,13 @@ from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.quantization.helpers import BOTH, hard, layers, quantized, records, rows
 from tsopt.compiler.calls.calibration import FOR_BOTH
 from tsopt.compiler.calls.example import as_example
-from tsopt.compiler.graph.quantized import largest_weight, quantized_layer
+from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import NoGain, UsageError
 from tsopt.quantization import variants
 from tsopt.quantization.quantize import Int8Options, quantize
-from tsopt.runtime.backends.candidate import Candidate, candidates_for
-
-BOTH = ("int8", "int8-static")
-
-
-def quantized(model, example, *, wanted=BOTH, progress=None, seconds=math.inf, **options):
-    program = tsopt.transform(tsopt.capture(model, example))
-    tell = progress or (lambda text: None)
-    made = Int8Options(**options)
-    return quantize(model, program, as_example(example), wanted, made, seconds=seconds, progress=tell)
-
-
-def records(found, variant="int8-static"):
-    return found.layers_in(variant)
-
-
-def layers(program):
-    return [layer for node in program.calls() if (layer := quantized_layer(program, node)) is not None]
-
-
-def hard():
-    """A network of which one layer loses much in int8: two weights of each row are much larger than the others.
-
-    They are in other columns in each row, so that no factors of columns help, and cancel out.
-    """
-    model = mlp(32, 32, 32, 32, 8)
-    with torch.no_grad():
-        for row in range(32):
-            first = 2 * (row % 16)
-            model[4].weight[row, first], model[4].weight[row, first + 1] = 300.0, -300.0
-        model[2].weight[1::2], model[2].bias[1::2] = model[2].weight[::2], model[2].bias[::2]
-    return model
 
 
 class Masked(nn.Module):
@@ -62,10 +31,6 @@ class Masked(nn.Module):
 
     def forward(self, x):
         return self.plain(x), self.masked(x.masked_fill(x > 0.5, -torch.inf))
-
-
-def rows(count, size=32):
-    return [torch.randn(1, size, generator=seeded(i)) for i in range(count)]
 
 
 def test_both_variants_are_made_and_every_layer_is_reported():
@@ -93,120 +58,6 @@ def test_a_criterion_judges_other_precisions_too():
     assert quantized(Residual().eval(), images(1)[0], wanted=("bf16",), metric="cosine").criterion is not None
 
 
-def test_the_layer_that_loses_most_stays_in_float32():
-    found = quantized(hard(), rows(1)[0], calibration=rows(16))
-    kept = {layer.name: layer.kept for layer in records(found) if layer.kept}
-    assert kept == {"4": "SQNR below 20 dB"}
-    assert len(layers(found.variants["int8-static"])) == 3
-
-
-def test_the_criterion_keeps_more_layers_in_float32():
-    model = mlp(16, 16, 16, 8)
-    calls = rows(16, 16)
-    generous = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=0.5)
-    strict = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=4e-6)
-    assert len(layers(generous.variants["int8-static"])) == 3
-    kept = [
-        layer for layer in records(strict) if layer.kept == "the quantized layers together exceed the accuracy limit"
-    ]
-    assert kept
-    program = strict.variants["int8-static"]
-    assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))
-
-
-class TwoWays(nn.Module):
-    """Two layers side by side: the one whose own error is larger hardly counts for the output."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.matters, self.hardly = nn.Linear(64, 8), nn.Linear(64, 8)
-        with torch.no_grad():
-            self.hardly.weight[:, 0] *= 40  # fewer steps are left for the others
-
-    def forward(self, x):
-        return self.matters(x) + 1e-4 * self.hardly(x)
-
-
-def test_the_layer_that_counts_for_the_output_is_kept():
-    calls = rows(16, 64)
-    found = quantized(TwoWays().eval(), calls[0], calibration=calls, metric="cosine", max_drop=1e-6)
-    matters, hardly = records(found)
-    assert (bool(matters.kept), hardly.kept) == (True, "")
-    assert hardly.sqnr < matters.sqnr
-    assert hardly.output_sqnr > matters.output_sqnr + 40
-
-
-class Classes(nn.Module):
-    """Returns the largest of the scores that its last layer, which loses most, gives; and what the first one gives."""
-
-    def __init__(self, with_first):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 5)
-        self.with_first = with_first
-        with torch.no_grad():
-            self.last.weight[:, 0] = 0
-
-    def forward(self, x):
-        first = self.first(x)
-        y = self.second(first.relu())
-        classes = self.last(torch.cat((torch.full_like(y[:, :1], 8.0), y[:, 1:]), 1)).argmax(-1)
-        return (first, classes) if self.with_first else classes
-
-
-@pytest.mark.parametrize("with_first", [False, True], ids=["classes", "classes and an output"])
-def test_layers_that_lose_most_are_kept_where_gradients_do_not_tell(with_first):
-    x = torch.randn(512, 64, generator=seeded(0))
-    found = quantized(Classes(with_first).eval(), x, wanted=("int8",), metric="cosine", max_drop=0.02)
-    kept = [layer.name for layer in records(found, "int8") if layer.kept]
-    assert kept == ["last"]
-    assert [layer.output_sqnr for layer in records(found, "int8")][1:] == [None, None]
-
-
-def test_a_limit_that_nothing_meets_keeps_all_in_float32():
-    found = quantized(Residual().eval(), images(1)[0], calibration=images(8), metric="cosine", max_drop=0.0)
-    for made in found.variants.values():
-        assert isinstance(made, NoGain)
-        assert "no layer can run in int8: cosine similarity to eager 0.9999" in made.what, "not 1, where 1 is required"
-    assert all(layer.kept for layer in records(found))
-
-
-def test_layers_that_the_user_names_stay_in_float32():
-    found = quantized(Residual().eval(), images(1)[0], calibration=images(4), keep_float=("inner", "he*"))
-    assert {layer.name: layer.kept for layer in records(found)} == {
-        "stem": "",
-        "inner": "keep_float 'inner'",
-        "head": "keep_float 'he*'",
-    }
-    assert all(len(layers(made)) == 1 for made in found.variants.values())
-    convolutions = [node for node in found.variants["int8-static"].calls() if "conv2d" in str(node.target)]
-    read = {node.meta["module"]: node.all_input_nodes[0] for node in convolutions}
-    assert str(read["inner"].target) == "aten.relu.default", "it reads what is rounded for the residual sum"
-
-
-def test_a_pattern_names_all_that_is_within():
-    model = nn.Sequential(mlp(8, 8, 8), mlp(8, 8))
-    found = quantized(model.eval(), rows(1, 8)[0], calibration=rows(4, 8), keep_float=("0",))
-    assert [layer.name for layer in records(found) if layer.kept] == ["0.0", "0.2"]
-
-
-def test_a_layer_is_known_by_its_own_name_after_a_norm_was_folded_into_it():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    found = quantized(model, images(1)[0], calibration=images(4))
-    assert [layer.name for layer in records(found)] == ["0"]
-    by_norm = quantized(model, images(1)[0], calibration=images(4), keep_float=("1",))
-    assert records(by_norm)[0].kept == "keep_float '1'"
-
-
-def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(
-        UsageError, match="keep_float 'body' matches no layer\n  why: the layers are: stem, inner, head"
-    ):
-        quantized(Residual().eval(), images(1)[0], calibration=images(2), keep_float=("body",))
-
-
 def test_a_model_without_layers_gains_nothing():
     found = quantized(nn.ReLU().eval(), rows(1)[0], calibration=rows(2))
     assert all(isinstance(made, NoGain) for made in found.variants.values())
@@ -217,6 +68,26 @@ def test_a_number_of_inputs_is_drawn_and_said_to_be():
     found = quantized(Residual().eval(), images(1)[0], calibration=6)
     assert found.calibration == "6 inputs drawn like the example, which says little about real data"
     assert len(layers(found.variants["int8-static"])) == 3
+
+
+class Table(nn.Module):
+    """Each column has codes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.columns = nn.ModuleList(nn.Embedding(size, 8) for size in (2, 50))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, codes):
+        return self.head(torch.cat([column(codes[:, i]) for i, column in enumerate(self.columns)], dim=1))
+
+
+def test_codes_of_a_table_are_drawn_within_their_columns():
+    codes = torch.stack([torch.arange(40) % 2, torch.arange(40) + 10], dim=1)
+    found = quantized(Table().eval(), codes, calibration=6)
+    assert found.calibration.startswith("6 inputs drawn like the example")
+    assert len(layers(found.variants["int8-static"])) == 1
 
 
 @pytest.mark.parametrize("data", [1, [torch.zeros(1, 4)]])
@@ -303,9 +174,6 @@ def test_sizes_that_may_differ_are_calibrated_at_those_of_the_data():
     with torch.no_grad():
         (answer,), wanted = made.module()(data[0]), model(data[0])
     assert float((answer - wanted).norm() / wanted.norm()) < 0.04
-
-
-# ---- what goes wrong ----------------------------------------------------------------------------------------
 
 
 def test_what_is_not_finished_in_time_is_not_made():
@@ -426,73 +294,6 @@ def test_state_is_the_same_for_each_call():
     found = quantized(model, rows(1, 8)[0], calibration=rows(8, 8), metric="cosine", max_drop=0.01)
     assert all(not isinstance(made, NoGain) for made in found.variants.values())
     assert float(model.calls) == 0
-
-
-def test_data_without_a_precision_is_an_error():
-    with pytest.raises(UsageError, match="calibration, metric, max_drop and keep_float have no effect"):
-        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], calibration=rows(2, 4))
-
-
-# ---- candidates ---------------------------------------------------------------------------------------------
-
-
-def test_data_adds_the_calibrated_candidates(monkeypatch):
-    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
-
-    def keys(precision, calibrated):
-        found = candidates_for(("onednn", "onnxruntime", "openvino"), precision, calibrated=calibrated)
-        return [candidate.key for candidate in found if "int8" in candidate.key]
-
-    own = ["onednn?precision=int8", "onnxruntime?precision=int8-weights", "openvino?precision=int8-weights"]
-    static = ["onnxruntime?precision=int8-static", "openvino?precision=int8-static"]
-    assert keys("int8", False) == own
-    assert keys("int8", True) == keys("auto", True) == [*own, *static]
-    assert keys("auto", False) == []
-    assert keys("bf16", True) == []
-
-
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_the_other_ops_are_tried_in_bfloat16_where_the_cpu_has_it(monkeypatch, calibrated):
-    def keys():
-        found = candidates_for(("onnxruntime", "openvino"), "int8", calibrated=calibrated)
-        return [candidate.key for candidate in found if "other_ops" in candidate.key]
-
-    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: True)
-    variants = ("int8-weights", "int8-static")[: 1 + calibrated]
-    assert keys() == [f"openvino?other_ops=bf16&precision={variant}" for variant in variants]
-    assert [Candidate.parse(key).key for key in keys()] == keys()
-    assert Candidate.parse(keys()[0]).title == "OpenVINO, other ops bf16, precision int8-weights"
-    assert Candidate.parse(keys()[0]).in_full_precision() == Candidate("openvino")
-    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
-    assert keys() == []
-
-
-def test_compile_cannot_calibrate():
-    with pytest.raises(UsageError, match="int8-static needs calibration data"):
-        tsopt.compile(tsopt.capture(mlp(4, 4), rows(1, 4)[0]), "openvino?precision=int8-static")
-
-
-def test_a_candidate_in_full_precision():
-    for key in ("openvino?precision=int8-static", "openvino?precision=bf16", "openvino"):
-        assert Candidate.parse(key).in_full_precision() == Candidate("openvino")
-    assert Candidate.parse("onnxruntime?threads=1").in_full_precision().key == "onnxruntime?threads=1"
-
-
-@pytest.mark.parametrize("keep_float", ["10", None, 3, [nn.ReLU()], b"head"])
-def test_patterns_are_a_collection_of_texts(keep_float):
-    with pytest.raises(UsageError, match="keep_float must be a tuple of module paths"):
-        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", keep_float=keep_float)
-
-
-def test_patterns_without_a_lower_precision_are_an_error():
-    with pytest.raises(UsageError, match="keep_float have no effect without a lower precision"):
-        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), keep_float=("0",))
-
-
-@pytest.mark.parametrize("max_drop", ["1%", True, float("nan")])
-def test_a_drop_is_a_number(max_drop):
-    with pytest.raises(UsageError, match="max_drop must be 0 or more"):
-        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", max_drop=max_drop)
 
 
 def test_more_inputs_than_are_needed_are_not_drawn():

@@ -1,4 +1,4 @@
-"""Sessions whose times are told, not measured."""
+"""A model with its baseline, and sessions whose times are told, not measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import tsopt
+from tests.regression.models import OPTIONS, Net, X
+from tests.runtime.racing.helpers import fast_timings
 from tsopt.regression import sessions
 from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.racing.race import with_timing
@@ -59,3 +62,17 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
         return timed
 
     return told
+
+
+@pytest.fixture
+def model():
+    return Net().eval()
+
+
+@pytest.fixture
+def baseline(model, paces, monkeypatch, tmp_path):
+    """A file, with calls of 5 ms beside 10 ms in eager."""
+    fast_timings(monkeypatch, wins="TorchScript")
+    paces(now=5.0)
+    tsopt.check(model, X, tmp_path / "b.json", update=True, **OPTIONS)
+    return tmp_path / "b.json"

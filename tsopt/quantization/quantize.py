@@ -19,10 +19,11 @@ from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.lower_precision import in_precision
 from tsopt.quantization.variants import OutOfTime, Quantizer
+from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
-from tsopt.runtime.checking.custom_ops import made_up
-from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE
+from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, by_column
+from tsopt.runtime.checking.made_up import made_up
 from tsopt.runtime.layer_table import ATTENTION, LayerRecord
 
 log = logging.getLogger("tsopt")
@@ -207,13 +208,23 @@ def _data(
             *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
         )
     if options.calibration is None:
-        sets = [
-            item for item in made_up(program, example, seed) if item.kind.startswith(("example", *OF_THE_SAME_SIZE))
-        ]
-        return Calibration(tuple(item.example for item in sets), "no data", is_split=False)  # too few to split
+        return Calibration((example, *_drawn(program, example, seed)), "no data", is_split=False)  # too few to split
     count, made = min(int(options.calibration), MOST), [example]
     while len(made) < count:
         seed += 1
-        made += [item.example for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+        made += _drawn(program, example, seed)
     calls = tuple(made[:count])
     return Calibration(calls, f"{counted(count, 'input')} drawn like the example, which says little about real data")
+
+
+def _drawn(program: Program, example: Example, seed: int) -> list[Example]:
+    """Inputs like the example; of a table, codes that the same column has, if the model refuses those of others."""
+    sets = [item for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+    try:
+        with protected(None, written=program.state.values()):
+            call = sets[0].clone()
+            compile(program, "eager", share_weights=True)(*call.args, **call.kwargs)
+    except Exception as error:  # whatever the model says about values that it does not take
+        log.debug("the model refuses %s: %s", sets[0].kind, error)
+        sets = [by_column(item, example, seed) or item for item in sets]
+    return [item.example for item in sets]

@@ -1,0 +1,77 @@
+"""Which candidates a lower precision adds, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tsopt
+from tests.passes.quantize.models import mlp
+from tests.quantization.helpers import rows
+from tsopt.errors import UsageError
+from tsopt.runtime.backends.candidate import Candidate, candidates_for
+
+
+def test_data_without_a_precision_is_an_error():
+    with pytest.raises(UsageError, match="calibration, metric, max_drop and keep_float have no effect"):
+        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], calibration=rows(2, 4))
+
+
+def test_data_adds_the_calibrated_candidates(monkeypatch):
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
+
+    def keys(precision, calibrated):
+        found = candidates_for(("onednn", "onnxruntime", "openvino"), precision, calibrated=calibrated)
+        return [candidate.key for candidate in found if "int8" in candidate.key]
+
+    own = ["onednn?precision=int8", "onnxruntime?precision=int8-weights", "openvino?precision=int8-weights"]
+    static = ["onnxruntime?precision=int8-static", "openvino?precision=int8-static"]
+    assert keys("int8", False) == own
+    assert keys("int8", True) == keys("auto", True) == [*own, *static]
+    assert keys("auto", False) == []
+    assert keys("bf16", True) == []
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_the_other_ops_are_tried_in_bfloat16_where_the_cpu_has_it(monkeypatch, calibrated):
+    def keys():
+        found = candidates_for(("onnxruntime", "openvino"), "int8", calibrated=calibrated)
+        return [candidate.key for candidate in found if "other_ops" in candidate.key]
+
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: True)
+    variants = ("int8-weights", "int8-static")[: 1 + calibrated]
+    assert keys() == [f"openvino?other_ops=bf16&precision={variant}" for variant in variants]
+    assert [Candidate.parse(key).key for key in keys()] == keys()
+    assert Candidate.parse(keys()[0]).title == "OpenVINO, other ops bf16, precision int8-weights"
+    assert Candidate.parse(keys()[0]).in_full_precision() == Candidate("openvino")
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: False)
+    assert keys() == []
+
+
+def test_compile_cannot_calibrate():
+    with pytest.raises(UsageError, match="int8-static needs calibration data"):
+        tsopt.compile(tsopt.capture(mlp(4, 4), rows(1, 4)[0]), "openvino?precision=int8-static")
+
+
+def test_a_candidate_in_full_precision():
+    for key in ("openvino?precision=int8-static", "openvino?precision=bf16", "openvino"):
+        assert Candidate.parse(key).in_full_precision() == Candidate("openvino")
+    assert Candidate.parse("onnxruntime?threads=1").in_full_precision().key == "onnxruntime?threads=1"
+
+
+@pytest.mark.parametrize("keep_float", ["10", None, 3, [nn.ReLU()], b"head"])
+def test_patterns_are_a_collection_of_texts(keep_float):
+    with pytest.raises(UsageError, match="keep_float must be a tuple of module paths"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", keep_float=keep_float)
+
+
+def test_patterns_without_a_lower_precision_are_an_error():
+    with pytest.raises(UsageError, match="keep_float have no effect without a lower precision"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), keep_float=("0",))
+
+
+@pytest.mark.parametrize("max_drop", ["1%", True, float("nan")])
+def test_a_drop_is_a_number(max_drop):
+    with pytest.raises(UsageError, match="max_drop must be 0 or more"):
+        tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", max_drop=max_drop)

@@ -1,0 +1,125 @@
+"""Which layers stay in float32: those that lose most, and those that the user names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.quantization.helpers import hard, layers, quantized, records, rows
+from tsopt.errors import NoGain, UsageError
+
+
+def test_the_layer_that_loses_most_stays_in_float32():
+    found = quantized(hard(), rows(1)[0], calibration=rows(16))
+    kept = {layer.name: layer.kept for layer in records(found) if layer.kept}
+    assert kept == {"4": "SQNR below 20 dB"}
+    assert len(layers(found.variants["int8-static"])) == 3
+
+
+def test_the_criterion_keeps_more_layers_in_float32():
+    model = mlp(16, 16, 16, 8)
+    calls = rows(16, 16)
+    generous = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=0.5)
+    strict = quantized(model, calls[0], calibration=calls, metric="cosine", max_drop=4e-6)
+    assert len(layers(generous.variants["int8-static"])) == 3
+    kept = [
+        layer for layer in records(strict) if layer.kept == "the quantized layers together exceed the accuracy limit"
+    ]
+    assert kept
+    program = strict.variants["int8-static"]
+    assert len(kept) == 3 - (0 if isinstance(program, NoGain) else len(layers(program)))
+
+
+class TwoWays(nn.Module):
+    """Two layers side by side: the one whose own error is larger hardly counts for the output."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matters, self.hardly = nn.Linear(64, 8), nn.Linear(64, 8)
+        with torch.no_grad():
+            self.hardly.weight[:, 0] *= 40  # fewer steps are left for the others
+
+    def forward(self, x):
+        return self.matters(x) + 1e-4 * self.hardly(x)
+
+
+def test_the_layer_that_counts_for_the_output_is_kept():
+    calls = rows(16, 64)
+    found = quantized(TwoWays().eval(), calls[0], calibration=calls, metric="cosine", max_drop=1e-6)
+    matters, hardly = records(found)
+    assert (bool(matters.kept), hardly.kept) == (True, "")
+    assert hardly.sqnr < matters.sqnr
+    assert hardly.output_sqnr > matters.output_sqnr + 40
+
+
+class Classes(nn.Module):
+    """Returns the largest of the scores that its last layer, which loses most, gives; and what the first one gives."""
+
+    def __init__(self, with_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 5)
+        self.with_first = with_first
+        with torch.no_grad():
+            self.last.weight[:, 0] = 0
+
+    def forward(self, x):
+        first = self.first(x)
+        y = self.second(first.relu())
+        classes = self.last(torch.cat((torch.full_like(y[:, :1], 8.0), y[:, 1:]), 1)).argmax(-1)
+        return (first, classes) if self.with_first else classes
+
+
+@pytest.mark.parametrize("with_first", [False, True], ids=["classes", "classes and an output"])
+def test_layers_that_lose_most_are_kept_where_gradients_do_not_tell(with_first):
+    x = torch.randn(512, 64, generator=seeded(0))
+    found = quantized(Classes(with_first).eval(), x, wanted=("int8",), metric="cosine", max_drop=0.02)
+    kept = [layer.name for layer in records(found, "int8") if layer.kept]
+    assert kept == ["last"]
+    assert [layer.output_sqnr for layer in records(found, "int8")][1:] == [None, None]
+
+
+def test_a_limit_that_nothing_meets_keeps_all_in_float32():
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(8), metric="cosine", max_drop=0.0)
+    for made in found.variants.values():
+        assert isinstance(made, NoGain)
+        assert "no layer can run in int8: cosine similarity to eager 0.9999" in made.what, "not 1, where 1 is required"
+    assert all(layer.kept for layer in records(found))
+
+
+def test_layers_that_the_user_names_stay_in_float32():
+    found = quantized(Residual().eval(), images(1)[0], calibration=images(4), keep_float=("inner", "he*"))
+    assert {layer.name: layer.kept for layer in records(found)} == {
+        "stem": "",
+        "inner": "keep_float 'inner'",
+        "head": "keep_float 'he*'",
+    }
+    assert all(len(layers(made)) == 1 for made in found.variants.values())
+    convolutions = [node for node in found.variants["int8-static"].calls() if "conv2d" in str(node.target)]
+    read = {node.meta["module"]: node.all_input_nodes[0] for node in convolutions}
+    assert str(read["inner"].target) == "aten.relu.default", "it reads what is rounded for the residual sum"
+
+
+def test_a_pattern_names_all_that_is_within():
+    model = nn.Sequential(mlp(8, 8, 8), mlp(8, 8))
+    found = quantized(model.eval(), rows(1, 8)[0], calibration=rows(4, 8), keep_float=("0",))
+    assert [layer.name for layer in records(found) if layer.kept] == ["0.0", "0.2"]
+
+
+def test_a_layer_is_known_by_its_own_name_after_a_norm_was_folded_into_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    found = quantized(model, images(1)[0], calibration=images(4))
+    assert [layer.name for layer in records(found)] == ["0"]
+    by_norm = quantized(model, images(1)[0], calibration=images(4), keep_float=("1",))
+    assert records(by_norm)[0].kept == "keep_float '1'"
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(
+        UsageError, match="keep_float 'body' matches no layer\n  why: the layers are: stem, inner, head"
+    ):
+        quantized(Residual().eval(), images(1)[0], calibration=images(2), keep_float=("body",))
