@@ -123,9 +123,14 @@ def test_o_may_be_a_directory_or_a_file(tsopt, write, tmp_path):
 
 def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
     write()
-    for _ in range(2):
-        assert tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts").code == 0
-        assert tsopt("export", "m.py", "-o", "x.tsopt").code == 0
+    for told in (0, 1):
+        ran = [
+            tsopt("export", "m.py", "--format", "torchscript", "-o", "x.ts"),
+            tsopt("export", "m.py", "-o", "x.tsopt"),
+        ]
+        assert [item.code for item in ran] == [0, 0]
+        for item, name in zip(ran, ("x.ts", "x.tsopt"), strict=True):
+            assert item.out.splitlines().count(f"replaced the earlier {name}") == told
     assert names(tmp_path) == ["m.py", "x.ts", "x.tsopt"]
     assert "m.tsopt" not in names(tmp_path / "x.tsopt")
     assert tsopt("verify", "x.tsopt").code == 0

@@ -5,6 +5,9 @@ import json
 import pytest
 
 from tests.runtime.racing.helpers import fast_timings
+from tsopt import api
+from tsopt.errors import UsageError
+from tsopt.runtime.profiling import engines
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -79,6 +82,21 @@ def test_mistakes_are_told_before_the_work_and_leave_nothing(tsopt, write, tmp_p
     assert found.code == 2
     assert message in found.err
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"m.py"}
+
+
+def test_a_model_elsewhere_is_refused_before_it_is_optimized(ran, monkeypatch):
+    def refuse(inputs):
+        assert [value.device.type for value in inputs] == ["cpu"]
+        raise UsageError("only a model on the CPU can be profiled")
+
+    def optimize(*args, **options):
+        pytest.fail("it was optimized")
+
+    monkeypatch.setattr(engines, "check_on_cpu", refuse)
+    monkeypatch.setattr(api, "optimize", optimize)
+    found = ran()
+    assert found.code == 2
+    assert "only a model on the CPU can be profiled" in found.err
 
 
 def test_a_page_for_a_browser_is_saved(ran, tmp_path):

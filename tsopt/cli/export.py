@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -63,6 +63,7 @@ def run(
         if layer_times and "int8" in fast.report.winner_key:
             tell("profile")
             fast.profile()
+        replaced = [path for path in (*places.values(), *reports.values()) if path.exists()]
         for kind, path in places.items():
             tell(f"write {path}")
             remarks.append(write(fast, kind, path, opset))
@@ -74,16 +75,25 @@ def run(
     out.report(made)
     for directory in new:
         out.say(f"created the directory {directory}")
+    for path in replaced:
+        out.say(f"replaced the earlier {path}")
     for remark in filter(None, remarks):
         out.note(remark)
     return made
 
 
-def optimized_as_one_graph(out: Any, subject: Subject, timing: Timing, options: dict[str, Any]) -> Any:
+def optimized_as_one_graph(
+    out: Any,
+    subject: Subject,
+    timing: Timing,
+    options: dict[str, Any],
+    check: Callable[[Any], None] = lambda example_input: None,
+) -> Any:
     """The optimized model of a command whose result holds one graph.
 
     Args:
         options: of `optimize`, with `progress`.
+        check: raises an error for an example that the command cannot work on.
 
     Raises:
         GraphBreakError: the model is more than one graph.
@@ -92,6 +102,7 @@ def optimized_as_one_graph(out: Any, subject: Subject, timing: Timing, options: 
     loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
     from tsopt.api import optimize
 
+    check(loaded.example_input)
     one_graph = {"frontend": "one-graph"} if subject.frontend == "auto" else {}
     return optimize(loaded.model, loaded.example_input, **options | load_data(timing, loaded.files) | one_graph)
 

@@ -51,7 +51,7 @@ def run(
     options, places = race_options(subject, timing), [path for path in outputs if path is not None]
     with directories(places) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
-        fast = optimized_as_one_graph(out, subject, timing, options)
+        fast = optimized_as_one_graph(out, subject, timing, options, _check_on_cpu)
         tell("profile")
         found = fast.profile()
         if training is not None:
@@ -65,6 +65,15 @@ def run(
         out.say(f"created the directory {directory}")
     for path in places:
         out.say(f"saved: {path}")
+
+
+def _check_on_cpu(example_input: Any) -> None:
+    from tsopt.compiler.calls.example import as_examples
+    from tsopt.compiler.calls.structure import flatten
+    from tsopt.runtime.profiling.engines import check_on_cpu
+
+    for call in as_examples(example_input):
+        check_on_cpu(flatten((call.args, call.kwargs))[0])
 
 
 def _show(out: Any, found: Profile, top: int) -> None:

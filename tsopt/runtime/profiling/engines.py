@@ -43,8 +43,7 @@ def profile(
         UsageError: the program is not on the CPU.
         BackendError: an engine cannot compile it.
     """
-    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
-        raise UsageError("only a model on the CPU can be profiled", fix="move the model and its example to the CPU")
+    check_on_cpu(inputs)
     timed: dict[str, Timed] = {}
     candidates = dict.fromkeys((Candidate(PLAIN.name), winner.in_full_precision(), winner))
     for candidate in candidates:
@@ -62,6 +61,12 @@ def profile(
     variant = next(candidate.variant for candidate in candidates if candidate.title == last)
     program = programs[variant]
     return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last].kernels)))
+
+
+def check_on_cpu(inputs: Sequence[Any]) -> None:
+    """Raises UsageError for tensors elsewhere: the clocks of the engines are those of the CPU."""
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
+        raise UsageError("only a model on the CPU can be profiled", fix="move the model and its example to the CPU")
 
 
 def _batch(program: Program) -> int | None:
