@@ -49,6 +49,9 @@ class Graph(TorchDispatchMode):
         self.calls.append((func, args, kwargs or {}, found))
         return found
 
+    def instantiate(self) -> None:
+        """It can be replayed as it is."""
+
     def replay(self) -> None:
         for func, args, kwargs, found in self.calls:
             for mine, value in zip(tree_leaves(found), tree_leaves(func(*args, **kwargs)), strict=True):
@@ -61,7 +64,7 @@ def imitate(monkeypatch) -> SimpleNamespace:
     made = SimpleNamespace(
         Stream=Stream,
         Event=Event,
-        CUDAGraph=Graph,
+        CUDAGraph=lambda keep_graph: Graph(),
         caller=Stream(),
         current_stream=lambda device=None: made.caller,
         device=lambda device: contextlib.nullcontext(),

@@ -169,6 +169,24 @@ def test_a_session_that_cannot_be_recorded_launches_its_kernels_one_by_one(monke
     assert caught.value.why == "an operator on the CPU"
 
 
+def test_a_session_with_kernels_that_use_memory_of_the_cpu_is_not_recorded(monkeypatch):
+    open_it, signature, _ = opened(monkeypatch)
+    assert runner_on_gpu(open_it, signature, None, {"MatMul", "ScatterND"})[1] is False
+    assert runner_on_gpu(open_it, signature, None, {"MatMul"}) == ("recorded", True)
+    with pytest.raises(tsopt.BackendError, match="cannot be captured as a CUDA graph") as caught:
+        runner_on_gpu(open_it, signature, True, {"MatMul", "ScatterND", "LSTM"})
+    assert caught.value.why == "its kernels for LSTM, ScatterND use memory of the CPU in each call"
+
+
+def test_the_operators_of_a_model_are_known():
+    class Written(nn.Module):
+        def forward(self, x, index):
+            return torch.zeros_like(x).index_put((index,), torch.relu(x[: index.shape[0]]))
+
+    found = to_onnx(tsopt.capture(Written(), (torch.randn(4, 2), torch.tensor([0, 2])))).op_types
+    assert {"ScatterND", "Relu"} <= found
+
+
 def test_without_a_graph_nothing_is_recorded(monkeypatch):
     open_it, signature, _ = opened(monkeypatch)
     assert runner_on_gpu(open_it, signature, False)[1] is False

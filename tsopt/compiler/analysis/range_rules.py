@@ -207,7 +207,10 @@ def _clamp(call: RangedCall) -> Range:
 
 
 def _arange(call: RangedCall) -> Range:
-    start, end = call.number("start", 0), call.number("end")
+    start, end, count = call.number("start", 0), call.number("end"), call.value.numel()
+    if type(count) is int and not call.value.is_floating_point():  # the end itself is not reached
+        end = start + max(0, count - 1) * call.number("step", 1)
+        return Range(math.floor(min(start, end)), math.ceil(max(start, end)))
     return Range(min(start, end), max(start, end))
 
 

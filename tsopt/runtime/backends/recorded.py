@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import cuda
 
+from tsopt.errors import BackendError
+from tsopt.runtime.backends.recorded_nodes import use_of_cpu
+
 WARM_UP = 3  # calls before the recording: libraries choose kernels and allocate in them, which no graph may hold
 
 
@@ -21,17 +24,26 @@ class Recorded:
 
     Args:
         stream: where it is recorded, for functions that use a certain one; None: a new one.
+        is_foreign: whether the function belongs to a library that may use memory of the CPU in each call.
+
+    Raises:
+        BackendError: it does use memory of the CPU.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written to in calls outside of it
     def __init__(
-        self, forward: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], stream: Any = None
+        self,
+        forward: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        stream: Any = None,
+        *,
+        is_foreign: bool = False,
     ) -> None:
         self.forward = forward  # holds the weights, of which the graph has the addresses only
         self.inputs = [value.clone() if value.is_inference() else value for value in inputs]
         self.device = inputs[0].device if inputs else None
         self.lock = threading.Lock()
-        self.graph: Any = cuda.CUDAGraph()
+        self.graph: Any = cuda.CUDAGraph(keep_graph=is_foreign)
         stream = stream or cuda.Stream(self.device)
         with torch.no_grad(), cuda.device(self.device), cuda.stream(cuda.current_stream(self.device)):
             stream.wait_stream(cuda.current_stream())
@@ -44,6 +56,10 @@ class Recorded:
             with cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = list(forward(*self.inputs))
             _clear_workspaces()
+            if is_foreign:
+                if used := use_of_cpu(self.graph):
+                    raise BackendError("a function cannot be recorded as a CUDA graph", why=used)
+                self.graph.instantiate()
         self.last_stream, self.end_of_last = stream, cuda.Event()
         self.end_of_last.record(stream)
 

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
-from tsopt.runtime.checking.inputs import InputSet, input_sets, sets_near
 
 # The namespaces that torch itself registers ops in.
 OF_TORCH = frozenset(
@@ -37,26 +36,22 @@ OF_TORCH = frozenset(
 )
 
 
-def made_up(program: Program, example: Example, seed: int) -> list[InputSet]:
-    """Input sets that a program can be called with."""
-    return sets_near(example, seed) if of_program(program) else input_sets(example, seed)
-
-
 def of_program(program: Program) -> tuple[str, ...]:
     """The custom ops that a program calls."""
-    return _custom(node.target.name() for node in all_calls(program) if isinstance(node.target, torch._ops.OpOverload))
+    return among(node.target.name() for node in all_calls(program) if isinstance(node.target, torch._ops.OpOverload))
 
 
-def of_call(model: Callable[..., Any], example: Example) -> tuple[str, ...]:
-    """The custom ops that a call of a model goes through, up to where it fails. Takes one call."""
+def among(names: Iterable[str]) -> tuple[str, ...]:
+    """Which of these ops are custom."""
+    return tuple(dict.fromkeys(name for name in names if name.partition("::")[0] not in OF_TORCH))
+
+
+def ops_of_call(model: Callable[..., Any], example: Example) -> tuple[str, ...]:
+    """The ops that a call of a model goes through, up to where it fails. Takes one call."""
     seen = _Seen()
     with contextlib.suppress(Exception), seen:  # what is wrong with the call is said where it counts
         model(*example.args, **example.kwargs)
-    return _custom(seen.names)
-
-
-def _custom(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in names if name.partition("::")[0] not in OF_TORCH))
+    return tuple(seen.names)
 
 
 class _Seen(TorchDispatchMode):

@@ -24,7 +24,6 @@ from tsopt.compiler.graph.values import Values, laid_out
 from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError
-from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.compare import compare
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
@@ -37,6 +36,7 @@ from tsopt.runtime.checking.inputs import (
     input_sets,
     sets_near,
 )
+from tsopt.runtime.checking.made_up import why_near, why_near_in_call
 from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
 from tsopt.runtime.checking.neighbours import neighbours
 from tsopt.runtime.checking.reference64 import Reference64, decided_within_rounding
@@ -105,13 +105,13 @@ class EagerAnswers:
     def _made_up(self, model: Callable[..., Any], example: Example, few: bool) -> list[InputSet]:
         """The example, and the input sets that the model, and candidates, can be called with."""
         if self.program is not None:
-            custom = custom_ops.of_program(self.program)
+            why = why_near(self.program)
         else:
             with self.frozen(model, self.state, ""):
-                custom = custom_ops.of_call(model, InputSet("", example).clone())
-        if not custom:
+                why = why_near_in_call(model, InputSet("", example).clone())
+        if not why:
             return input_sets(example, self.seed, None if few else self.program)
-        self.skipped.append(f"values far from those of the example: {', '.join(custom)} might not check them")
+        self.skipped.append(f"values far from those of the example: {why}")
         return sets_near(example, self.seed)
 
     def _affordable(self, made_up: Sequence[InputSet]) -> list[InputSet]:

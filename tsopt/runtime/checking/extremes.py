@@ -210,20 +210,28 @@ def _is_known(name: str, node: fx.Node) -> bool:
 
 
 def _is_unsafe(node: fx.Node) -> bool:
-    values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
-    if ops.blocks_of(node):
-        return True  # a loop goes on for as long as a value says
-    if not any(value.dtype in _INTEGERS for value in values):
-        return False
-    name = base_name(node)
-    if name == "getitem" or ops.is_number(node) or ops.is_settled_check(node):
-        return False
-    if name in VALUES_DECIDE or not _is_known(name, node):
+    if is_unchecked(node):
         return True
-    if name not in DIVISIONS:
+    name = base_name(node)
+    if name not in DIVISIONS or not _takes_whole_numbers(node) or ops.is_number(node) or ops.is_settled_check(node):
         return False
     call = ops.bind(node)
     if name in ("div", "divide") and call.get("rounding_mode") is None:
         return False  # of floats
     divisor = call.get("other")
     return not (isinstance(divisor, (int, float)) and divisor not in (0, -1))
+
+
+def is_unchecked(node: fx.Node) -> bool:
+    """Whether a whole number decides how much a call computes, or may be taken for a place in memory unchecked."""
+    if ops.blocks_of(node):
+        return True  # a loop goes on for as long as a value says
+    name = base_name(node)
+    if not _takes_whole_numbers(node) or name == "getitem" or ops.is_number(node) or ops.is_settled_check(node):
+        return False
+    return name in VALUES_DECIDE or not _is_known(name, node)
+
+
+def _takes_whole_numbers(node: fx.Node) -> bool:
+    values = [value for source in node.all_input_nodes for value in ops.tensors_of(source.meta.get("val"))]
+    return any(value.dtype in _INTEGERS for value in values)

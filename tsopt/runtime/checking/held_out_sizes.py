@@ -16,6 +16,7 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim, Signature, dim_of
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
@@ -25,6 +26,7 @@ from tsopt.compiler.sizes.specialize import evaluate, specialize, traced_sizes, 
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.checking import gpu_asserts
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
 
@@ -203,6 +205,8 @@ class _Asked:
     def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
         """Whether the model takes these sizes. Takes one call."""
         call = call_at(program.signature, self.example, sizes)
+        if not self.survives(program, sizes):
+            return False
         try:
             with protected(self.model, written=program.state.values()):
                 self.model(*call.args, **call.kwargs)
@@ -213,15 +217,28 @@ class _Asked:
     def answers_at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
         """Eager's answers; None where the model fails."""
         call = call_at(program.signature, self.example, sizes)
-        state = list(program.state.values())
-        try:
-            reference = specialize(program, sizes) if self.is_reference else None
-        except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
-            reference = None
+        state, reference = list(program.state.values()), self._at(program, sizes)
+        if not self.survives(program, sizes):
+            return None
         try:
             return Oracle(self.model, call, reference, seed=self.seed, few=True, state=state)
         except AccuracyError:
             return None
+
+    def _at(self, program: Program, sizes: Mapping[str, int]) -> Program | None:
+        """The program at these sizes; None where it does not say what the model does there."""
+        try:
+            return specialize(program, sizes) if self.is_reference else None
+        except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
+            return None
+
+    def survives(self, program: Program, sizes: Mapping[str, int]) -> bool:
+        """Whether the process is known to survive such a call: on a GPU, it does not if an index does not exist."""
+        call = call_at(program.signature, self.example, sizes)
+        if not is_on_gpu(call):
+            return True
+        reference = self._at(program, sizes)
+        return reference is not None and gpu_asserts.all_exist(reference, call)
 
 
 def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
@@ -373,6 +390,8 @@ class _Search:
     def why_not(self, sizes: Mapping[str, int]) -> str:
         if _too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
+        if not self.asked.survives(self.program, sizes):
+            return "an index might not exist, which ends the process on a GPU"
         oracle = self.asked.answers_at(self.program, sizes)
         return (
             "the model itself fails at this size" if oracle is None else failure_of(self.run, oracle, **self.accuracy)

@@ -15,8 +15,8 @@ from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import TOLERANCES, compare
-from tsopt.runtime.checking.custom_ops import made_up
 from tsopt.runtime.checking.inputs import SPECIAL
+from tsopt.runtime.checking.made_up import made_up
 from tsopt.runtime.checking.reference64 import decided_within_rounding
 
 

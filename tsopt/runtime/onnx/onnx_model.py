@@ -99,6 +99,16 @@ class OnnxModel:
                 value.const_value = tensor
         onnx_ir.save(model, directory / FILE)
 
+    @property
+    def op_types(self) -> frozenset[str]:
+        """The kinds of its operators, also of those within branches, loops and functions."""
+        return frozenset(
+            node.op_type
+            for scope in (self.model, *self.model.functions.values())
+            for graph in scope.graphs()
+            for node in graph
+        )
+
     def detached(self) -> tuple[bytes, dict[str, Any]]:
         """The model without its large weights, and these as numpy arrays over the program's memory."""
         import onnx_ir

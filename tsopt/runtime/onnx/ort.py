@@ -6,7 +6,7 @@ Can be imported without torch: a bundle needs only ONNX Runtime.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ class OnnxRuntimeBackend:
         options = self._options(program)
         int8_weights.check(options)
         stored, weights = model.detached()
-        run, own = _opened(stored, options, program.signature, weights, self.cuda_graph)
+        run, own = _opened(stored, options, program.signature, weights, self.cuda_graph, model.op_types)
         examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
         options |= own | to_options(bounds)
@@ -202,6 +202,7 @@ def _opened(
     signature: Signature,
     weights: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
+    op_types: Collection[str] = (),
 ) -> tuple[Runner, dict[str, bool]]:
     """The runner of a model where its inputs and outputs are, and the options that say how it runs there."""
     if not _is_on_gpu(signature):
@@ -215,7 +216,7 @@ def _opened(
         _check_ends(session.session, signature)
         return session
 
-    run, recorded = runner_on_gpu(opened, signature, cuda_graph)
+    run, recorded = runner_on_gpu(opened, signature, cuda_graph, op_types)
     return run, {"cuda_graph": recorded}
 
 

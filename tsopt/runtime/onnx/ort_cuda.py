@@ -7,7 +7,7 @@ other threads of the process cannot allocate GPU memory, and later calls wait fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from tsopt.runtime.calling.executable import Runner
 from tsopt.runtime.checking.inputs import blank
 
 PROVIDER = "CUDAExecutionProvider"
+# Operators whose kernels copy from memory of the CPU in each call, which no graph can hold: see recorded_nodes.py. They
+# are not tried, because version 1.31 has aborted when a session that was recorded with ScatterND was closed.
+STAGED = frozenset({"ScatterND", "NonMaxSuppression", "LSTM", "GRU", "RNN"})
 TO_INSTALL = "this ONNX Runtime is a CPU build: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
 
 
@@ -44,25 +47,36 @@ def refusals_on_gpu(program: Program, available: Sequence[str]) -> list[Unsuppor
 
 
 def runner_on_gpu(
-    open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], signature: Signature, cuda_graph: bool | None
+    open_session: Callable[[Sequence[Any], Mapping[str, str]], Any],
+    signature: Signature,
+    cuda_graph: bool | None,
+    op_types: Collection[str] = (),
 ) -> tuple[Runner, bool]:
     """Flat tensors in and out of a session on the GPU of a signature, and whether it is recorded as a CUDA graph.
 
     Args:
         open_session: opens it for execution providers, with these further entries in its configuration.
         cuda_graph: whether to record it; None: if that is possible.
+        op_types: the kinds of operators of the model.
 
     Raises:
         BackendError: the runtime rejects the model, or it cannot be recorded although it has to be.
     """
-    if cuda_graph is not False:
+    staged = sorted(STAGED.intersection(op_types))
+    if staged and cuda_graph:
+        raise BackendError(
+            "ONNX Runtime cannot be captured as a CUDA graph",
+            why=f"its kernels for {', '.join(staged)} use memory of the CPU in each call",
+        )
+    if cuda_graph is not False and not staged:
         try:
             return _recorded(open_session, signature), True
         except BundleError:
             raise
         except Exception as error:  # onnxruntime raises a class for each status code, all of them its own
             if cuda_graph:
-                raise BackendError("ONNX Runtime cannot be captured as a CUDA graph", why=str(error)[:300]) from error
+                why = (error.why or error.what) if isinstance(error, BackendError) else str(error)[:300]
+                raise BackendError("ONNX Runtime cannot be captured as a CUDA graph", why=why) from error
     return bound_runner(open_session(providers_for(signature), {}), signature), False
 
 
@@ -81,7 +95,7 @@ def _recorded(open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], s
         del given
         return found
 
-    return torch_runner(Recorded(forward, blank(signature), stream), signature, None)
+    return torch_runner(Recorded(forward, blank(signature), stream, is_foreign=True), signature, None)
 
 
 def device_of(signature: Signature) -> torch.device:

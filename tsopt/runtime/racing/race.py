@@ -14,11 +14,11 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import sampled
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.held_out_sizes import call_at, sizes_in
 from tsopt.runtime.checking.inputs import InputSet, values_near
 from tsopt.runtime.checking.judge import Judge
+from tsopt.runtime.checking.made_up import why_near
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
@@ -117,7 +117,7 @@ def race(
                 example=example,
                 seed=settings.seed,
                 seconds=STREAK * settings.seconds,
-                draw=values_near if custom_ops.of_program(captured) else None,
+                draw=values_near if why_near(captured) else None,
             ),
             partial(_slow_at_new_sizes, model=model, captured=captured, example=example, seed=settings.seed)
             if eager_seconds < SHORT_CALL
