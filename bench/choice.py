@@ -8,8 +8,9 @@ The regret of a race is how many times as long the chosen candidate takes as the
 engines in a process of their own, interleaved, compared with each other round by round. 0 % is the best choice; a
 choice that is slower than eager would be a broken promise. One oracle runs before a few races and one after them,
 beside the same load, because a shared machine changes its speed for minutes at a time, and one thread, which loses to
-two now, wins then. If the two disagree about engines that are close to the best, the races and both oracles are
-repeated, whatever was chosen: the machine has changed in the meantime, and its oracles cannot judge the races.
+two now, wins then. If the two disagree about engines that are close to the best, or threads have taken longer to meet
+before or after any of the races, the races and both oracles are repeated, whatever was chosen: the machine has changed
+in the meantime, and its oracles cannot judge the races.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import tsopt
 from bench.models import MODELS
 from bench.process import in_own_process
 from tsopt.compiler.protect import protected
+from tsopt.regression.machine_state import Meeting
 from tsopt.runtime.backends.candidate import candidates_for
 from tsopt.runtime.checking.inputs import input_sets
 from tsopt.runtime.racing.environment import environment
@@ -44,7 +46,7 @@ RESULTS = Path(__file__).parent / "results"
 SESSIONS = 2  # of each engine in an oracle: no two are equally fast
 SECONDS = 8.0  # of an oracle
 SMALL = 0.03  # regret that no user would notice
-CHANGED = 1.25  # times as long beside the others, before and after: another state of the machine
+CHANGED = 1.25  # times as long beside the others, or for threads to meet: another state of the machine
 IN_QUESTION = 1.5  # times as long as the best: what a change does to slower ones does not matter
 TOGETHER = 3  # races between two oracles
 REPEATS = 3  # of races and their oracles, at most
@@ -90,20 +92,23 @@ def main() -> None:
 
 def judged(name: str, count: int) -> list[dict[str, Any]]:
     """So many races with their regrets, by oracles before and after; all repeated while the machine changes between."""
-    changed, repeats = True, -1
+    changed, repeats, meeting = True, -1, Meeting()
     while changed and repeats < REPEATS:
         repeats += 1
-        before = in_own_process("bench.choice:oracle", name)
-        races = [in_own_process("bench.choice:raced", name) for _ in range(count)]
-        after = in_own_process("bench.choice:oracle", name)
-        changed = any(
+        steps = ["oracle", *["raced"] * count, "oracle"]
+        meetings, results = [meeting.microseconds() or 0.0], []
+        for step in steps:
+            results.append(in_own_process(f"bench.choice:{step}", name))
+            meetings.append(meeting.microseconds() or 0.0)
+        before, *races, after = results
+        changed = max(meetings) > CHANGED * min(meetings) or any(
             max(times, after[title]) > CHANGED * min(times, after[title])
             for title, times in before.items()
             if min(times, after[title]) < IN_QUESTION
         )
     both = {title: math.sqrt(times * after[title]) for title, times in before.items()}
     best = min(both.values())
-    judgement = {"oracle": both, "repeats": repeats, "changed": changed}
+    judgement = {"oracle": both, "repeats": repeats, "changed": changed, "meetings_us": meetings}
     return [race | judgement | {"regret": both[race["winner"]] / best - 1} for race in races]
 
 

@@ -252,6 +252,14 @@ def _logarithm(call: RangedCall) -> Range | None:
     return Range(math.log(found.low), math.log(found.high)) if found.low > 0 else None
 
 
+def _difference(call: RangedCall) -> Range:
+    """Of each value and the one before it, as many times as the call says."""
+    found = call.union([call.arguments[name] for name in ("self", "prepend", "append") if call.arguments.get(name)])
+    for _ in range(int(call.number("n", 1))):
+        found = Range(found.low - found.high, found.high - found.low)
+    return found
+
+
 def _within(*sources: str) -> Rule:
     """Values of several arguments."""
     return lambda call: call.union([call.arguments[name] for name in sources])
@@ -294,6 +302,7 @@ RULES: dict[str, Rule] = {
     "sign": lambda call: Range(-1, 1),
     "sum": _reduced,
     "cumsum": _reduced,
+    "diff": _difference,
     "count_nonzero": _count("self"),
     "clamp": _clamp,
     "clamp_min": _clamp,
@@ -325,6 +334,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: Range(1, 1)),
     **dict.fromkeys(("argmax", "argmin", "argsort"), _place),
     "one_hot": lambda call: FLAG,
+    "isin": lambda call: FLAG,
     **dict.fromkeys(("quantize_per_tensor", "quantize_per_channel"), _quantized),
     "bucketize": _count("boundaries"),
     "searchsorted": _count("sorted_sequence"),
