@@ -171,8 +171,8 @@ def page(rows: dict[str, Any], is_busy: bool) -> list[str]:
         f"On {environment()}; {beside}.",
         "",
         f"Regret at most {SMALL:.0%} in {good} of {len(races)} races, {mean:.1%} on average; slower than eager in"
-        f" {slower}. Repeated because the oracles before and after a race disagreed: {repeated}; in the last repeat"
-        f" as well: {sum(changed)}.",
+        f" {slower}. Repeated because the machine changed between the oracles: {repeated} times; in the last repeat as"
+        f" well: {sum(changed)}.",
         "",
         "| model | best, times | chosen, times | median regret | largest regret | median seconds of `optimize` |",
         "|---|---|---|---|---|---|",

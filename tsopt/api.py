@@ -167,7 +167,8 @@ def optimize(
         best_so_far: Ctrl-C during the timing ends only the timing: the best candidate so far is verified and returned,
             and the result is not cached. A second Ctrl-C, or one at another time, raises KeyboardInterrupt as usual.
         share_weights: let the winner read the model's weights in place, which saves a copy. Calls then raise
-            WeightsChangedError once torch has written to one of them. False: the winner keeps the current weights.
+            WeightsChangedError once torch or an optimizer's step has written to one of them. False: the winner keeps
+            the current weights.
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
             the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
             and the model runs in eager from then on. 0 turns audits off.

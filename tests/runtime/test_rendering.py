@@ -209,7 +209,7 @@ def test_a_report_says_why_int8_was_not_chosen():
     slow = int8_row(timing=Timing((1.5, 1.5, 1.5)))
     found = replace(FULL, rows=(*FULL.rows, slow), quantization=LAYERS)
     why = "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, ONNX Runtime 1.00 ms"
-    assert f"{why}\nthe best candidate in int8: 1 of 1 layers in int8" in found.text
+    assert f"{why}\nint8, which was not chosen: 1 of 1 layers in int8" in found.text
     wrong = int8_row(timing=None, status="not accurate enough", reason="relative error 9 %, limit 4 %")
     found = replace(FULL, rows=(*FULL.rows, wrong), quantization=LAYERS)
     assert "int8 was not chosen: OpenVINO, precision int8-static: relative error 9 %, limit 4 %" in found.text

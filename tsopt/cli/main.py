@@ -86,7 +86,7 @@ def _unexpected(error: Exception, arguments: list[str]) -> int:
     found = process.known(error)
     if found is None:
         traceback.print_exception(error)
-        sys.stderr.write("internal error in tsopt; please report it with what stands above\n")
+        sys.stderr.write("internal error in tsopt: please report it together with the traceback above\n")
         return INTERNAL
     return _refused(found, arguments)
 

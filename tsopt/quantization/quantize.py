@@ -208,23 +208,35 @@ def _data(
             *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
         )
     if options.calibration is None:
-        return Calibration((example, *_drawn(program, example, seed)), "no data", is_split=False)  # too few to split
+        drawn = _drawn(program, example, seed, _takes_codes_of_other_columns(program, example, seed))
+        return Calibration((example, *drawn), "no data", is_split=False)  # too few to split
     count, made = min(int(options.calibration), MOST), [example]
+    anywhere = count > 1 and _takes_codes_of_other_columns(program, example, seed + 1)
     while len(made) < count:
         seed += 1
-        made += _drawn(program, example, seed)
+        made += _drawn(program, example, seed, anywhere)
     calls = tuple(made[:count])
     return Calibration(calls, f"{counted(count, 'input')} drawn like the example, which says little about real data")
 
 
-def _drawn(program: Program, example: Example, seed: int) -> list[Example]:
-    """Inputs like the example; of a table, codes that the same column has, if the model refuses those of others."""
+def _drawn(program: Program, example: Example, seed: int, anywhere: bool) -> list[Example]:
+    """Inputs like the example.
+
+    Args:
+        anywhere: integers are drawn from the whole of an input; otherwise from the same column, as those of a table.
+    """
     sets = [item for item in made_up(program, example, seed) if item.kind.startswith(OF_THE_SAME_SIZE)]
+    return [(item if anywhere else by_column(item, example, seed) or item).example for item in sets]
+
+
+def _takes_codes_of_other_columns(program: Program, example: Example, seed: int) -> bool:
+    """Whether the model takes integers that are drawn from the whole of an input. Takes one call."""
+    run = compile(program, "eager", share_weights=True)
+    call, *_ = _drawn(program, example, seed, anywhere=True)
     try:
         with protected(None, written=program.state.values()):
-            call = sets[0].clone()
-            compile(program, "eager", share_weights=True)(*call.args, **call.kwargs)
+            run(*call.args, **call.kwargs)
     except Exception as error:  # whatever the model says about values that it does not take
-        log.debug("the model refuses %s: %s", sets[0].kind, error)
-        sets = [by_column(item, example, seed) or item for item in sets]
-    return [item.example for item in sets]
+        log.debug("the model refuses integers of other places: %s", error)
+        return False
+    return True

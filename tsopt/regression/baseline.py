@@ -36,7 +36,8 @@ class Baseline:
         eager_ms: milliseconds of a call in eager mode, the median over sessions; None if unknown.
         meeting_us: microseconds that threads took to meet, the median over sessions; None if unknown.
         macs: multiply-accumulates of a call in eager mode; None if unknown.
-        metric: what `score` is: `cosine`, or the name of the user's function; empty if unknown.
+        metric: what `score` is: `agreement`, another built-in metric, or the name of the user's function; empty if
+            unknown.
         machine: CPU, cores and threads; empty if unknown.
         versions: of the packages.
     """

@@ -83,7 +83,7 @@ def lines(records: Sequence[LayerRecord], calibration: str, *, chosen: bool = Tr
     """
     if not records:
         return []
-    said = [f"{'int8' if chosen else 'the best candidate in int8'}: {summary(records)}"]
+    said = [f"{'int8' if chosen else 'int8, which was not chosen'}: {summary(records)}"]
     if calibration:
         said.append(f"calibration: {calibration}")
     reasons: dict[str, list[str]] = {}

@@ -151,7 +151,7 @@ class Pairs:
 def test_a_dataset_is_read_by_number(batched):
     found = read(Pairs([(rows(1, 3 * i) if batched else rows(1, 3 * i)[0], i) for i in range(5)]))
     assert torch.equal(torch.cat(first(found)), rows(4))
-    as_rows = "" if batched else "; each is one row"
+    as_rows = "" if batched else "; read as single rows, without a batch axis"
     assert found.read == f"2 inputs; read as (input, target), targets ignored{as_rows}; 1 row left over"
 
 

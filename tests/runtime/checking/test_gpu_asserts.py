@@ -1,4 +1,4 @@
-"""What ends the process on a GPU is not tried there, above all indices that do not exist."""
+"""What makes a GPU unusable is not tried there, above all indices that do not exist."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_on_a_gpu_such_a_model_is_called_with_values_near_the_example(monkeypatc
     assert [expected.inputs.kind for expected in oracle.expected] == ["example", "near-1", "near-2"]
     assert all(torch.equal(edges, EDGES) for edges in seen)
     (said,) = oracle.skipped
-    assert "on a GPU, they could end the process (index, index_add" in said
+    assert "on a GPU, an assert could fail and make it unusable (index, index_add" in said
 
 
 def test_on_the_cpu_it_is_called_with_others(monkeypatch):

@@ -181,14 +181,16 @@ def test_an_engine_that_tells_no_layer_is_a_note(cnn, monkeypatch):
     program, inputs = cnn
     monkeypatch.setattr(ort, "fused", lambda nodes, model: [()] * len(nodes))
     found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, None)
-    said = "ONNX Runtime does not tell which layers its kernels belong to, so that all is elsewhere"
+    said = "ONNX Runtime does not say which layer a kernel belongs to, so all of its time is elsewhere in the engine"
     assert found.notes == (said,)
 
 
 def test_where_eager_won_the_profile_says_that_the_program_is_timed():
     fast = tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), backends=(), seconds=0.02, isolate=False)
     assert fast.report.winner == "eager"
-    assert fast.profile().notes == ("eager won: calls run the model, but the program is timed here",)
+    assert fast.profile().notes == (
+        "eager won, so calls run the model itself; what is timed here is the optimized program",
+    )
 
 
 def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):

@@ -20,7 +20,7 @@ from tsopt.compiler.random_state import random_state_kept
 from tsopt.errors import SignatureError, UsageError
 
 MOST = 128  # calls; more hardly change the ranges
-FOR_BOTH = "it serves for scales and for judgement, as half of one input cannot be held out"
+FOR_BOTH = "a single input cannot be split, so it sets the scales and judges the candidates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,10 @@ class _Reader:
             if len(leaves) != len(ranks) or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
                 continue
             rows = [leaf[None] if leaf.dim() == rank - 1 else leaf for leaf, rank in zip(leaves, ranks, strict=True)]
-            yield Example(*unflatten(structure, rows)), "; ".join(filter(None, (note, "each is one row")))
+            yield (
+                Example(*unflatten(structure, rows)),
+                "; ".join(filter(None, (note, "read as single rows, without a batch axis"))),
+            )
 
     def _as_the_example(self, values: tuple[Any, ...]) -> Example:
         """Values in the places of the example's arguments, positional or by keyword."""

@@ -27,7 +27,7 @@ class Recorded:
         is_foreign: whether the function belongs to a library that may use memory of the CPU in each call.
 
     Raises:
-        BackendError: it does use memory of the CPU.
+        BackendError: it uses memory of the CPU, or that cannot be found out because cuda-bindings is missing.
     """
 
     @torch.inference_mode(False)  # what is made in it could not be written to in calls outside of it

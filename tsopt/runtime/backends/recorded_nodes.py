@@ -1,4 +1,4 @@
-"""What a recorded CUDA graph does on the CPU in each replay: nothing that is known to be still there then."""
+"""Whether a recorded CUDA graph uses memory or functions of the CPU, which may be gone when it is replayed."""
 
 from __future__ import annotations
 

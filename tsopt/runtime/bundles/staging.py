@@ -84,7 +84,7 @@ class staged:
         _sync(self.target.parent)
 
     def _mode_of_old(self, name: str) -> int | None:
-        """Who may do what with the file that is replaced; None where there is none."""
+        """The permission bits of the file that is replaced; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             found = (self.target.parent / name).lstat() if self.unpack else None
             if found is not None and stat.S_ISREG(found.st_mode):

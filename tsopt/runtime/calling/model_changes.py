@@ -2,7 +2,8 @@
 
 Detected: tensors written in place or given other memory; parameters, buffers, modules and hooks that are replaced,
 added or removed; training flags; attributes, globals and closures that its Python code reads (`model_reads.py`), and
-the contents of lists, dicts and plain objects among them. Not detected: values written through numpy or `.data`.
+the contents of lists, dicts and plain objects among them. Not detected: values written through numpy
+or `.data`, other than by a step of an optimizer.
 """
 
 from __future__ import annotations

@@ -320,7 +320,11 @@ class Optimized:
         winner = Candidate(PLAIN.name) if self.executable is None else Candidate.parse(self.report.winner_key)
         variant, int8 = self.quantized or (FP32, self.program)
         threads = None if self.executable is None else self.executable.options.get("threads")
-        notes = [] if self.executable is not None else ["eager won: calls run the model, but the program is timed here"]
+        notes = (
+            []
+            if self.executable is not None
+            else ["eager won, so calls run the model itself; what is timed here is the optimized program"]
+        )
         with protected(self.model, written=self.program.state.values()):
             inputs = [value.clone() for value in flat_inputs(self.program, self.example)]
             programs = {FP32: self.program, variant: int8}

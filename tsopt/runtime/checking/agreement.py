@@ -16,9 +16,9 @@ def unlike(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> str:
     """What no measure of distance tells: other shapes, or NaN and infinities in other places; empty if neither."""
     for pairs in _pairs(found, wanted):
         if any(a.shape != b.shape for a, b in pairs):
-            return "an output has another shape than in eager"
+            return "the shape of an output differs from eager"
         if not all(map(_same_specials, *zip(*pairs, strict=True))):
-            return "NaN or infinities in other places than in eager"
+            return "NaN or infinities are not where eager has them"
     return ""
 
 

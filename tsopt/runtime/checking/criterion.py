@@ -244,7 +244,7 @@ def _value(metric: Callable[[Any], Any], called: Called) -> float:
             return float(metric(runs))
     except SignatureError as error:
         raise UsageError(
-            f"the metric makes a call that candidates do not take: {error.what}",
+            f"the metric calls the model in a way that candidates do not support: {error.what}",
             where=user_frame(error),
             why=error.why,
             fix=error.fix,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tsopt.compiler.analysis.intervals import ANY, of_dtype, range_of_tensor
+from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, range_of_tensor
 from tsopt.compiler.analysis.range_rules import Ranges, Values, base_name
 from tsopt.compiler.analysis.ranges import ranges_of, recorded
 from tsopt.compiler.calls.example import Example
@@ -45,11 +45,16 @@ def unbounded(program: Program) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(base_name, found)))
 
 
+def has_indices(program: Program) -> bool:
+    """Whether a program uses any value as an index."""
+    return any(base_name(node) in USES for node in all_calls(program))
+
+
 def all_exist(program: Program, call: Example) -> bool:
     """Whether every index exists in a call of a program for a single size, as far as ranges of numbers tell."""
     values = recorded(program)
     ranges = ranges_of(program, values, [range_of_tensor(value) for value in flat_inputs(program, call)])
-    return all(ranges.get(use.index, ANY) in use.range for use in uses_of(program, values))
+    return all(_is_within(use, ranges) for use in uses_of(program, values))
 
 
 def among(names: Iterable[str]) -> tuple[str, ...]:
@@ -60,4 +65,10 @@ def among(names: Iterable[str]) -> tuple[str, ...]:
 
 def _exists(use: Use, values: Values, ranges: Ranges) -> bool:
     """Whether every index exists, for all inputs that are drawn from those of the example, one by one."""
-    return affine(use.index, values) is not None or ranges.get(use.index, ANY) in use.range
+    return affine(use.index, values) is not None or _is_within(use, ranges)
+
+
+def _is_within(use: Use, ranges: Ranges) -> bool:
+    """Whether every index exists, or is the one number that is taken although it is no index."""
+    taken = use.range if use.also is None else use.range | Range(use.also, use.also)
+    return ranges.get(use.index, ANY) in taken

@@ -115,7 +115,8 @@ def validate_ranges(
     if dims and not held_out:
         raise CaptureError(
             "no size other than that of the example could be tried",
-            why="the model fails at other sizes, or its inputs would be larger than 1 GB",
+            why="the model fails at other sizes, its inputs would be larger than 1 GB, or on a GPU an index might not "
+            "exist",
             fix="leave dynamic out: each size is captured when it is first called",
         )
     return ValidatedRanges(program, held_out, tuple(search.notes), limits)
@@ -154,6 +155,8 @@ def verify_at_other_sizes(
         dim if dim.high is not None else replace(dim, high=max(FURTHER * known[dim.name], LEAST) // dim.step * dim.step)
         for dim in run.signature.dims
     )
+    if not program.signature.dims and run.reference is not None:
+        program = run.reference
     for_many = bool(program.signature.dims)
     if not for_many:
         program = replace(program, signature=run.signature)
@@ -204,9 +207,9 @@ class _Asked:
 
     def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
         """Whether the model takes these sizes. Takes one call."""
-        call = call_at(program.signature, self.example, sizes)
         if not self.survives(program, sizes):
             return False
+        call = call_at(program.signature, self.example, sizes)
         try:
             with protected(self.model, written=program.state.values()):
                 self.model(*call.args, **call.kwargs)
@@ -216,10 +219,10 @@ class _Asked:
 
     def answers_at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
         """Eager's answers; None where the model fails."""
-        call = call_at(program.signature, self.example, sizes)
-        state, reference = list(program.state.values()), self._at(program, sizes)
         if not self.survives(program, sizes):
             return None
+        call = call_at(program.signature, self.example, sizes)
+        state, reference = list(program.state.values()), self._at(program, sizes)
         try:
             return Oracle(self.model, call, reference, seed=self.seed, few=True, state=state)
         except AccuracyError:
@@ -233,12 +236,13 @@ class _Asked:
             return None
 
     def survives(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether the process is known to survive such a call: on a GPU, it does not if an index does not exist."""
-        call = call_at(program.signature, self.example, sizes)
-        if not is_on_gpu(call):
+        """Whether the GPU of such a call, if it has one, is known to survive it: all indices exist."""
+        if not is_on_gpu(self.example):
             return True
         reference = self._at(program, sizes)
-        return reference is not None and gpu_asserts.all_exist(reference, call)
+        if reference is None:
+            return not gpu_asserts.has_indices(program)
+        return gpu_asserts.all_exist(reference, call_at(program.signature, self.example, sizes))
 
 
 def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
@@ -391,7 +395,7 @@ class _Search:
         if _too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         if not self.asked.survives(self.program, sizes):
-            return "an index might not exist, which ends the process on a GPU"
+            return "an index might not exist, and a failed assert would make the GPU unusable"
         oracle = self.asked.answers_at(self.program, sizes)
         return (
             "the model itself fails at this size" if oracle is None else failure_of(self.run, oracle, **self.accuracy)

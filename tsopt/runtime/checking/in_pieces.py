@@ -58,7 +58,7 @@ class InPieces:
         found = getattr(self._model, name)
         if name in READS or not callable(found):
             return found
-        raise AttributeError(f"{name!r} would run the model itself; of a candidate, a metric can measure only calls")
+        raise AttributeError(f"{name!r} would run the model itself")
 
     def _itself(self, *args: Any, **kwargs: Any) -> InPieces:
         return self
@@ -81,7 +81,8 @@ class InPieces:
                 name = f"output {place!r}" if place else "the output"
                 raise SignatureError(
                     f"a batch of {count} rows cannot be cut to the {size} that candidates take",
-                    why=f"{name} has shape {list(output.shape)}, and only rows can be put together again",
+                    why=f"{name} has shape {list(output.shape)}, and only outputs with one row per input row can be "
+                    "joined",
                     fix=f"call the model with {size} rows at a time, or pass dynamic= for other sizes",
                 )
         joined = [torch.cat(values)[:count] for values in zip(*(values for values, _ in found), strict=True)]

@@ -128,7 +128,7 @@ def by_column(inputs: InputSet, example: Example, seed: int) -> InputSet | None:
         made if known.dtype.is_floating_point or known.dtype.is_complex else _drawn_by_column(known, generator)
         for made, known in zip(made_up, own, strict=True)
     ]
-    if all(map(torch.equal, leaves, made_up)):
+    if all(mine is made or torch.equal(mine, made) for mine, made in zip(leaves, made_up, strict=True)):  # NaN
         return None
     return InputSet(inputs.kind, Example(*unflatten(structure, leaves)))
 

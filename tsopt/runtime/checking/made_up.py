@@ -1,4 +1,4 @@
-"""Which input sets are made up for a model: far from the example only where no value can end the process."""
+"""Which input sets are made up for a model: far from the example only where no value can do harm."""
 
 from __future__ import annotations
 
@@ -31,4 +31,4 @@ def why_near_in_call(model: Callable[..., Any], example: Example) -> str:
 def _said(custom: Sequence[str], asserted: Sequence[str]) -> str:
     if custom:
         return f"{', '.join(custom)} might not check them"
-    return f"on a GPU, they could end the process ({', '.join(asserted)})" if asserted else ""
+    return f"on a GPU, an assert could fail and make it unusable ({', '.join(asserted)})" if asserted else ""

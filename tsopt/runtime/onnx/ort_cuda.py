@@ -7,6 +7,7 @@ other threads of the process cannot allocate GPU memory, and later calls wait fo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from tsopt.runtime.backends.recorded import Recorded
 from tsopt.runtime.calling.executable import Runner
 from tsopt.runtime.checking.inputs import blank
 
+log = logging.getLogger("tsopt")
 PROVIDER = "CUDAExecutionProvider"
 # Operators whose kernels copy from memory of the CPU in each call, which no graph can hold: see recorded_nodes.py. They
 # are not tried, because version 1.31 has aborted when a session that was recorded with ScatterND was closed.
@@ -77,6 +79,7 @@ def runner_on_gpu(
             if cuda_graph:
                 why = (error.why or error.what) if isinstance(error, BackendError) else str(error)[:300]
                 raise BackendError("ONNX Runtime cannot be captured as a CUDA graph", why=why) from error
+            log.info("ONNX Runtime is not recorded as a CUDA graph: %s", error)
     return bound_runner(open_session(providers_for(signature), {}), signature), False
 
 

@@ -17,7 +17,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN
 from tsopt.runtime.profiling import limits
 from tsopt.runtime.profiling.kernels import Timed, ms_of_values
-from tsopt.runtime.profiling.profile import Profile, profile_of
+from tsopt.runtime.profiling.profile import ELSEWHERE, Profile, profile_of
 from tsopt.runtime.profiling.work import OpWork
 
 
@@ -54,7 +54,9 @@ def profile(
     for candidate in candidates:
         found = timed.get(candidate.title)
         if found is not None and programs[candidate.variant].node_count and not any(k.nodes for k in found.kernels):
-            said.append(f"{candidate.title} does not tell which layers its kernels belong to, so that all is elsewhere")
+            said.append(
+                f"{candidate.title} does not say which layer a kernel belongs to, so all of its time is {ELSEWHERE}"
+            )
     known = limits.measured(threads) if winner.variant == FP32 else None
     made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
     last = made.engines[-1]

@@ -67,7 +67,8 @@ class Entry:
         when: it was, in seconds since 1970.
         recalls: how often it was taken over since somebody was timed against eager again.
         checked: when that was; 0 when it was not.
-        values: digest of the weights, where a row says how accurate their results were: that of others may be another.
+        values: digest of the weights if a candidate was rejected for its results; with other weights it might not be.
+            Otherwise empty.
     """
 
     rows: tuple[Row, ...]

@@ -10,7 +10,7 @@ PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the us
 
 
 class NoHomeError(OSError):
-    """The user has no home directory: nothing can be kept, and no cache is no error."""
+    """The user has no home directory, so nothing is cached. Callers go on without a cache."""
 
 
 def directory() -> Path:
