@@ -63,7 +63,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
                 if not _same_memory(tensor, data):
                     tensor.data = data
             for tensor, value in values:
-                if not _same_bytes(tensor, value):
+                if not same_bytes(tensor, value):
                     tensor.detach().copy_(value)
 
 
@@ -98,7 +98,7 @@ def kept(
                 table.update(held)
         with torch.no_grad():
             for tensor, value in values:
-                if not _same_bytes(tensor, value):
+                if not same_bytes(tensor, value):
                     tensor.detach().copy_(value)
 
 
@@ -174,7 +174,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return kind and (not _has_values(a) or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()))
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the values of two tensors of one type are the same to the bit, NaN included."""
     # NOTE: an unnecessary write would increase the version counter of an unchanged buffer.
     plain = (t.detach().resolve_conj().resolve_neg().contiguous() for t in (a, b))
     return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in plain))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import fx, nn
 
 from tsopt.errors import CaptureError
-from tsopt.runtime.calling import graph_parts
+from tsopt.runtime.calling import graph_parts, unseen_writes
 from tsopt.runtime.calling.graph_parts import Graph, as_lines, weigh
 
 X = torch.ones(4)
@@ -121,3 +124,62 @@ def test_numbers_in_a_row_are_said_as_a_range(numbers, text):
     for graph in graphs:
         graph.leave("not tried")
     assert as_lines(graphs)[0].startswith(text)
+
+
+class Compiled:
+    """What `optimize` returns: computes with the weight as it was then."""
+
+    executable, report, program = "an engine", SimpleNamespace(is_eager=False), SimpleNamespace(state={})
+
+    def __init__(self, bound) -> None:
+        self.weight = bound.weight_1.detach().clone()
+
+    def unwatched(self, on_difference):
+        self.on_difference = on_difference
+
+    def __call__(self, x):
+        return x * self.weight
+
+
+def scaled(optimize, **options):
+    return Graph(fx.symbolic_trace(lambda x, weight: x * weight), optimize, **options)
+
+
+def test_what_is_written_while_it_is_optimized_is_used():
+    weight, made = nn.Parameter(torch.ones(4)), []
+
+    def optimize(bound, example):
+        made.append(Compiled(bound))
+        if len(made) == 1:
+            weight.add_(1)  # another thread, say
+        return made[-1]
+
+    graph = scaled(optimize, changes=3)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(graph(X, weight), 2 * X)
+    assert len(made) == 2
+    assert graph.fast is made[-1]
+
+
+def test_a_difference_that_an_audit_finds_outdates_what_was_audited():
+    weight, made = nn.Parameter(torch.ones(4)), []
+    graph = scaled(lambda bound, _: made.append(Compiled(bound)) or made[-1], changes=3)
+    with torch.no_grad():
+        graph(X, weight)
+        with pytest.warns(UserWarning, match="an audit found a difference"):
+            made[0].on_difference("4 is not 5", False)
+        graph(X, weight)
+        assert graph.fast is made[1]
+        with pytest.warns(UserWarning, match="an audit found a difference"):
+            made[0].on_difference("4 is not 5", False)  # late, by a thread that still runs it
+        graph(X, weight)
+    assert len(made) == 2
+
+
+def test_a_graph_that_is_not_optimized_yet_watches_nothing():
+    gc.collect()
+    before = len(unseen_writes._watchers)
+    graph = scaled(lambda *_: refuse())
+    assert len(unseen_writes._watchers) == before
+    assert graph.fast is None

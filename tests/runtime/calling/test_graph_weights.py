@@ -29,8 +29,8 @@ def of(layer):
     return [*layer.parameters(), *(buffer for buffer in layer.buffers() if buffer.dim())]
 
 
-def watched(layer, written=()):
-    return GraphWeights(dict(enumerate(of(layer))), written)
+def watched(layer):
+    return GraphWeights(dict(enumerate(of(layer))))
 
 
 def test_the_counter_of_a_batch_norm_says_that_its_statistics_were_written(clock):
@@ -64,10 +64,24 @@ def test_statistics_without_a_counter_are_compared_now_and_then(clock):
 
 def test_what_the_graph_writes_itself_does_not_count(clock):
     layer = nn.BatchNorm1d(4)
-    weights = watched(layer, {id(buffer) for buffer in layer.buffers()})
+    weights = watched(layer)
+    weights.leave_out(layer.buffers())
     layer.running_mean.add_(1)
     clock[0] += 1000
     assert weights.are(of(layer))
+
+
+def test_statistics_that_hold_nan_have_not_changed(clock):
+    layer = nn.BatchNorm1d(4)
+    layer.running_mean[1] = float("nan")
+    weights = watched(layer)
+    clock[0] += 1000
+    assert weights.are(of(layer))
+    layer.num_batches_tracked.add_(1)
+    assert weights.are(of(layer))
+    layer.running_mean.data[2] = 1.0
+    clock[0] += 1000
+    assert not weights.are(of(layer))
 
 
 @pytest.mark.parametrize(

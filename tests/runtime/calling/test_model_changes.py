@@ -284,6 +284,16 @@ def test_statistics_in_doubt_are_compared_by_value(net):
         assert watch.changed() is changes
 
 
+def test_statistics_that_hold_nan_have_not_changed(net):
+    net.norm.running_mean[1] = float("nan")
+    watch = Watch(net)
+    watch.doubt()
+    assert not watch.changed()
+    watch.doubt()
+    net.norm.running_mean.data[2] = 1.0
+    assert watch.changed()
+
+
 @pytest.mark.parametrize("what", ["a weight", "what the model writes itself", "another dtype"])
 def test_while_statistics_are_in_doubt_all_else_counts_as_ever(net, what):
     watch = Watch(net)

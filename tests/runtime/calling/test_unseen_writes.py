@@ -53,7 +53,7 @@ def trained(layer, make):
 def test_a_step_of_an_optimizer_is_seen_by_all_who_watch(name):
     layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
     watches, weights = [Watch(layer), Watch(other)], [Weights(layer), Weights(other)]
-    graphs = [GraphWeights({0: item.weight}, ()) for item in (layer, other)]
+    graphs = [GraphWeights({0: item.weight}) for item in (layer, other)]
     counted = trained(layer, OPTIMIZERS[name])
     assert not counted, "or this test tests nothing"
     assert [watch.changed() for watch in watches] == [True, False]
@@ -64,7 +64,7 @@ def test_a_step_of_an_optimizer_is_seen_by_all_who_watch(name):
 
 def test_a_view_of_a_parameter_is_written_with_it():
     layer = nn.Linear(4, 4)
-    watched = GraphWeights({0: layer.weight.detach()[1:]}, ())
+    watched = GraphWeights({0: layer.weight.detach()[1:]})
     view = watched._seen[0][1]
     assert watched.are([view])
     trained(layer, OPTIMIZERS["SGD"])
@@ -74,7 +74,7 @@ def test_a_view_of_a_parameter_is_written_with_it():
 def test_parameters_without_gradients_are_not_written():
     layer = nn.Linear(4, 4)
     layer.weight.requires_grad_(False)
-    weight, bias = GraphWeights({0: layer.weight}, ()), GraphWeights({0: layer.bias}, ())
+    weight, bias = GraphWeights({0: layer.weight}), GraphWeights({0: layer.bias})
     trained(layer, OPTIMIZERS["SGD"])
     assert weight.are([layer.weight])
     assert not bias.are([layer.bias])

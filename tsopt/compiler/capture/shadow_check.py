@@ -11,7 +11,7 @@ import torch
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture.export_errors import unflatten_clones
-from tsopt.compiler.protect import is_untouched, protected
+from tsopt.compiler.protect import is_untouched, protected, same_bytes
 from tsopt.compiler.random_state import seed_all
 
 log = logging.getLogger("tsopt")
@@ -46,7 +46,4 @@ def _answer(called: Callable[..., Any], example: Example) -> tuple[Any, ...]:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    plain = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (a, b))
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in plain))
+    return a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b)

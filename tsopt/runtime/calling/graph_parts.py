@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tsopt.compiler.calls.example import Example, example
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
-from tsopt.errors import TsoptError
+from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.audit import LOOK_AT
 from tsopt.runtime.calling.graph_weights import GraphWeights, silently_written
@@ -102,7 +103,6 @@ class Graph:
         changes: how often it is optimized again when they have changed; then it is run unchanged.
 
     Attributes:
-        fast: the optimized graph; None before the first call, or if it was not optimized.
         refused: why it was not optimized.
         seconds: that it has run for, unchanged, while `is_timed`.
         share: of the time of a call; None if that is not known.
@@ -131,10 +131,10 @@ class Graph:
         self._place = next(filter(None, (origin_in(node.meta).get("source") for node in graph.graph.nodes)), "")
         self._changes, self._left = changes, changes
         self.known = {} if known is None else known  # by what decides about them
-        self.fast: Optimized | None = None
         self.refused = ""
-        self._weights = GraphWeights({}, ())  # parameters and buffers among the arguments
-        self._tried, self._differed = False, False
+        # What serves calls, and the parameters and buffers that it was made with: other threads read both at once.
+        self._served: tuple[Optimized, GraphWeights] | None = None
+        self._tried = False
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
@@ -150,13 +150,19 @@ class Graph:
                 if not self._tried:
                     self._optimize(args)
                     self._tried = True
-        fast = self.fast
-        if fast is not None and not self._weights.are(args):
-            fast = self._optimized_again(args)
-        if fast is None or fast.executable is None:
+        served = self._served
+        if served is not None and not served[1].are(args):
+            served = self._optimized_again(served[0], args)
+        if served is None or served[0].executable is None:
             return self._as_it_is(*args)
-        positions = self._weights.positions
-        return fast(*[value for i, value in enumerate(args) if i not in positions])
+        fast, weights = served
+        return fast(*[value for i, value in enumerate(args) if i not in weights.positions])
+
+    @property
+    def fast(self) -> Optimized | None:
+        """The optimized graph; None before the first call, or if it was not optimized."""
+        served = self._served
+        return None if served is None else served[0]
 
     def _as_it_is(self, *args: Any) -> Any:
         found = self._forward(*args)
@@ -164,14 +170,15 @@ class Graph:
             unseen_writes.written(args[i] for i in self._writes if not isinstance(args[i], nn.Parameter))
         return found
 
-    def _optimized_again(self, args: Sequence[Any]) -> Optimized | None:
+    def _optimized_again(self, fast: Optimized, args: Sequence[Any]) -> tuple[Optimized, GraphWeights] | None:
         """What serves a call with other weights than the last one."""
-        if not self._changes or (self.fast is not None and self.fast.executable is None and not self._differed):
+        if not self._changes or fast.report.is_eager:
             return None  # the graph itself is what runs, with whatever weights
         with self._lock:
-            if self.fast is None or self._weights.are(args):  # another thread was faster
-                return self.fast
-            self.fast, self._differed = None, False
+            served = self._served
+            if served is None or served[1].are(args):  # another thread was faster
+                return served
+            self._served = None
             self._left -= 1
             if self._left < 0:
                 self.refused = "its weights change between calls"
@@ -182,12 +189,11 @@ class Graph:
                 return None
             log.info("%s is optimized again: its weights have changed", self._name)
             self._optimize(args)
-            return self.fast
+            return self._served
 
-    def _differs(self, found: str, weights_changed: bool) -> None:
+    def _differs(self, weights: GraphWeights, found: str, weights_changed: bool) -> None:
         """An audit found a difference: the next call optimizes it again."""
-        self._differed = True
-        self._weights.forget()
+        weights.outdate()
         why = "its weights were written through numpy or .data" if weights_changed else LOOK_AT
         self._warn(f"runs unchanged until it is optimized again: an audit found a difference ({found}); {why}")
 
@@ -238,26 +244,31 @@ class Graph:
             return
         if self._shares(args) or self._is_left:
             return
+        seen = GraphWeights(weights)  # before it is optimized: what is written meanwhile is a change
         try:
             found: Any = torch._dynamo.disable(self.optimize)  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 fast = found(_Bound(self.graph, weights, self._place), example(*values))
-            fast.unwatched(self._differs if self._changes else None)  # changed weights are detected here
+        except UsageError as error:
+            self._warn(f"runs as it is: {'; '.join(filter(None, (error.what, error.fix)))}")
+            self.refused = error.what
+            return
         except TsoptError as error:
             log.info("a graph of torch.compile is not optimized: %s", error)
             self.refused = error.what
             return
-        written = {id(value) for value in fast.program.state.values()}  # by the graph itself, in each call
-        self._weights = GraphWeights(weights, written)
-        self.fast, self.refused = fast, ""
+        seen.leave_out(fast.program.state.values())
+        fast.unwatched(partial(self._differs, seen) if self._changes else None)  # changed weights are detected here
+        self._served, self.refused = (fast, seen), ""
         self.known[self._key(args)] = self
 
     def _shares(self, args: Sequence[Any]) -> bool:
         """Whether the same graph has been optimized, which serves for this one then."""
         twin = self.known.get(self._key(args))
-        if twin is None or not twin._weights.are(args):
+        served = None if twin is None else twin._served
+        if served is None or not served[1].are(args):
             return False
-        self.fast, self._weights = twin.fast, twin._weights
+        self._served = served
         self.late, self._tried = None, True
         return True
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tsopt.compiler.protect import same_bytes
 from tsopt.runtime.calling import unseen_writes
 
 SHARE = 0.01  # of the time, for comparing statistics
@@ -29,15 +30,16 @@ class GraphWeights:
 
     Args:
         weights: by their position.
-        written: ids of those that the graph itself writes in each call.
+
+    Attributes:
+        positions: of all of them.
     """
 
-    def __init__(self, weights: Mapping[int, torch.Tensor], written: Container[int]) -> None:
+    def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
         self.positions = frozenset(weights)
-        kept = [(i, value) for i, value in weights.items() if id(value) not in written]
-        self._seen = [(i, value, value._version, value.data_ptr()) for i, value in kept]
-        self._memory = frozenset(unseen_writes.place_of(value) for _, value in kept)
-        small = [value for _, value in kept if value.dim() < 2 and not isinstance(value, nn.Parameter)]
+        self._seen = [(i, value, value._version, value.data_ptr()) for i, value in weights.items()]
+        self._memory = frozenset(map(unseen_writes.place_of, weights.values()))
+        small = [value for value in weights.values() if value.dim() < 2 and not isinstance(value, nn.Parameter)]
         self._statistics = [(value, value.detach().clone()) for value in small]
         self._on_cpu = bool(small) and all(value.device.type == "cpu" for value in small)
         known = {id(value) for value in weights.values()}
@@ -47,6 +49,13 @@ class GraphWeights:
         for _ in range(2):  # the first one is cold
             self._have_their_values()
         unseen_writes.tell(self)
+
+    def leave_out(self, written: Iterable[torch.Tensor]) -> None:
+        """Those that the graph itself writes in each call: they may hold anything."""
+        out = {id(value) for value in written}
+        self._seen = [item for item in self._seen if id(item[1]) not in out]
+        self._memory = frozenset(unseen_writes.place_of(item[1]) for item in self._seen)
+        self._statistics = [pair for pair in self._statistics if id(pair[0]) not in out]
 
     def are(self, args: Sequence[Any]) -> bool:
         """Whether these are what a call passes, with the values that they had."""
@@ -64,7 +73,7 @@ class GraphWeights:
         """Whether statistics are what they were, whatever was written beside them."""
         start = _clock()
         beside = [(value, value._version) for value, _ in self._beside]
-        if not all(torch.equal(value, before) for value, before in self._statistics):
+        if not all(same_bytes(value, before) for value, before in self._statistics):
             self._changed = True
             return False
         self._beside = beside
@@ -78,8 +87,8 @@ class GraphWeights:
         if not self._memory.isdisjoint(places):
             self._changed = True
 
-    def forget(self) -> None:
-        """They are not what they were."""
+    def outdate(self) -> None:
+        """Has them count as changed, whatever they hold: an audit has shown that they are."""
         self._changed = True
 
 

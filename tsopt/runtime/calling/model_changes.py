@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
-from tsopt.compiler.protect import training_of
+from tsopt.compiler.protect import same_bytes, training_of
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.weights import has_place
 
@@ -374,7 +374,7 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
 
 def _differ(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     same_kind = (tensor.shape, tensor.dtype, tensor.device) == (before.shape, before.dtype, before.device)
-    return not same_kind or not torch.equal(tensor, before)
+    return not same_kind or not same_bytes(tensor, before)
 
 
 def _all_alike(values: list[Any], before: list[Any]) -> bool:

@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -90,7 +90,7 @@ class Optimized:
         self._audits = audits or Audits(0)
         self._weights, self._shares, self._knows_objections = weights, share_weights, False
         self._eager_calls = 0
-        self._on_difference, self._unseen_weights = cast(Callable[[str, bool], None] | None, None), weights
+        self._on_difference: Callable[[str], None] | None = None
         self._flags = training_of(modules_of(model))
         if executable is None:
             self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
@@ -189,7 +189,9 @@ class Optimized:
 
         If an audit finds a difference, `on_difference` gets it, and whether the weights were written unseen.
         """
-        self._on_difference, self._unseen_weights = on_difference, self._weights if on_difference else None
+        if on_difference is not None:
+            weights = self._weights
+            self._on_difference = lambda found: on_difference(found, weights is not None and weights.changed())
         self._weights, self._knows_objections = None, True
         self.executable = None if self.executable is None else self.executable.after(None)
         if self.executable is None:
@@ -212,7 +214,7 @@ class Optimized:
         self.executable, self.backend = None, "eager"
         self._audits.end()
         if self._on_difference is not None:
-            self._on_difference(found, self._unseen_weights is not None and self._unseen_weights.changed())
+            self._on_difference(found)
             return
         name = self.report.model
         self._say(f"{name} runs in eager mode from now on: an audit found a difference ({found}); {LOOK_AT}")
@@ -266,6 +268,7 @@ class Optimized:
     def _by_specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = self._specialization(args, kwargs)
         if not isinstance(found, Executable):
+            self._check_weights(thoroughly=False)
             return found(*args, **kwargs)
         try:
             leaves = found.bind(args, kwargs)
@@ -275,12 +278,6 @@ class Optimized:
         return found.run_leaves(leaves, args, kwargs)
 
     def _specialization(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        found = self._specialization_found(args, kwargs)
-        if not isinstance(found, Executable):
-            self._check_weights(thoroughly=False)
-        return found
-
-    def _specialization_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         if self._policy == "eager":
             return self._eager
         if iterator_in(args, kwargs) is not None:
