@@ -226,6 +226,16 @@ def test_options_are_those_of_optimize(made):
         ({"options": {"frontend": "fx"}}, r"(?s)'frontend' is not one of a graph.*leave it out"),
         ({"options": {"backends": "onnxruntime"}}, r"pass a tuple: backends=\('onnxruntime',\)"),
         ({"options": {"audit": 2}}, "audit must be a number from 0 to 1"),
+        ({"options": {"level": 9}}, "unknown optimization level 9"),
+        ({"options": {"without": ("nobody",)}}, "unknown rule or pass 'nobody'"),
+        ({"options": {"warmup": -1}}, "warmup must be a number of calls"),
+        ({"options": {"precision": "int9"}}, "unknown precision 'int9'"),
+        ({"options": {"precision": "int8", "backends": ("inductor",)}}, "no selected backend supports int8"),
+        ({"options": {"precision": "int8", "metric": "acc"}}, "unknown metric 'acc'"),
+        ({"options": {"precision": "int8", "max_drop": -1}}, "max_drop must be 0 or more"),
+        ({"options": {"precision": "int8", "calibration": 0}}, "calibration must be at least 1"),
+        ({"options": {"precision": "int8", "keep_float": "head"}}, "keep_float must be a tuple"),
+        ({"options": {"keep_float": ("head",)}}, "have no effect without a lower precision"),
     ],
     ids=str,
 )
@@ -233,6 +243,20 @@ def test_a_wrong_option_is_said_at_the_first_call_with_gradients_or_not(passed, 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=said) as caught:
         torch.compile(nn.Linear(4, 4), backend="tsopt", **passed)(torch.ones(3, 4))
     assert isinstance(caught.value.__cause__ or caught.value.inner_exception, tsopt.UsageError)
+
+
+def test_an_option_that_only_a_graph_shows_to_be_wrong_is_said_when_it_is_optimized(made):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.ones(2, 4)
+    fast = compiled(model, precision="int8", keep_float=("nobody",))
+    with torch.no_grad(), pytest.warns(UserWarning, match=r"tsopt: .* runs as it is: .*nobody"):
+        torch.testing.assert_close(fast(x), model(x))
+    assert "nobody" in made[0].refused
+
+
+def test_what_can_be_read_only_once_is_left_to_the_race():
+    given = iter(["head"])
+    dynamo.backend(torch.fx.symbolic_trace(nn.ReLU()), [], options={"keep_float": given, "precision": "bf16"})
+    assert [*given] == ["head"]
 
 
 def test_a_backend_takes_what_torch_compile_passes_and_no_more():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.stages import ReportedProgress
 from tsopt.runtime.thread_count import check_threads
-from tsopt.transforms import LEVELS
+from tsopt.transforms import LEVELS, check_passes
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
@@ -186,6 +186,7 @@ def optimize(
         UsageError: an option is invalid, or a CUDA graph is being recorded.
         BackendError: a kernel has failed on the GPU, which this process can no longer use.
     """
+    options = locals()
     if model_in(model) is not None:
         raise UsageError(
             f"a {type(model).__name__} is a pipeline, which does more than its model",
@@ -193,14 +194,9 @@ def optimize(
         )
     examples = as_examples(example_input)
     check_not_recording(examples[0])
-    if type(warmup) is not int or warmup < 0:
-        raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
-    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
-    check_share(audit)
-    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=patterns_in(keep_float))
-    int8.check()
+    candidates, int8 = _checked(options, on_gpu=is_on_gpu(examples[0]))
     settings = RaceSettings(
-        candidates=who_races(examples[0], backends, precision, level, calibrated=calibration is not None),
+        candidates=candidates,
         threads=threads,
         seconds=seconds,
         seed=seed,
@@ -212,11 +208,6 @@ def optimize(
         best_so_far=best_so_far,
         share_weights=share_weights,
     )
-    if int8.are_given and all(candidate.precision == FP32 for candidate in settings.candidates):
-        raise UsageError(
-            "calibration, metric, max_drop and keep_float have no effect without a lower precision",
-            fix='pass precision="int8", or "auto" for all of them',
-        )
     with _told(progress, model) as tell:
         request = Request(
             model=model,
@@ -282,8 +273,19 @@ def who_races(
     calibrated: bool = False,
 ) -> tuple[Candidate, ...]:
     """The candidates that the options of `optimize` select. Raises UsageError."""
+    return _candidates(backends, precision, level, on_gpu=is_on_gpu(example), calibrated=calibrated)
+
+
+def _candidates(
+    backends: Sequence[str] | Literal["all"] | None,
+    precision: str | None,
+    level: int,
+    *,
+    on_gpu: bool,
+    calibrated: bool,
+) -> tuple[Candidate, ...]:
     asked = precision or (AUTO if LEVELS.get(level) == Numerics.LOSSY else FP32)
-    return candidates_for(backends, asked, on_gpu=is_on_gpu(example), calibrated=calibrated)
+    return candidates_for(backends, asked, on_gpu=on_gpu, calibrated=calibrated)
 
 
 def compile(
@@ -309,34 +311,40 @@ def compile(
     return compile_by(lowered, candidate, share_weights=share_weights, **options)
 
 
-def _check_options(
-    policy: str,
-    on_gradients: str,
-    backends: Sequence[str] | None,
-    threads: int | None,
-    seconds: float,
-    budget: float | None,
-    memory: int | None,
-    frontend: str,
-) -> None:
-    if policy not in POLICIES:
-        raise UsageError(f"invalid on_new_signature={policy!r}", fix=f"use one of: {', '.join(POLICIES)}")
-    if on_gradients not in ON_GRADIENTS:
-        raise UsageError(f"invalid on_gradients={on_gradients!r}", fix=f"use one of: {', '.join(ON_GRADIENTS)}")
-    if frontend not in FRONTENDS:
-        raise UsageError(f"unknown frontend {frontend!r}", fix=f"use one of: {', '.join(FRONTENDS)}")
+def _checked(options: Mapping[str, Any], *, on_gpu: bool) -> tuple[tuple[Candidate, ...], Int8Options]:
+    """The candidates and the options for int8 that all options of `optimize` select. Raises UsageError."""
+    for name, known in (("on_new_signature", POLICIES), ("on_gradients", ON_GRADIENTS)):
+        if options[name] not in known:
+            raise UsageError(f"invalid {name}={options[name]!r}", fix=f"use one of: {', '.join(known)}")
+    if options["frontend"] not in FRONTENDS:
+        raise UsageError(f"unknown frontend {options['frontend']!r}", fix=f"use one of: {', '.join(FRONTENDS)}")
+    backends, warmup = options["backends"], options["warmup"]
     if isinstance(backends, str) and backends != "all":
         raise UsageError(
             "backends must be a tuple of names, got a string", fix=f"pass a tuple: backends=({backends!r},)"
         )
-    check_threads(threads)
-    _check_positive("seconds", seconds, "pass a number of seconds")
-    if budget is not None:
-        _check_positive("budget", budget, "pass a number of seconds, or None for no limit")
-    if memory is not None:
-        _check_positive("memory", memory, "pass a number of bytes, or None for a share of what is free")
+    if type(warmup) is not int or warmup < 0:
+        raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
+    check_threads(options["threads"])
+    _check_positive("seconds", options["seconds"], "pass a number of seconds")
+    if options["budget"] is not None:
+        _check_positive("budget", options["budget"], "pass a number of seconds, or None for no limit")
+    if options["memory"] is not None:
+        _check_positive("memory", options["memory"], "pass a number of bytes, or None for a share of what is free")
     for name in () if backends is None or backends == "all" else backends:
         get_backend(name)
+    check_share(options["audit"])
+    given = {name: options[name] for name in ("calibration", "metric", "max_drop")}
+    int8 = Int8Options(**given, keep_float=patterns_in(options["keep_float"]))
+    int8.check()
+    calibrated = int8.calibration is not None
+    candidates = _candidates(backends, options["precision"], options["level"], on_gpu=on_gpu, calibrated=calibrated)
+    if int8.are_given and all(candidate.precision == FP32 for candidate in candidates):
+        raise UsageError(
+            "calibration, metric, max_drop and keep_float have no effect without a lower precision",
+            fix='pass precision="int8", or "auto" for all of them',
+        )
+    return candidates, int8
 
 
 def _check_positive(name: str, value: Any, fix: str) -> None:
@@ -352,10 +360,11 @@ def names_of_options() -> frozenset[str]:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raises UsageError for options of `optimize` that are invalid whatever the model is, before there is one."""
-    values = {name: item.default for name, item in _parameters()} | dict(given)
-    names = ("on_new_signature", "on_gradients", "backends", "threads", "seconds", "budget", "memory", "frontend")
-    _check_options(*(values[name] for name in names))
-    check_share(values["audit"])
+    # What can be read only once is left to `optimize`.
+    known = {name: value for name, value in given.items() if not isinstance(value, Iterator)}
+    options = {name: item.default for name, item in _parameters()} | known
+    _checked(options, on_gpu=True)  # where all may race
+    check_passes(options["passes"], options["level"], options["without"])
 
 
 def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:

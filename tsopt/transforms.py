@@ -107,15 +107,21 @@ def _run_of(
     passes: Iterable[Pass | Repeat], level: int, without: Iterable[str], fuel: int | None
 ) -> tuple[tuple[Pass | Repeat, ...], Limits]:
     """The passes of a level and their limits. Checks the options."""
+    passes, left_out = tuple(passes), frozenset(without)
+    check_passes(passes, level, left_out)
+    numerics = LEVELS[level]
+    return ((), Limits()) if numerics is None else (passes, Limits(numerics, fuel, left_out))
+
+
+def check_passes(passes: Iterable[Pass | Repeat], level: int, without: Iterable[str]) -> None:
+    """Raises UsageError for an unknown level, and for names to leave out that no rule or pass has."""
     if level not in LEVELS:
         raise UsageError(
             f"unknown optimization level {level}", fix=f"use one of: {', '.join(f'-O{n}' for n in LEVELS)}"
         )
-    passes, left_out = tuple(passes), frozenset(without)
-    for name in sorted(left_out):
-        check_name(name, names_of(passes))
-    numerics = LEVELS[level]
-    return ((), Limits()) if numerics is None else (passes, Limits(numerics, fuel, left_out))
+    known = names_of(passes)
+    for name in sorted(without):
+        check_name(name, known)
 
 
 def _naming_passes(progress: Callable[[str], None] | None) -> Callable[[str], None] | None:
