@@ -169,8 +169,7 @@ class Compiled:
                 self._ambient = self._ambient_now()
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
-            if getattr(self.model, "training", False):
-                self._doubt()
+            self._doubt()
             self._declined(reason)
             return None
         with self._lock:
@@ -260,12 +259,14 @@ class Compiled:
         return made is not None and not (self._steps_back(reason, example) if alone else reason)
 
     def _changed(self) -> bool:
-        return self._watch is not None and self._watch.changed()
+        watch = self._watch  # read once: another thread may drop it
+        return watch is not None and watch.changed()
 
     def _doubt(self) -> None:
-        """Before a call in training mode, which may write statistics in ways that no later look would notice."""
-        if self._watch is not None:
-            self._watch.doubt()
+        """Before a call of the model itself: in training mode, any module may write statistics that no look notices."""
+        watch = self._watch
+        if watch is not None and any(training_of(watch.modules)):
+            watch.doubt()
 
     def _trains(self) -> bool:
         """Whether a module was switched to training mode."""

@@ -64,18 +64,37 @@ class OwnNorm(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
-def test_statistics_of_training_mode_are_used_after_it(calls, always_faster, inside):
+def test_statistics_of_training_mode_are_used_after_it(calls, always_faster, inside, gradients):
     net = tsopt.hybridize(nn.Sequential(OwnNorm(), nn.ReLU()).eval(), **QUICK)
     with torch.no_grad():
         net(X)
         version = net[0].mean._version
         (net[0] if inside else net).train()
-        net(X * 3 + 5)
+        with torch.set_grad_enabled(gradients):
+            net(X * 3 + 5)
         net.eval()
         assert net[0].mean._version == version, "or this test tests nothing"
         close(net(X), eager(net))
         assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_statistics_of_a_module_that_a_function_calls_are_used_after_training(always_faster):
+    norm = OwnNorm().eval()
+
+    def function(x):
+        return norm(x).relu()
+
+    fast = tsopt.hybridize(function, **QUICK)
+    with torch.no_grad():
+        fast(X)
+    norm.train()
+    fast(X * 3 + 5)
+    norm.eval()
+    with torch.no_grad():
+        close(fast(X), function(X))
 
 
 @pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from tsopt.background.job import Answer, Job, named_tensors
 from tsopt.compiler.calls.example import Example
@@ -141,10 +142,18 @@ class InBackground:
 
     def doubt(self) -> None:
         """Before a call in training mode, which may write statistics: they are compared by value when it matters."""
-        job = self._job
-        for watch in (self._watch, None if job is None else job.job.watch):
-            if watch is not None:
-                watch.doubt()
+        for watch in self._watches():
+            watch.doubt()
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules of what is compiled, or being compiled."""
+        return [module for watch in self._watches() for module in watch.modules]
+
+    def _watches(self) -> list[Watch]:
+        """The model as it was compiled, and as it is being compiled."""
+        watch, job = self._watch, self._job
+        return [*filter(None, (watch, None if job is None else job.job.watch))]
 
     def wait(self, seconds: float | None) -> bool:
         """Whether nothing is being compiled any more, after at most this many seconds."""
