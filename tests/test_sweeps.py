@@ -193,6 +193,16 @@ def test_a_batch_that_no_memory_holds_is_a_result(asked):
     assert found.results[1].reason.startswith(f"no input with batch {1 << 60} can be made")
 
 
+def test_memory_that_is_exhausted_without_a_word_is_a_result(asked, monkeypatch):
+    def exhausted(example, batch):
+        raise MemoryError
+
+    monkeypatch.setattr(sweeps, "resized", exhausted)
+    found = tsopt.sweep(MODEL, X, batch_sizes=(None, 8))
+    assert asked == [(None, 2)]
+    assert found.results[1].reason == "no input with batch 8 can be made; MemoryError"
+
+
 @pytest.mark.parametrize("second", [torch.ones(3, 4), torch.tensor(1.0)])
 def test_inputs_without_a_common_batch_cannot_be_resized(second):
     with pytest.raises(tsopt.UsageError, match="no common batch axis"):

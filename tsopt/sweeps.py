@@ -255,7 +255,8 @@ def _of_size(example: Example, batch: int) -> Example:
     try:
         return resized(example, batch)
     except (RuntimeError, MemoryError) as error:
-        raise CaptureError(f"no input with batch {batch} can be made", why=str(error).splitlines()[0][:200]) from error
+        why = (str(error).splitlines() or [type(error).__name__])[0][:200]  # of a MemoryError there is often no text
+        raise CaptureError(f"no input with batch {batch} can be made", why=why) from error
 
 
 def _leaves(example: Example) -> list[torch.Tensor]:
