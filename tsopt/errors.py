@@ -33,7 +33,7 @@ class TsoptError(Exception):
         super().__init__("\n".join([self.what, *(f"  {name}: {text}" for name, text in rows if text)]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (type(self), self.what, self.where, self.why, self.fix)
+        return _again, (type(self), self.what, self.where, self.why, self.fix), vars(self)
 
 
 def _short(text: str) -> str:
@@ -76,9 +76,23 @@ class InvalidProgram(TsoptError):
 
 
 class RuleError(TsoptError):
-    """A rewrite rule raised, or returned something that cannot replace the matched value."""
+    """A rewrite rule raised, or returned something that cannot replace the matched value.
 
-    rule = ""  # its name, where a pass has applied it
+    Args:
+        rule: its name; empty outside of a pass.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        rule: str = "",
+        where: str | None = None,
+        why: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(what, where=where, why=why, fix=fix)
+        self.rule = rule
 
 
 class PassError(TsoptError):

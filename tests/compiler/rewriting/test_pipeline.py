@@ -15,7 +15,7 @@ from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.pass_base import Changes, Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import weight_bytes
 from tsopt.compiler.rewriting.rewrite import RulePass, rule
-from tsopt.errors import InvalidProgram, PassError, RuleError
+from tsopt.errors import InvalidProgram, PassError, RuleError, UsageError
 from tsopt.passes import CANONICALIZE, DeadCode
 
 # ---- honesty ----------------------------------------------------------------------------------------------
@@ -274,18 +274,29 @@ def test_a_pass_that_fails_is_left_out_and_the_others_go_on(fault, why):
         run(program, (fault, CANONICALIZE))
 
 
-def test_a_rule_that_raises_is_left_out_and_the_others_of_its_pass_go_on():
+@pytest.mark.parametrize("error", [TypeError("no"), UsageError("no"), RuleError("no")], ids=lambda e: type(e).__name__)
+def test_a_rule_that_raises_is_left_out_and_the_others_of_its_pass_go_on(error):
     @rule(lambda x: aten.cos.default(x))
     def broken(at, x):
         """cos(x) -> nothing at all"""
-        return at.type(x).shape["rows"]
+        raise error
 
     program = capture(lambda x: x.sin(), torch.ones(3))
     after, records = run(program, (RulePass("mine", (sin_to_cos, broken)),), keep_going=True)
     assert ops_of(after) == ["cos"]
     kept, failed = records
     assert (kept.failed, kept.left_out) == ("", "")
-    assert failed.left_out.startswith("the rule broken of the pass mine was left out: the rule broken raises TypeError")
+    said = f"the rule broken of the pass mine was left out: the rule broken raises {type(error).__name__}"
+    assert failed.left_out.startswith(said)
+    assert failed.left_out.endswith("; no")
+
+
+@pytest.mark.parametrize("wrong", [returns_a_number, returns_another_type], ids=lambda item: item.name)
+def test_a_rule_that_returns_what_cannot_be_used_is_left_out_too(wrong):
+    program = capture(lambda x: x.sin(), torch.ones(3))
+    after, (kept, failed) = run(program, (RulePass("mine", (wrong, sin_to_cos)),), keep_going=True)
+    assert ops_of(after) == ["cos"]
+    assert (kept.failed, failed.rule) == ("", wrong.name)
 
 
 def test_a_repeat_that_does_not_come_to_rest_loses_the_pass_that_was_last():

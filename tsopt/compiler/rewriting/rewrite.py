@@ -174,12 +174,7 @@ class _Driver:
                 found = match(wanted, node)
                 if found is None:
                     continue
-                try:
-                    applied = self.try_rule(item, found, node)
-                except RuleError as error:
-                    error.rule = item.name
-                    raise
-                if applied:
+                if self.try_rule(item, found, node):
                     break
                 if self.limits.fuel is not None and self.limits.fuel < 0:
                     return self.changes()
@@ -234,13 +229,12 @@ class _Driver:
             return item.body(site, *found.holes.values())
         except Impossible as refused:
             return site.skip(str(refused))
-        except TsoptError:
-            raise
         except Exception as error:  # a mistake in the rule: which one, and where, is what helps
             raise RuleError(
                 f"the rule {item.name} raises {type(error).__name__}",
+                rule=item.name,
                 where=origin_of(site.root) or site.root.name,
-                why=str(error) or None,
+                why=(error.what if isinstance(error, TsoptError) else str(error)) or None,
                 fix=f"correct the rule, or leave it out: --without {item.name}",
             ) from error
 
@@ -252,6 +246,7 @@ class _Driver:
         if not isinstance(result, fx.Node):
             raise RuleError(
                 f"the rule {item.name} returned {type(result).__name__}",
+                rule=item.name,
                 where=origin_of(node) or node.name,
                 fix="return a value or at.skip(reason)",
             )
@@ -259,11 +254,13 @@ class _Driver:
         self.retyped = {}
         if not isinstance(before, TensorType) or not isinstance(after, TensorType):
             if before != after:
-                raise RuleError(f"the rule {item.name} replaces {format_type(before)} with {format_type(after)}")
+                what = f"the rule {item.name} replaces {format_type(before)} with {format_type(after)}"
+                raise RuleError(what, rule=item.name)
             return None
         if (before.dtype, before.shape, before.device) != (after.dtype, after.shape, after.device):
             raise RuleError(
                 f"the rule {item.name} replaces {before} with {after}",
+                rule=item.name,
                 where=origin_of(node),
                 fix="check at.same_type first",
             )
