@@ -50,18 +50,30 @@ def test_of_integers_it_is_the_share_that_is_equal(model, paces, monkeypatch, tm
 
 
 def test_no_call_is_compared_with_what_an_earlier_one_has_left(paces, tmp_path):
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            self.count += 1
-            return x * 0.01 + self.count
-
     paces(now=5.0)
     found = tsopt.check(Counter().eval(), X, tmp_path / "b.json", update=True, **OPTIONS)
     assert found.now.score == pytest.approx(1.0)
+
+
+class Counter(nn.Module):
+    """Counts its calls, and adds that to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return x * 0.01 + self.count
+
+
+def test_a_bundle_is_compared_from_the_state_that_it_has(paces, monkeypatch, tmp_path):
+    fast_timings(monkeypatch, wins="eager + passes")
+    paces(now=5.0)
+    options = OPTIONS | {"backends": ("eager",)}
+    tsopt.optimize(Counter().eval(), X, **options).save(tmp_path / "b.tsopt")
+    found = tsopt.check(Counter().eval(), X, tmp_path / "b.tsopt", trust=True, **options)
+    assert (found.baseline.score, found.now.score) == (pytest.approx(1.0), pytest.approx(1.0))
 
 
 def test_a_bundle_with_other_outputs_is_told_and_accuracy_is_that_of_eager(model, paces, monkeypatch, tmp_path):
@@ -104,6 +116,25 @@ def test_a_metric_of_the_users_own_is_compared(model, paces, monkeypatch, tmp_pa
     for other, text in ({}, "none was given"), ({"metric": "top1"}, "this one is top1"):
         with pytest.raises(tsopt.UsageError, match=f"its metric is accuracy, and {text}"):
             tsopt.check(model, X, tmp_path / "b.json", **OPTIONS | other)
+
+
+def test_a_baseline_by_no_metric_of_the_users_is_compared_where_none_is_passed(model, baseline, paces):
+    paces(now=5.0)
+    with pytest.raises(
+        tsopt.UsageError, match=r"(?s)its metric is agreement, and this one is top1.*leave out the metric"
+    ):
+        tsopt.check(model, X, baseline, metric="top1", **OPTIONS)
+    assert tsopt.check(model, X, baseline, **OPTIONS).accuracy == "ok"
+
+
+def test_metrics_without_a_name_may_differ_and_a_remark_says_so(model, paces, tmp_path):
+    paces(now=5.0)
+    place, mine = tmp_path / "b.json", {"candidate": lambda x: model(x)}
+    made = tsopt.check(model, X, place, update=True, metric=lambda called: 0.9, **mine)
+    assert (made.now.winner, made.now.metric) == ("candidate", "metric")
+    found = tsopt.check(model, X, place, metric=lambda called: 0.95, **mine)
+    (said,) = [remark for remark in found.remarks if "metric" in remark]
+    assert said.startswith("the baseline has a metric without a name")
 
 
 @pytest.mark.parametrize("named", ["cosine", "agreement"])

@@ -32,13 +32,13 @@ from tsopt.regression.baseline import (
     versions_of,
 )
 from tsopt.regression.outcome import Check
-from tsopt.regression.score import Score, name_of_metric
+from tsopt.regression.score import NAMELESS, Score, metric_for, state_of
 from tsopt.regression.sessions import FEWEST, LEAST, MOST, Sessions
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown, between, paired
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.checking.criterion import BUILT_IN, check_metric
+from tsopt.runtime.checking.criterion import check_metric
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
@@ -88,7 +88,8 @@ def check(
         options: options of `optimize`.
 
     Raises:
-        UsageError: the baseline cannot be read, is that of other inputs, or an option is invalid.
+        UsageError: the baseline cannot be read, is that of other inputs, has a score by another metric, or an option is
+            invalid.
         BundleError: the bundle cannot be opened, or the baseline cannot be written.
         BackendError: what is compared fails on the example.
     """
@@ -104,7 +105,7 @@ def check(
             why=f"they were {then.inputs}, and are {_inputs(example)}",
             fix="pass the same example, or measure a new baseline (--update, update=True)",
         )
-    metric = _metric(metric, then)
+    metric = metric_for(metric, then)
     fast: Any = candidate
     if fast is None:
         judged: dict[str, Any] = {"metric": metric, "max_drop": max_drop} if _may_lose(example, options) else {}
@@ -118,7 +119,8 @@ def check(
     others = ""
     if bundle is not None:
         opened = bundle()
-        were, are = (_outputs(called, eager, example, state) for called in (opened, eager))
+        written = [*state, *state_of(opened)]
+        were, are = (_outputs(called, eager, example, written) for called in (opened, eager))
         others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
         scores.append(score.of(eager if others else opened))
     with _threads(options.get("threads")):
@@ -210,24 +212,6 @@ def _replaced(place: Path, now: Baseline, max_slowdown: float) -> tuple[str, ...
     if before > (1 + max_slowdown) * after:
         said += "; the new one accepts slower calls, so measure again if the machine was busy"
     return (said,)
-
-
-def _metric(asked: Callable[[Any], Any] | str | None, then: Baseline | None) -> Callable[[Any], Any] | str | None:
-    """The metric to compare by: that of the baseline, where none was asked for.
-
-    Raises:
-        UsageError: the baseline has a score by another one.
-    """
-    if then is None or then.score is None or then.metric in ("", name_of_metric(asked)):
-        return asked
-    if asked is None and then.metric in BUILT_IN:
-        return then.metric
-    given = "none was given" if asked is None else f"this one is {name_of_metric(asked)}"
-    raise UsageError(
-        "the accuracy cannot be compared with that of the baseline",
-        why=f"its metric is {then.metric}, and {given}",
-        fix="pass that metric (--metric, metric=), or measure a new baseline (--update, update=True)",
-    )
 
 
 def _check_options(
@@ -328,6 +312,8 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
         remarks.append("the baseline is a single session, so its own scatter is not known")
     if then.model != now.model:
         remarks.append(f"the baseline is of a model with another name, {then.model}")
+    if then.score is not None and then.metric in NAMELESS:
+        remarks.append("the baseline has a metric without a name, so it may be another one; use a function with a name")
     if then.macs is None:
         remarks.append("multiply-accumulates are not compared: the baseline does not have them")
     return speed, remarks
@@ -362,7 +348,7 @@ def _inputs(example: Example) -> str:
 def _outputs(called: Callable[..., Any], model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> str:
     """The same for each output of what is called like the model."""
     call = InputSet("example", example).clone()
-    with protected(model, written=state), torch.no_grad():
+    with protected(model, written=state):
         return _types(called(*call.args, **call.kwargs))
 
 
@@ -379,7 +365,7 @@ def _name(model: Callable[..., Any], fast: Any) -> str:
 def _title(called: Any) -> str:
     """The title of a race's winner, or the name of a callable of the user's own."""
     winner = getattr(getattr(called, "report", None), "winner", None)
-    return line(str(winner or getattr(called, "__name__", type(called).__name__)))
+    return line(str(winner or name_of(called, "candidate")))
 
 
 def _stopped(fast: Any) -> str:

@@ -20,6 +20,7 @@ from tsopt.runtime.checking.criterion import (
     Likeness,
     check_metric,
     criterion_of,
+    outputs_of,
 )
 
 DATA = [tsopt.example(torch.randn(4, 8, generator=torch.Generator().manual_seed(i))) for i in range(5)]
@@ -292,3 +293,15 @@ def test_what_is_asked_for_is_a_key_unless_it_is_a_function():
     assert criterion("top1", 0.1).key != criterion("top1", 0.2).key != ""
     assert criterion(lambda model: 1.0).key == ""
     assert isinstance(criterion(), Likeness)
+
+
+def test_an_output_that_is_state_is_told_as_the_call_has_left_it():
+    count = torch.zeros(3)
+
+    def called(x):
+        return count.add_(1)
+
+    for _ in range(2):
+        (found,) = outputs_of(called, DATA[0], [count])
+        assert found.tolist() == [1.0, 1.0, 1.0]
+    assert count.tolist() == [0.0, 0.0, 0.0]

@@ -9,6 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -342,11 +343,18 @@ def _exported(flat: nn.Module, inputs: tuple[torch.Tensor, ...], shapes: Any) ->
     return torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
 
 
-def name_of(model: object) -> str:
-    """The name of a model in programs and reports."""
-    name = type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "function")
+def name_of(model: object, nameless: str = "Model") -> str:
+    """The name of a model in programs and reports.
+
+    Args:
+        nameless: what stands for the name of a lambda, which has none.
+    """
+    while isinstance(model, partial):
+        model = model.func
+    own = type(model).__name__
+    name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
     name = str(getattr(model, "original_name", name))  # of TorchScript
-    return name if name.isidentifier() else "Model"
+    return name if name.isidentifier() else nameless
 
 
 def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:

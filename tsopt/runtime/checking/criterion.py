@@ -96,14 +96,9 @@ class Likeness:
         self, model: Called, data: Sequence[Example], metric: str, max_drop: float, state: Sequence[torch.Tensor] = ()
     ) -> None:
         self._metric, self._max_drop, self._state = metric, max_drop, state
-        self._wanted: list[Outputs] = []
+        self._wanted = answers_of(model, data, metric, state)
         self.key = f"{metric} {max_drop}"
         self.error_limit = {SQNR: RELATIVE_ERROR, COSINE: _error_of_cosine(1 - max_drop)}.get(metric)
-        for call in data:
-            if self._wanted and _bytes(self._wanted) + _bytes(self._wanted[:1]) > MOST_BYTES:
-                break
-            with called_on_data(Exception):  # whatever the model raises
-                self._wanted.append(_outputs(model, call, state))
         self._data = data[: len(self._wanted)]
         self._along = "" if metric != TOP1 or not self._wanted else _axis_of_classes(self._wanted[0])
 
@@ -117,13 +112,13 @@ class Likeness:
         return f"{len(self._data)} {'input' if len(self._data) == 1 else 'inputs'}"
 
     def judge(self, candidate: Called) -> Judgement:
-        found = [_outputs(candidate, call, self._state) for call in self._data]
+        found = [outputs_of(candidate, call, self._state) for call in self._data]
         strange = unlike(found, self._wanted)
         if self._metric == SQNR:
             error = relative_error(found, self._wanted)
             text = f"relative error {error:.2%} on {self._inputs}, limit {RELATIVE_ERROR:.2%}"
             return Judgement(error <= RELATIVE_ERROR, error, RELATIVE_ERROR, strange or text, error)
-        value = (cosine if self._metric == COSINE else top1)(found, self._wanted)
+        value = measured(self._metric, found, self._wanted)
         if strange:
             return Judgement(False, 1 - value, self._max_drop, strange)
         name = "cosine similarity to eager" if self._metric == COSINE else f"top-1 agreement with eager{self._along}"
@@ -136,7 +131,7 @@ class Likeness:
 
     def tolerance(self, candidate: Called) -> float:
         errors = [
-            relative_error([_outputs(candidate, call, self._state)], [wanted])
+            relative_error([outputs_of(candidate, call, self._state)], [wanted])
             for call, wanted in zip(self._data, self._wanted, strict=True)
         ]
         return min(
@@ -173,8 +168,8 @@ class Metric:
     ) -> None:
         self._metric, self._max_drop, self._signature = metric, max_drop, signature
         self.tolerance = Likeness(model, data, SQNR, 0.0, state).tolerance
-        self._model, self._of_model = model, _finite(_value(metric, model))
-        again = _finite(_value(metric, model))
+        self._model, self._of_model = model, value_of(metric, model)
+        again = value_of(metric, model)
         if abs(again - self._of_model) > STEADY * max_drop:
             raise UsageError(
                 "the metric differs from call to call",
@@ -224,15 +219,42 @@ def criterion_of(
     return Likeness(model, data, metric, MAX_DROP if max_drop is None else max_drop, state)
 
 
-def value_of(metric: Callable[[Any], Any] | str, model: Called, called: Called, data: Sequence[Example]) -> float:
-    """The metric of what is called like the model: a built-in one on this data, or the user's own.
+def answers_of(
+    model: Called, data: Sequence[Example], metric: str, state: Sequence[torch.Tensor], kept: Any = None
+) -> list[Outputs]:
+    """The model's outputs, which those of candidates are measured by; of the first inputs only where they are large.
+
+    Args:
+        kept: see `outputs_of`.
 
     Raises:
-        UsageError: the model fails on the data, or the metric raises or returns something other than a finite number.
+        UsageError: the model fails on an input, or `top1` would have to guess the axis of the classes.
     """
-    if callable(metric):
-        return _finite(_value(metric, called))
-    return 1 - Likeness(model, data, metric, 0.0).judge(called).loss
+    found: list[Outputs] = []
+    for call in data:
+        if found and _bytes(found) + _bytes(found[:1]) > MOST_BYTES:
+            break
+        with called_on_data(Exception):  # whatever the model raises
+            found.append(outputs_of(model, call, state, kept))
+    if metric == TOP1 and found:
+        _axis_of_classes(found[0])
+    return found
+
+
+def measured(metric: str, found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
+    """A built-in metric of outputs beside eager's; higher is better, and 1 is the most."""
+    if metric == SQNR:
+        return 1 - relative_error(found, wanted)
+    return (cosine if metric == COSINE else top1)(found, wanted)
+
+
+def value_of(metric: Callable[[Any], Any], called: Called) -> float:
+    """The user's metric of what is called like the model.
+
+    Raises:
+        UsageError: the metric raises or returns something other than a finite number.
+    """
+    return _finite(_value(metric, called))
 
 
 def _value(metric: Callable[[Any], Any], called: Called) -> float:
@@ -304,14 +326,18 @@ def _axis_of_classes(outputs: Outputs) -> str:
     return f" (along the last axis of {shape})" if len(shape) == 3 else ""
 
 
-def _outputs(called: Called, call: Example, state: Sequence[torch.Tensor]) -> Outputs:
-    """Copies of the outputs of a call. State that the call writes is restored."""
+def outputs_of(called: Called, call: Example, state: Sequence[torch.Tensor], kept: Any = None) -> Outputs:
+    """Copies of the outputs of a call. State that the call writes is restored.
+
+    Args:
+        kept: a model that is put back as it was, too.
+    """
     given, structure = flatten((call.args, call.kwargs))
     args, kwargs = unflatten(structure, [leaf.detach().clone() for leaf in given])  # a model may write to its inputs
-    with protected(None, written=state), torch.no_grad():
+    with protected(kept, written=state), torch.no_grad():
         seed_torch(0)
         leaves, _ = flatten(called(*args, **kwargs))
-    return [leaf.detach().clone() for leaf in leaves]
+        return [leaf.detach().clone() for leaf in leaves]  # here: one of them may be state itself
 
 
 def _error_of_cosine(value: float) -> float:
