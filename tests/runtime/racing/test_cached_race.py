@@ -13,6 +13,7 @@ import torch
 import tsopt
 from tests.runtime.helpers import ENTRY, candidates
 from tests.runtime.racing.cached import PACES, TITLE, X, make, optimize, set_paces
+from tsopt import request as request_module
 from tsopt.compiler.calls.example import as_example
 from tsopt.runtime.backends.eager import EagerBackend
 from tsopt.runtime.calling.executable import Executable
@@ -261,6 +262,71 @@ def test_what_was_wrong_with_some_weights_is_tried_with_others(races, monkeypatc
     assert {row.status for row in other.report.rows} == {"ok"}
     torch.testing.assert_close(other(X), make(seed=1)(X).detach())
     assert optimize(make(seed=2)).report.cached, "nobody was rejected any more"
+
+
+@pytest.fixture
+def one_that_is_wrong(monkeypatch):
+    """TorchScript wins, and what torch runs is wrong."""
+    real = EagerBackend.compile
+
+    def wrong(self, program) -> Executable:
+        made = real(self, program)
+        run = made._run
+        made._run, made.quick = lambda inputs: [value + 1 for value in run(inputs)], None
+        return made
+
+    monkeypatch.setattr(EagerBackend, "compile", wrong)
+
+
+@pytest.mark.usefixtures("one_that_is_wrong")
+def test_of_a_model_that_writes_state_the_race_is_known_all_the_same():
+    class Counter(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = make()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return self.layer(x) + self.count
+
+    model = Counter().eval()
+    first = optimize(model)
+    assert {row.name: row.status for row in first.report.rows}[TITLE] == "wrong"
+    model.count.add_(3)
+    assert optimize(model).report.cached
+
+
+class Helper:
+    """A sandbox that notes what is asked of it, and serves nobody."""
+
+    def __init__(self):
+        self.asked = []
+
+    def start(self):
+        self.asked.append("start")
+
+    def close(self):
+        self.asked.append("close")
+
+
+@pytest.mark.usefixtures("one_that_is_wrong")
+def test_with_other_weights_the_helper_is_not_closed_before_the_whole_race(monkeypatch):
+    real, helpers = cached_race.race, []
+
+    def request(*args, sandbox, **options):
+        helpers.append(Helper())
+        return cached(*args, sandbox=helpers[-1], **options)
+
+    def alone(*args, sandbox=None, **options):
+        return real(*args, **options)
+
+    cached = cached_race.cached_race
+    monkeypatch.setattr(request_module, "cached_race", request)
+    monkeypatch.setattr(cached_race, "race", alone)
+    for seed in (0, 1, 1):
+        optimize(make(seed=seed))
+    assert [helper.asked for helper in helpers] == [["start"], ["start"], ["close"]]
 
 
 @pytest.mark.parametrize("winner", [True, False], ids=["eager", "another"])

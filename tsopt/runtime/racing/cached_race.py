@@ -57,6 +57,9 @@ def cached_race(
     if key is not None and kind:
         key = f"{kind}-{key}"
     entry = None if key is None else cache.find(key, settings.candidates, settings.seconds, time.time())
+    if key is not None and entry is not None and entry.values != _values(entry.rows, captured):
+        cache.forget(key)  # who was rejected with other weights may be right with these
+        entry = None
     if key is not None and entry is not None:
         short = replace(settings, seconds=min(RECHECK_SECONDS, entry.seconds), warn=False)
 
@@ -68,7 +71,7 @@ def cached_race(
 
         if sandbox is not None and entry.winner != MODEL:
             sandbox.close()  # the winner runs here, and the libraries that the sandbox imports would take a core
-        found = None if entry.values != _values(entry.rows, captured) else _reused(key, entry, settings, again, sandbox)
+        found = _reused(key, entry, settings, again, sandbox)
         if found is not None:
             return found
         cache.forget(key)
@@ -92,7 +95,9 @@ def _of_accuracy(programs: Variants, settings: RaceSettings) -> list[str]:
 
 def _values(rows: Sequence[Row], program: Program) -> str:
     """A digest of the weights, if candidates were rejected for their results, which may be right with other weights."""
-    return program.fingerprint(contents=True) if any(row.status in ("wrong", INACCURATE) for row in rows) else ""
+    if not any(row.status in ("wrong", INACCURATE) for row in rows):
+        return ""
+    return replace(program, state={}).fingerprint(contents=True)  # each call writes its state
 
 
 def _is_repeatable(found: Race) -> bool:
