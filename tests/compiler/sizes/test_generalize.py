@@ -132,6 +132,15 @@ def test_a_result_that_is_wrong_where_no_pass_was_tried_is_found():
         through(program, change)
 
 
+def test_a_constant_that_holds_nan_is_the_same_at_all_sizes():
+    model = nn.Module()
+    model.register_buffer("limits", torch.tensor([1.0, float("nan"), 7.0]))
+    model.forward = lambda x: x.fmin(model.limits.clamp(max=5))
+    program = tsopt.capture(model.eval(), torch.ones(2, 3), dynamic={"x": {0: "n"}}, allow_nan=True)
+    assert "clamp" in ops_of(program)
+    assert ops_of(check(program, model, [(5, 3)])) == ["fmin"]
+
+
 def test_a_constant_that_hangs_on_the_size_is_not_general():
     def change(program):
         made = program.copy()

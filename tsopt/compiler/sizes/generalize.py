@@ -19,6 +19,7 @@ from tsopt.compiler.graph.labels import LABEL
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of, provenance
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.protect import same_bytes
 from tsopt.compiler.sizes.samples import held_out, sample_sizes
 from tsopt.compiler.sizes.specialize import Instance, Sizes, evaluate, instance, retyped, traced_sizes
 from tsopt.compiler.sizes.survey import Survey, is_visible
@@ -342,7 +343,7 @@ class _Merged:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and torch.equal(a, b)
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device) and same_bytes(a, b)
 
 
 def _common(old: Sequence[Numbers], new: Sequence[Numbers]) -> int:
