@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tsopt
-from tests.hybrid.models import QUICK, Net, X
+from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
+from tsopt.hybrid import compiled_of
 from tsopt.runtime.calling import own_work
 from tsopt.runtime.racing import race
 from tsopt.runtime.racing.speedup import Speedup
@@ -25,6 +26,26 @@ def test_what_was_counted_stays_when_the_model_changes(always_faster):
     found = tsopt.report(net)
     assert (found.calls, found.in_eager) == (5, {"the signature is not compiled": 1})
     assert found.compile_seconds > first.compile_seconds
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. Net runs in eager mode:UserWarning")
+@pytest.mark.parametrize("look", [0, 1, 2])
+def test_another_thread_may_give_the_compiled_form_up_between_two_looks(always_faster, monkeypatch, look):
+    net = tsopt.hybridize(Net().eval(), **QUICK)
+    with torch.no_grad():
+        net(X)
+    held, looks = compiled_of(net)._watch, []
+
+    def watch(self):
+        looks.append(held)
+        return held if len(looks) <= look else None
+
+    monkeypatch.setattr(hybrid_state.Compiled, "_watch", property(watch, lambda self, value: None), raising=False)
+    with torch.no_grad():
+        close(net(X), eager(net))
+        looks.clear()
+        net.train()(X)
+    assert looks
 
 
 def test_calls_that_eager_wins_are_counted_as_such(monkeypatch):
