@@ -57,7 +57,7 @@ def _check(given: Mapping[str, Any], mode: str | None, other: Mapping[str, Any])
     if mode is not None or other:
         name = "mode" if mode is not None else next(iter(other))
         raise UsageError(
-            f"the backend tsopt has no {name}={other.get(name, mode)!r}",
+            f"the backend tsopt does not take {name}={other.get(name, mode)!r}",
             why="it belongs to Inductor" if name == "mode" else "torch.compile passes on only mode= and options=",
             fix=f"leave it out; options of tsopt.optimize go into options=: {EXAMPLE}",
         )
@@ -65,7 +65,7 @@ def _check(given: Mapping[str, Any], mode: str | None, other: Mapping[str, Any])
     for name in given:
         if name in BY_DYNAMO:
             raise UsageError(
-                f"the option {name!r} is not one of a graph of torch.compile",
+                f"the option {name!r} cannot be used with torch.compile",
                 why="TorchDynamo captures the graph, and decides which sizes are dynamic",
                 fix=f"leave it out, or call tsopt.optimize(model, example_input, {name}=...)",
             )

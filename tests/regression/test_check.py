@@ -57,7 +57,7 @@ def test_noise_leaves_it_undecided_and_that_is_no_regression(model, baseline, pa
 def test_an_update_says_what_it_replaces(model, baseline, paces, now, is_slower):
     paces(now=now)
     (said,) = tsopt.check(model, X, baseline, update=True, **OPTIONS).remarks
-    assert said.startswith("it replaces a baseline of 2.00x, TorchScript")
+    assert said.startswith("it replaces a baseline of 2.00x with TorchScript")
     assert ("measure again if the machine was busy" in said) == is_slower
     baseline.write_text('{"tsopt_baseline": 0}')
     assert tsopt.check(model, X, baseline, update=True, **OPTIONS).remarks == ()

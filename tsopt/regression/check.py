@@ -102,7 +102,7 @@ def check(
     if then is not None and then.inputs not in ("", _inputs(example)):
         raise UsageError(
             "the baseline was measured with other inputs",
-            why=f"they were {then.inputs}, and are {_inputs(example)}",
+            why=f"it was measured with {then.inputs}; this example is {_inputs(example)}",
             fix="pass the same example, or measure a new baseline (--update, update=True)",
         )
     metric = metric_for(metric, then)
@@ -208,9 +208,9 @@ def _replaced(place: Path, now: Baseline, max_slowdown: float) -> tuple[str, ...
     except UsageError:  # of another version of tsopt
         return ()
     before, after = median(then.speedups), median(now.speedups)
-    said = f"it replaces a baseline of {before:.2f}x, {then.winner}"
+    said = f"it replaces a baseline of {before:.2f}x with {then.winner}"
     if before > (1 + max_slowdown) * after:
-        said += "; the new one accepts slower calls, so measure again if the machine was busy"
+        said += "; later checks will accept slower calls; measure again if the machine was busy"
     return (said,)
 
 
