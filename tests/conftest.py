@@ -60,6 +60,14 @@ def torch_threads():
 
 
 @pytest.fixture
+def default_dtype():
+    """Sets torch's default dtype for a test."""
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that torch.compile keeps from another test, or for the next one."""
     torch._dynamo.reset()

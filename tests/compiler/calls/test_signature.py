@@ -106,6 +106,8 @@ def test_a_signature_read_back_binds_the_same_calls(signature):
         lambda d: d.update(outer={"kind": "leaf", "index": 9}),
         lambda d: d.update(result=None),
         lambda d: d.update(inputs=7),
+        lambda d: d.update(default_dtype="int8"),
+        lambda d: d.update(default_dtype=["float32"]),
     ],
 )
 def test_damaged_signatures_are_refused(signature, damage):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tsopt
+from tests.runtime.racing.helpers import fast_timings
 from tsopt.runtime.calling import new_signatures, specializations
 
 
@@ -43,6 +44,20 @@ def test_a_form_that_cannot_be_captured_goes_eager_and_says_why(optimized_by, ml
     for _ in range(2):
         torch.testing.assert_close(fast(x), mlp(x).detach())
     assert fast.report.signatures == (("f32[5, 6]", "runs in eager mode: no other form"),)
+
+
+def test_another_default_dtype_is_another_signature(monkeypatch, default_dtype):
+    def model(x):
+        return (x / 3).exp()
+
+    fast_timings(monkeypatch, wins="eager + passes")
+    x = torch.arange(4)
+    fast = tsopt.optimize(model, x, backends=("eager",), seconds=0.01, isolate=False, cache=False)
+    assert fast.executable is not None
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        default_dtype(dtype)
+        assert fast(x).dtype == dtype
+        torch.testing.assert_close(fast(x), model(x))
 
 
 def test_the_policy_eager_captures_nothing(optimized_by, mlp):

@@ -175,6 +175,45 @@ def test_a_mode_that_the_model_asks_for_is_part_of_the_form():
             executable(X)
 
 
+WHOLE = torch.arange(6)
+FOLLOW = {
+    "whole numbers": (lambda x: x / 3, WHOLE),
+    "new tensors": (lambda x: x + torch.zeros(4), X),
+    "a choice": (lambda x: torch.where(x > 1, 0.5, 2.0), X),
+    "a literal": (lambda x: x * torch.tensor(0.5), WHOLE),
+    "a question": (lambda x: x.to(torch.get_default_dtype()), WHOLE),
+    "what is written": (lambda x: torch.ones(6).mul_(x), WHOLE),
+    "complex numbers": (lambda x: x * 1j, WHOLE),
+}
+DO_NOT = {
+    "real numbers": (lambda x: x / 3 + 1, X),
+    "a cast": (lambda x: x.float() * x.to(torch.float32), WHOLE),
+    "a dtype": (lambda x: x + torch.zeros(4, dtype=torch.float32) + torch.tensor(0.5, dtype=torch.float32), X),
+    "that of another": (lambda x: torch.zeros_like(x) + x.new_ones(4) + torch.ones(4, dtype=x.dtype), X),
+    "results of whole numbers": (lambda x: torch.arange(6) + x * 2 + torch.tensor(3), WHOLE),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOW)
+def test_where_the_default_dtype_decides_it_is_part_of_the_form(name, default_dtype):
+    model, x = FOLLOW[name]
+    executable = compile(capture(model, x), "eager")
+    assert torch.equal(executable(x), model(x))
+    default_dtype(torch.float64)
+    assert executable.accepts((x,), {}) is None
+    with pytest.raises(SignatureError, match="default dtype, which is float64 now and was float32"):
+        executable(x)
+
+
+@pytest.mark.parametrize("name", DO_NOT)
+def test_where_it_decides_nothing_it_may_change(name, default_dtype):
+    model, x = DO_NOT[name]
+    executable = compile(capture(model, x), "eager")
+    assert executable.signature.default_dtype == ""
+    default_dtype(torch.float64)
+    assert torch.equal(executable(x), model(x))
+
+
 def test_the_quick_call_checks_what_comes_out():
     signature = capture(lambda x: x * 2, X).signature
 

@@ -90,7 +90,8 @@ class Signature:
     it stores in objects of the call. `dims` are the dynamic dimensions. `aliasing`: whether it matters which tensors of
     the call are one object or share memory, because the model writes to one of them or checks. `modes` are the thread's
     modes that the model has read, and whether they were on. `collected` are the keywords that the model takes as
-    `**kwargs`, whose order it can see.
+    `**kwargs`, whose order it can see. `default_dtype`: torch's default dtype at the capture, where what the
+    model computes follows it.
     """
 
     inputs: tuple[Input, ...]
@@ -102,6 +103,7 @@ class Signature:
     aliasing: bool = False
     modes: tuple[tuple[str, bool], ...] = ()
     collected: tuple[str, ...] = ()
+    default_dtype: str = ""
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:

@@ -15,6 +15,7 @@ from tsopt.compiler.capture.question import Question
 from tsopt.errors import BundleError
 
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps)(:\d{1,3})?")
+DEFAULT_DTYPES = ("float16", "bfloat16", "float32", "float64")  # those that torch takes
 
 
 def to_json(signature: Signature) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def to_json(signature: Signature) -> dict[str, Any]:
         **({"aliasing": True} if signature.aliasing else {}),
         **({"modes": [list(mode) for mode in signature.modes]} if signature.modes else {}),
         **({"collected": list(signature.collected)} if signature.collected else {}),
+        **({"default_dtype": signature.default_dtype} if signature.default_dtype else {}),
     }
 
 
@@ -69,7 +71,10 @@ def from_json(data: Any) -> Signature:
             raise ValueError("an object is modified twice")
         modes = tuple((str(name), on is True) for name, on in data.get("modes", ()))
         aliasing, collected = data.get("aliasing", False) is True, tuple(map(str, data.get("collected", ())))
-        made = Signature(inputs, outputs, outer, result, dims, effects, aliasing, modes, collected)
+        default_dtype = data.get("default_dtype", "")
+        if default_dtype not in ("", *DEFAULT_DTYPES):
+            raise ValueError(f"invalid default dtype {str(default_dtype)[:40]!r}")
+        made = Signature(inputs, outputs, outer, result, dims, effects, aliasing, modes, collected, default_dtype)
         _check_indices(made)
         _check_sizes(made)
         _check_views(made)

@@ -25,7 +25,7 @@ from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.capture.export_errors import explain, failure_of_the_model
 from tsopt.compiler.capture.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
-from tsopt.compiler.capture.lowering import functional, lower, unique
+from tsopt.compiler.capture.lowering import follows_default_dtype, functional, lower, unique
 from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.capture.refusals import (
     check_apart,
@@ -202,7 +202,12 @@ def _with_answers(signature: Signature, asked: Asked) -> Signature:
     questions = iter(asked.questions)
     inputs = [item if item.state else replace(item, asked=next(questions, ())) for item in signature.inputs]
     aliasing = asked.aliasing or (len(signature.user_inputs) > 1 and bool(signature.written_inputs))
-    return replace(signature, inputs=tuple(inputs), aliasing=aliasing, modes=asked.modes)
+    default_dtype = _default_dtype() if asked.default_dtype else signature.default_dtype
+    return replace(signature, inputs=tuple(inputs), aliasing=aliasing, modes=asked.modes, default_dtype=default_dtype)
+
+
+def _default_dtype() -> str:
+    return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
@@ -316,7 +321,8 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
         flat.training = False
         if reader == "fx":
             flat = by_fx(flat, len(inputs))
-        exported = functional(_exported(flat, inputs, shapes))
+        traced = _exported(flat, inputs, shapes)
+        exported = functional(traced)
     except GraphBreakError as error:
         raise failure_of_the_model(model, example, error) or error from error
     except Exception as error:
@@ -324,6 +330,8 @@ def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None
     result, effects = outcomes[-1]
     check_result(result, effects, held)
     program = lower(exported, names, outer, result, effects, name_of(model))
+    if follows_default_dtype(traced):
+        program = replace(program, signature=replace(program.signature, default_dtype=_default_dtype()))
     return program if wanted is None else with_dims(program, symbols_of(exported, wanted, names))
 
 

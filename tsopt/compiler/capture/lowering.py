@@ -44,6 +44,22 @@ def functional(exported: ExportedProgram) -> ExportedProgram:
     return exported.run_decompositions(_secret_writers(exported)) if needed else exported
 
 
+def follows_default_dtype(exported: ExportedProgram) -> bool:
+    """Whether a call has torch's default dtype for want of another: `torch.zeros(3)`, `x / 3` of whole numbers.
+
+    To be asked of a graph as it was traced: decompositions write the dtype down.
+    """
+    return any(
+        ops.is_overload(node.target)
+        and not ops.is_quantization(node.target)
+        and ops.is_of_default_dtype(
+            fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: value.meta.get("val")), node.meta.get("val")
+        )
+        for graph in _graphs(exported)
+        for node in graph.nodes
+    )
+
+
 def _graphs(exported: ExportedProgram) -> Iterator[fx.Graph]:
     """The graph, and those of branches and loops."""
     return (module.graph for module in exported.graph_module.modules() if isinstance(module, fx.GraphModule))

@@ -32,7 +32,7 @@ from tsopt.compiler.capture.export_errors import unflatten_clones
 from tsopt.compiler.capture.memos import forget
 from tsopt.compiler.capture.question import ATTRIBUTES, METHODS, PRESENT, Question
 from tsopt.compiler.capture.recorded_views import views_among
-from tsopt.compiler.graph.ops import tensors_of
+from tsopt.compiler.graph.ops import is_of_default_dtype, tensors_of
 from tsopt.compiler.outside import Outside
 from tsopt.compiler.protect import modules_of, protected
 
@@ -43,6 +43,8 @@ LAYOUT |= {"as_strided", "as_strided_copy", "as_strided_scatter", "is_contiguous
 VIEW_OR_COPY = frozenset({"contiguous", "reshape", "reshape_as", "flatten", "ravel"})
 GRADIENTS = frozenset({"grad", "grad_fn", "retains_grad", "output_nr"})  # known where `requires_grad` is
 QUESTIONS = LAYOUT | METHODS | ATTRIBUTES | GRADIENTS
+# What makes tensors of Python's numbers, of which a tracer records the tensors only.
+LITERALS = frozenset({"tensor", "as_tensor", "asarray"})
 # Functions that answer for the thread, not for a tensor.
 MODES: dict[Any, str] = {torch.is_inference_mode_enabled: "inference mode", torch.is_grad_enabled: "grad mode"}
 _OWN = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[1]))
@@ -62,6 +64,7 @@ class Asked:
         views: for each result, where in memory it is; tensors of the model are counted behind the inputs. Empty where
             the record has ended before.
         buffers: those tensors of the model.
+        default_dtype: whether it has asked for torch's default dtype, or has made tensors of numbers in it.
     """
 
     questions: tuple[tuple[Question, ...], ...]
@@ -70,6 +73,7 @@ class Asked:
     modes: tuple[tuple[str, bool], ...]
     views: tuple[View | None, ...] = ()
     buffers: tuple[torch.Tensor, ...] = ()
+    default_dtype: bool = False
 
 
 def asked_by(model: Callable[..., Any], example: Example) -> Asked:
@@ -125,6 +129,7 @@ def _asked_by(model: Callable[..., Any], example: Example) -> tuple[Asked, weakr
         written,
         tuple(calls.modes.items()),
         *recorder.views(results, _buffers_of(model)),
+        default_dtype=calls.asks_default_dtype or recorder.has_default_dtype,
     )
     return asked, weakref.ref(mode)
 
@@ -164,6 +169,7 @@ class _Recorder(TorchFunctionMode):
         self._as_is = set(range(len(inputs)))  # those that no function has returned for want of anything to do
         self._without: dict[int, torch.Tensor] = {}  # weights as tensors without values
         self.written: set[int] = set()
+        self.has_default_dtype = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `torch.overrides`."""
@@ -176,6 +182,8 @@ class _Recorder(TorchFunctionMode):
         versions = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         self._question(name, args, kwargs, result)
+        if name in LITERALS and is_of_default_dtype((args, kwargs), result):
+            self.has_default_dtype = True
         if name in VIEW_OR_COPY and given:
             self._follow(given[0], result)
         if given and result is given[0] and not writes:
@@ -280,6 +288,7 @@ class _profiled:
 
     def __init__(self) -> None:
         self.modes: dict[str, bool] = {}
+        self.asks_default_dtype = False
         self._codes: set[CodeType] = set()
         self._by_call = False
         self._blind = False
@@ -302,6 +311,8 @@ class _profiled:
                 self._by_call = True
             elif function in MODES and _is_of_the_user(frame.f_code):
                 self.modes[MODES[function]] = function()
+            elif function == torch.get_default_dtype and _is_of_the_user(frame.f_code):
+                self.asks_default_dtype = True
 
     @property
     def asks_identity(self) -> bool:

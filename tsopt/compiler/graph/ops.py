@@ -309,6 +309,24 @@ def tensors_of(value: object) -> list[Any]:
     return []
 
 
+def is_of_default_dtype(given: object, result: object) -> bool:
+    """Whether the default dtype decided that of a call's result: nothing that was given says another."""
+    default = torch.get_default_dtype()
+    return any(t.dtype in (default, default.to_complex()) for t in tensors_of(result)) and not _says_a_dtype(given)
+
+
+def _says_a_dtype(given: object) -> bool:
+    """Whether there is a tensor, an array or a dtype of real or complex numbers."""
+    if isinstance(given, (list, tuple)):
+        return any(map(_says_a_dtype, given))
+    if isinstance(given, dict):
+        return _says_a_dtype(list(given.values()))
+    dtype = getattr(given, "dtype", given)
+    if isinstance(dtype, torch.dtype):
+        return dtype.is_floating_point or dtype.is_complex
+    return getattr(dtype, "kind", "") in ("f", "c")  # of numpy
+
+
 def may_trap(node: fx.Node) -> bool:
     """Whether a call divides whole numbers by what may be 0 or -1, which can end the process (INT_MIN by -1)."""
     parts = str(node.target).split(".")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+NO_GRADIENTS = "call the model itself, or use torch.no_grad() if gradients are not needed"
 
 
 class Executable:
@@ -178,7 +179,10 @@ class Executable:
                     f"input {item.name!r} is a {kind}, expected a tensor", fix="torch.from_numpy(array)"
                 )
         given = "an input aliases a tensor of the model that the call writes"
-        _check_served(objection(leaves) or other_mode(self.signature) or (given if self._given_state(leaves) else ""))
+        _check_served(objection(leaves) or (given if self._given_state(leaves) else ""))
+        _check_served(
+            other_mode(self.signature), fix="call it under the settings of the example, or call the model itself"
+        )
         return leaves
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -251,12 +255,12 @@ class Executable:
         return BackendError(f"{self.backend} returned outputs that do not match the signature")
 
 
-def _check_served(reason: str) -> None:
+def _check_served(reason: str, fix: str = NO_GRADIENTS) -> None:
     if reason:
         raise SignatureError(
             "the compiled model cannot serve this call",
             why=reason,
-            fix="call the model itself, or use torch.no_grad() if gradients are not needed",
+            fix=fix,
         )
 
 

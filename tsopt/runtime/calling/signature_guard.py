@@ -225,6 +225,9 @@ class _Writer:
         for mode, on in self.signature.modes:
             if mode in MODES:
                 self.unless(f"{self.bound(MODES[mode]())}() is not {on}")
+        if self.signature.default_dtype:
+            default = self.bound(getattr(self._torch, self.signature.default_dtype))
+            self.unless(f"{self.bound(self._torch.get_default_dtype)}() is not {default}")
 
     def _input(self, name: str, item: Input) -> None:
         kind = self._torch.Tensor if self._torch is not None else importlib.import_module("numpy").ndarray
@@ -294,8 +297,15 @@ MODES: dict[str, Callable[[], Callable[[], bool]]] = {"inference mode": _inferen
 
 
 def other_mode(signature: Signature) -> str:
-    """Why the modes of the thread are not those of the example; empty where they are, or the model did not ask."""
-    if sys.modules.get("torch") is None:
+    """Why torch is in another mode than for the example; empty where it is not, or the model does not depend on it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
         return ""
+    if signature.default_dtype and torch.get_default_dtype() is not getattr(torch, signature.default_dtype):
+        now = str(torch.get_default_dtype()).removeprefix("torch.")
+        return (
+            f"what the model computes depends on the default dtype, which is {now} now "
+            f"and was {signature.default_dtype} in the example call"
+        )
     differing = (name for name, on in signature.modes if name in MODES and MODES[name]()() is not on)
     return next((f"the model queries {name}, which differs from the example call" for name in differing), "")
