@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tsopt.cli.process import lacking
+from tsopt.compiler.calls import signature_json
 from tsopt.compiler.calls.signature import Signature, mismatch
 from tsopt.compiler.calls.tensor_file import read_tensors
 from tsopt.errors import AccuracyError, BackendError, BundleError, TsoptError
@@ -29,6 +33,19 @@ class Checked:
     load_seconds: float
 
 
+@contextmanager
+def _default_dtype_kept() -> Iterator[None]:
+    """Puts the default dtype back, which `_load` takes from a bundle."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if torch is not None:
+            torch.set_default_dtype(before)
+
+
+@_default_dtype_kept()
 def against_record(bundle: Path, trust: bool) -> Checked:
     """Runs the bundle on its stored inputs and compares the outputs with those the model gave.
 
@@ -56,6 +73,7 @@ def against_record(bundle: Path, trust: bool) -> Checked:
     return Checked(f"intact, outputs match the model's reference outputs (max difference {worst:.2e})", seconds)
 
 
+@_default_dtype_kept()
 def against_model(bundle: Path, trust: bool, loaded: Any, seed: int, *, eval_mode: bool = False) -> Checked:
     """Compares the bundle with a live model on fresh inputs.
 
@@ -98,6 +116,7 @@ def _comparison() -> Callable[[Any, Any, Executable], Any]:
 def _load(bundle: Bundle, trust: bool) -> tuple[Executable, float]:
     """Tries a bundle in a separate process, then loads it here and times the loading."""
     try:
+        _take_default_dtype(bundle)
         opened = vetted(bundle, trust, probe=True)
         start = time.perf_counter()
         return opened(), time.perf_counter() - start
@@ -106,6 +125,14 @@ def _load(bundle: Bundle, trust: bool) -> tuple[Executable, float]:
         if absent is None:
             raise
         raise absent from error
+
+
+def _take_default_dtype(bundle: Bundle) -> None:
+    """A command has no settings of the user's: the default dtype is that which the bundle was saved under."""
+    wanted = signature_json.from_json(bundle.manifest.get("signature")).default_dtype
+    if wanted and is_installed("torch"):
+        torch = importlib.import_module("torch")
+        torch.set_default_dtype(getattr(torch, wanted))
 
 
 def _with_record(bundle: Bundle, trust: bool) -> tuple[Executable, float, tuple[list[Any], list[Any]]]:

@@ -54,6 +54,43 @@ def test_a_bundle_with_state_counts_on_from_what_was_stored(tmp_path, name):
     assert tsopt.load(place, trust=True)(torch.zeros(2)).tolist() == [2, 2]
 
 
+def test_a_bundle_is_for_the_default_dtype_that_it_was_saved_under(tmp_path, default_dtype):
+    x = torch.arange(6)
+
+    def third(x):
+        return x / 3
+
+    default_dtype(torch.float64)
+    executable = tsopt.compile(tsopt.capture(third, x), "eager")
+    place, wanted = save(executable, tmp_path / "m.tsopt", third, x), third(x)
+    assert torch.equal(tsopt.load(place, probe=True)(x), wanted)
+    default_dtype(torch.float32)
+    with pytest.raises(
+        tsopt.BundleError, match=r"default dtype float64, and that of this process is float32"
+    ) as caught:
+        tsopt.load(place)
+    assert "torch.set_default_dtype(torch.float64)" in caught.value.fix
+    assert "outputs match" in against_record(place, trust=False).verdict
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(tsopt.BundleError, match="compiled under the default dtype float64, and it is float32 now"):
+        save(executable, tmp_path / "other.tsopt", third, x)
+
+
+def test_an_onnx_file_names_every_dtype(tmp_path, default_dtype):
+    x = torch.arange(6)
+
+    def third(x):
+        return x / 3
+
+    default_dtype(torch.float64)
+    place, wanted = (
+        save(tsopt.compile(tsopt.capture(third, x), "onnxruntime"), tmp_path / "m.tsopt", third, x),
+        third(x),
+    )
+    default_dtype(torch.float32)
+    torch.testing.assert_close(tsopt.load(place)(x), wanted)
+
+
 def test_nested_outputs_keep_their_types(tmp_path):
     def model(x):
         return {"sum": x.sum(), "pair": (x, [x * 2, None, 3, 2.5, torch.float32])}

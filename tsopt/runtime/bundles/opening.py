@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,24 @@ def check_trust(info: BackendInfo, directory: Path, trust: bool) -> None:
             why="the code comes from the author of the bundle",
             fix="if you trust its source, use tsopt.load(path, trust=True)",
         )
+
+
+def check_default_dtype(info: BackendInfo, directory: Path, signature: Signature) -> None:
+    """Raises BundleError where torch would compute the program otherwise than where it was saved."""
+    torch = sys.modules.get("torch")
+    wanted = signature.default_dtype
+    if torch is None or not wanted or info.through_onnx or torch.get_default_dtype() is getattr(torch, wanted):
+        return
+    raise BundleError(
+        f"the bundle was saved under the default dtype {wanted}, and that of this process is {default_dtype(torch)}",
+        where=str(directory),
+        why="what its model computes follows the default dtype",
+        fix=f"call torch.set_default_dtype(torch.{wanted}) before you load it",
+    )
+
+
+def default_dtype(torch: Any) -> str:
+    return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 def require(backend: str) -> None:
@@ -67,6 +86,8 @@ def open_bundle(
     """
     info = info_of(backend)
     check_trust(info, directory, trust)
+    if info.through_onnx:  # whose files name every dtype
+        signature = replace(signature, default_dtype="")
     cls = info.load()
     if not is_loaded_by(cls):
         return _of_program(directory, info, options, signature)

@@ -225,6 +225,9 @@ def _call(request: Mapping[str, Any]) -> None:
     from tsopt.runtime.bundles.opening import CHECK, fitting, open_bundle, run_on_reference, stored_tensors
 
     directory, signature = Path(request["directory"]), signature_json.from_json(request["signature"])
+    if request["torch"] and signature.default_dtype:
+        torch = importlib.import_module("torch")
+        torch.set_default_dtype(getattr(torch, signature.default_dtype))
     executable = open_bundle(directory, request["backend"], request["options"], signature, request["trust"])
     tensors = stored_tensors(directory / CHECK)
     names = [f"input.{position}" for position in range(len(signature.user_inputs))]

@@ -24,7 +24,15 @@ from tsopt.runtime.backends.table import BACKENDS, BackendInfo, info_of
 from tsopt.runtime.bundles import known_bundles
 from tsopt.runtime.bundles.members import FORMAT, MANIFEST, MAX_MANIFEST, Bundle, damaged, digest_of, facts_of, reading
 from tsopt.runtime.bundles.onnx_file import check_onnx
-from tsopt.runtime.bundles.opening import CHECK, STATE, check_trust, open_bundle, require
+from tsopt.runtime.bundles.opening import (
+    CHECK,
+    STATE,
+    check_default_dtype,
+    check_trust,
+    default_dtype,
+    open_bundle,
+    require,
+)
 from tsopt.runtime.bundles.probe import try_out
 from tsopt.runtime.bundles.staging import staged
 from tsopt.runtime.calling.executable import Executable
@@ -67,6 +75,7 @@ def save(executable: Executable, path: str | Path, model: Callable[..., Any], ex
         raise BundleError(f"{executable.backend} does not support bundles", fix="use another backend")
     _name_to_store(executable)  # before anything is written
     _check_signature(executable.signature)
+    _check_default_dtype(executable)
     check_target(target)
     with staged(target) as staging:
         executable.save(staging)
@@ -133,6 +142,19 @@ def _check_signature(signature: Signature) -> None:
             why=getattr(error, "why", None) or str(error)[:200],
             fix="pass and return tensors and plain values, such as numbers, strings and dtypes",
         ) from error
+
+
+def _check_default_dtype(executable: Executable) -> None:
+    """Raises BundleError where the reference answers would be of another dtype than the program's."""
+    import torch
+
+    wanted = executable.signature.default_dtype
+    if wanted and torch.get_default_dtype() is not getattr(torch, wanted):
+        raise BundleError(
+            f"the model was compiled under the default dtype {wanted}, and it is {default_dtype(torch)} now",
+            why="what the model computes follows the default dtype",
+            fix=f"call torch.set_default_dtype(torch.{wanted}) before you save it",
+        )
 
 
 def _check_returned(signature: Signature) -> None:
@@ -248,6 +270,7 @@ def vetted(bundle: Bundle, trust: bool, probe: bool | None) -> Callable[[], Exec
         if tolerance is not None and (type(tolerance) is not float or not 0 < tolerance <= MOST_TOLERANCE):
             raise damaged(directory, f"invalid tolerance {str(tolerance)[:40]!r}")
         require(info.name)
+        check_default_dtype(info, directory, signature)
         new = not known_bundles.is_known(bundle.digest)
         if new and info.through_onnx:
             check_onnx(directory, bundle.sizes)
