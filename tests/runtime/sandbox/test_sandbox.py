@@ -181,6 +181,18 @@ def test_a_sandbox_can_be_closed_and_started_again(mlp_program):
             sandbox.start()
 
 
+def test_candidates_have_the_default_dtype_of_the_caller(default_dtype):
+    x = torch.arange(6)
+    with Sandbox() as sandbox:
+        for dtype in (torch.float64, torch.float32):
+            default_dtype(dtype)
+            sandbox.open({"fp32": tsopt.capture(lambda x: x / 3, x)}, 1)
+            candidate = sandbox.contender(Candidate("eager"))
+            candidate.begin()
+            candidate.finish()
+            assert torch.equal(candidate(x), x / 3)
+
+
 def test_a_sandbox_takes_one_program_after_the_other(sandbox, mlp_program):
     other = tsopt.capture(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3))
     for program in (other, mlp_program):

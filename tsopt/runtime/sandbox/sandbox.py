@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
@@ -150,6 +152,7 @@ class Sandbox:
             self._ask(None, START_SECONDS)
             self._is_ready = True
         message = {"do": "program", "directory": str(self.directory), "variants": list(programs), "state": state}
+        message["default_dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
         self._ask(message, seconds)
 
     def _ask(self, message: Message | None, seconds: float, files: Sequence[int] = ()) -> Message:

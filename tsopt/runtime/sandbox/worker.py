@@ -85,6 +85,7 @@ def main(connection: socket.socket) -> None:
                 gc.collect()
             gc.freeze()  # what is here stays: no collector is to look through it again
             try:
+                torch.set_default_dtype(getattr(torch, message["default_dtype"]))  # children inherit it
                 state = read_tensors(directory / "state", message["state"])
                 programs = {name: read_program(directory / name, state, own=True) for name in message["variants"]}
                 answer = {}
