@@ -17,16 +17,17 @@ from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.protect import modules_of, protected, training_of
+from tsopt.compiler.protect import protected
 from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError, WeightsChangedError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.backends.table import PLAIN, info_of
 from tsopt.runtime.bundles import store
 from tsopt.runtime.calling.ambient import Unserved, objection_to, untraced
-from tsopt.runtime.calling.audit import LOOK_AT, NEVER, Audits, executable_difference
+from tsopt.runtime.calling.audit import LOOK_AT, Audits, executable_difference
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.new_signatures import NewSignatures
+from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
 from tsopt.runtime.calling.weights import Weights
@@ -88,13 +89,12 @@ class Optimized:
             note=self._note,
         )
         self._audits = audits or Audits(0)
-        self._weights, self._shares, self._knows_objections = weights, share_weights, False
-        self._eager_calls = 0
-        self._on_difference: Callable[[str], None] | None = None
-        self._flags = training_of(modules_of(model))
+        self._weights, self._shares, self._knows_objections, self._eager_calls = weights, share_weights, False, 0
+        self._on_difference, self._unseen_weights = cast(Callable[[str, bool], None] | None, None), weights
+        self._mode = OwnMode(model)
         if executable is None:
-            self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights
-            self._audits.left = NOW_AND_THEN if weights is not None else NEVER
+            self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights and modes
+            self._audits.left = NOW_AND_THEN
         else:
             self.executable = self._refusing(executable)
 
@@ -114,7 +114,8 @@ class Optimized:
         if left < 0:
             return self._looked_at(args, kwargs)
         if executable is None:
-            if self._lenient and not _gradients():  # the model's own work may be no more than a microsecond
+            mode = self._mode  # looked at here: the model's own work may be no more than a microsecond
+            if mode.root.training is mode.flag and not mode.is_other_inside and self._lenient and not _gradients():
                 self._eager_calls += 1
                 return self.model(*args, **kwargs)
             return self._by_the_model(args, kwargs)
@@ -150,7 +151,7 @@ class Optimized:
 
     def _audit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         executable = None if objection_to(args, kwargs) else self.serving(args, kwargs)
-        if executable is None or training_of(modules_of(self.model)) != self._flags:
+        if executable is None or not self._mode.holds():
             return None  # in training mode the model is no reference
         if self._weights is not None and self._weights.touched() and self._weights.changed():
             self._outlived()
@@ -243,15 +244,15 @@ class Optimized:
 
     def _eager_looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._audits.left = NOW_AND_THEN
+        self._mode.look()
         if self._weights is not None and self._weights.touched():
-            self._audits.end()
             self._say(f"{CHANGED.format(self.report.model)}: eager calls use the new ones")
         return self(*args, **kwargs)
 
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self._eager_calls += 1
         with torch.no_grad():
-            return self.model(*args, **kwargs)
+            return self._mode.as_optimized()(*args, **kwargs)
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = objection_to(args, kwargs)
@@ -344,7 +345,7 @@ class Optimized:
         executable = self.executable or self.verified("eager")
         # With other weights, the model is not the reference for the bundle.
         outlived = self._weights is not None and self._weights.changed()
-        model = executable if self.executable is not None and outlived else self.model
+        model = executable if self.executable is not None and outlived else self._mode.in_eval_mode()
         return store.save(executable, path, model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
@@ -366,7 +367,13 @@ class Optimized:
         if variant != FP32 and self.executable is not None:
             executable.precision, executable.tolerance = variant, self.executable.tolerance
         try:
-            verify(self.model, executable, self.example, program=self.program, precision=executable.precision)
+            verify(
+                self._mode.in_eval_mode(),
+                executable,
+                self.example,
+                program=self.program,
+                precision=executable.precision,
+            )
         except AccuracyError as error:
             if self._weights is None or not self._weights.touched():
                 raise
