@@ -128,6 +128,11 @@ def custom_op():
         yield torch.ops.tsopt_explain.own
 
 
+def with_a_view(self, x):
+    self.all.add_(1)
+    return x + self.part
+
+
 OTHERS = {
     "numpy": (lambda self, x: torch.from_numpy(x.numpy() * 2), "calls numpy", "custom_op"),
     "numpy in a Function": (lambda self, x: Twice.apply(x), "calls numpy", "frontend=.strict"),
@@ -159,6 +164,14 @@ def test_a_construct_is_named_with_what_to_write_instead(name):
     function, what, fix = OTHERS[name]
     with pytest.raises(GraphBreakError, match=rf"(?s){what}.*fix: .*{fix}"):
         capture(Net(function), X)
+
+
+@pytest.mark.parametrize("register", [nn.Module.register_buffer, setattr])
+def test_a_view_of_what_calls_write_is_named(register):
+    net = Net(with_a_view, all=torch.zeros(4))
+    register(net, "part", net.all[:3])
+    with pytest.raises(GraphBreakError, match=r"(?s)shares memory with another one.*fix: .*in forward.*\.clone\(\)"):
+        capture(net, X)
 
 
 def test_an_op_of_the_user_without_a_fake_kernel_is_named(custom_op):

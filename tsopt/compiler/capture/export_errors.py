@@ -160,6 +160,12 @@ FAMILIES: tuple[Family, ...] = (
         "a parameter that requires grad cannot be modified in place",
         "use a buffer instead: self.register_buffer(name, value), or wrap the write in torch.no_grad()",
     ),
+    Family(  # torch wraps what it compiles then, and does not expect that itself
+        lambda t: "compiled_fn to be GraphModule" in t.text,
+        "the model writes to a tensor that shares memory with another one that it holds",
+        "a program holds them as separate tensors, and a write to one would not be visible in the other",
+        "take the view in forward, x + self.cache[:2], or give it memory of its own: self.cache[:2].clone()",
+    ),
     Family(
         lambda t: "same device" in t.text or "different devices" in t.text or "Device Propagation" in t.text,
         "the model combines tensors on different devices",
