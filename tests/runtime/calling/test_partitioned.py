@@ -11,6 +11,7 @@ from tsopt.runtime.calling import partitioned
 from tsopt.runtime.calling.partitioned import PARTS, Partitioned
 from tsopt.runtime.racing import race
 from tsopt.runtime.racing.speedup import Speedup, Timing
+from tsopt.runtime.report import EAGER
 
 QUICK = {"seconds": 0.05, "isolate": False, "cache": False, "backends": ("eager", "onednn")}
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -47,6 +48,24 @@ class Branches(nn.Module):
 
 def optimized(model=None, example=X, **options):
     return tsopt.optimize(model or Branches().eval(), example, **QUICK | options)
+
+
+@pytest.mark.parametrize("wins", [PARTS, EAGER])
+def test_train_does_not_change_the_answers(monkeypatch, wins):
+    def measure(calls, inputs, **_):
+        return {name: Timing((1.0, 1.01) * 4 if name == wins else (9.0, 9.01) * 4, 5) for name in calls}
+
+    monkeypatch.setattr(partitioned, "measure", measure)
+    model = Branches().eval().requires_grad_(False)
+    fast = optimized(model)
+    wanted, statistics = model(X)["y"], model.first[1].running_mean.clone()
+    assert fast.report.winner == wins
+    for switched in (model, model.first):
+        model.eval()
+        switched.train()
+        torch.testing.assert_close(fast(X)["y"], wanted)
+        assert switched.training
+    assert torch.equal(model.first[1].running_mean, statistics)
 
 
 @pytest.mark.usefixtures("parts_win")

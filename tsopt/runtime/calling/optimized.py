@@ -252,7 +252,7 @@ class Optimized:
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self._eager_calls += 1
         with torch.no_grad():
-            return self._mode.as_optimized()(*args, **kwargs)
+            return self._mode.as_optimized(self.model)(*args, **kwargs)
 
     def _thorough(self, executable: Executable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = objection_to(args, kwargs)

@@ -39,11 +39,11 @@ class OwnMode:
         """Whether every module is in the mode that it was in."""
         return training_of(self._modules) == self._flags
 
-    def as_optimized(self) -> Callable[..., Any]:
-        """What to call, in a call of the user's."""
+    def as_optimized(self, called: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call in a call of the user's, for what is the model or a module around it."""
         if self.root.training is self.flag and not self.is_other_inside:
-            return self.model
-        return self.in_eval_mode()
+            return called
+        return as_eval(called, eval_mode=True)
 
     def in_eval_mode(self) -> Callable[..., Any]:
         """The same as a reference. A model that was optimized in training mode does the same in both: see `capture`."""

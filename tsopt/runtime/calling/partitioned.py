@@ -25,6 +25,7 @@ from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
 from tsopt.runtime.calling.graph_parts import MOST_LATER, Graph, as_lines, weigh
 from tsopt.runtime.calling.optimized import CHANGED, Optimized
+from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import Judge
@@ -62,7 +63,7 @@ class Partitioned:
         self.model, self.report = model, report
         self._unserved = Unserved(model, report.model, on_gradients)
         self._audits = Audits(0) if audits is None or report.winner_key == MODEL else audits
-        self._flags = training_of(modules_of(model))
+        self._mode = OwnMode(model)
         eager_wins = report.winner_key == MODEL
         self.backend = "eager" if eager_wins else report.winner_key
         self._run = model if eager_wins else run
@@ -73,14 +74,15 @@ class Partitioned:
         reason = objection_to(args, kwargs)
         if reason:
             return self._unserved(reason, args, kwargs)
+        self._mode.look()
         if iterator_in(args, kwargs) is not None:  # TorchDynamo may read it while it traces
             with torch.no_grad():
-                return self.model(*args, **kwargs)
+                return self._mode.as_optimized(self.model)(*args, **kwargs)
         self._audits.left -= 1
         if self._audits.left < 0:
             return self._looked_at(args, kwargs)
         with torch.no_grad():
-            return self._run(*args, **kwargs)
+            return self._mode.as_optimized(self._run)(*args, **kwargs)
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -101,7 +103,7 @@ class Partitioned:
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """How it differs from the model on a call, as `audit.difference` says it."""
-        if training_of(modules_of(self.model)) != self._flags:
+        if not self._mode.holds():
             return None  # in training mode the model is no reference
         if iterator_in(args, kwargs) is not None:
             return None  # the first of the two calls would consume it
