@@ -173,6 +173,21 @@ def test_modes_of_the_thread_are_recorded_with_whether_they_are_on():
     assert asked_by(lambda x: x * 2, Example((X,))).modes == ()
 
 
+@pytest.mark.parametrize(
+    ("model", "asks"),
+    [
+        (lambda x: x + torch.tensor(0.5), True),
+        (lambda x: x + torch.ones(4), True),
+        (lambda x: x.to(torch.get_default_dtype()), True),
+        (lambda x: x + torch.tensor(2) + torch.arange(4), False),
+        (lambda x: x + torch.tensor(0.5, dtype=torch.float64) + torch.zeros(4, dtype=x.dtype), False),
+        (lambda x: x.float() + x.new_zeros(4) + torch.ones_like(x), False),
+    ],
+)
+def test_what_is_made_in_the_default_dtype_is_recorded(model, asks):
+    assert asked_by(model, Example((X,))).default_dtype == asks
+
+
 def test_in_a_thread_that_is_profiled_identity_may_have_been_asked_for():
     sys.setprofile(lambda *_: None)
     try:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
+import tsopt
 from tests.passes.helpers import capture
 from tsopt.compiler.calls.example import Example, example
 from tsopt.errors import SignatureError
@@ -194,6 +195,11 @@ DO_NOT = {
 }
 
 
+class Adds(torch.nn.Module):
+    def forward(self, x: torch.Tensor):
+        return x + torch.zeros(4)
+
+
 @pytest.mark.parametrize("name", FOLLOW)
 def test_where_the_default_dtype_decides_it_is_part_of_the_form(name, default_dtype):
     model, x = FOLLOW[name]
@@ -203,6 +209,11 @@ def test_where_the_default_dtype_decides_it_is_part_of_the_form(name, default_dt
     assert executable.accepts((x,), {}) is None
     with pytest.raises(SignatureError, match="default dtype, which is float64 now and was float32"):
         executable(x)
+
+
+@pytest.mark.parametrize("frontend", ["strict", "fx", "torchscript"])
+def test_so_it_is_whoever_reads_the_model(frontend):
+    assert tsopt.capture(Adds().eval(), X, frontend=frontend).signature.default_dtype == "float32"
 
 
 @pytest.mark.parametrize("name", DO_NOT)

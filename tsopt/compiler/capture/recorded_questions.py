@@ -43,8 +43,6 @@ LAYOUT |= {"as_strided", "as_strided_copy", "as_strided_scatter", "is_contiguous
 VIEW_OR_COPY = frozenset({"contiguous", "reshape", "reshape_as", "flatten", "ravel"})
 GRADIENTS = frozenset({"grad", "grad_fn", "retains_grad", "output_nr"})  # known where `requires_grad` is
 QUESTIONS = LAYOUT | METHODS | ATTRIBUTES | GRADIENTS
-# What makes tensors of Python's numbers, of which a tracer records the tensors only.
-LITERALS = frozenset({"tensor", "as_tensor", "asarray"})
 # Functions that answer for the thread, not for a tensor.
 MODES: dict[Any, str] = {torch.is_inference_mode_enabled: "inference mode", torch.is_grad_enabled: "grad mode"}
 _OWN = tuple(str(Path(file).parent) for file in (torch.__file__, Path(__file__).parents[1]))
@@ -64,7 +62,7 @@ class Asked:
         views: for each result, where in memory it is; tensors of the model are counted behind the inputs. Empty where
             the record has ended before.
         buffers: those tensors of the model.
-        default_dtype: whether it has asked for torch's default dtype, or has made tensors of numbers in it.
+        default_dtype: whether it has asked for torch's default dtype, or has made tensors in it out of none.
     """
 
     questions: tuple[tuple[Question, ...], ...]
@@ -182,7 +180,7 @@ class _Recorder(TorchFunctionMode):
         versions = [_version(tensor) for tensor in given]
         result = func(*args, **kwargs)
         self._question(name, args, kwargs, result)
-        if name in LITERALS and is_of_default_dtype((args, kwargs), result):
+        if not given and is_of_default_dtype((args, kwargs), result):  # a tracer may record no more than the tensor
             self.has_default_dtype = True
         if name in VIEW_OR_COPY and given:
             self._follow(given[0], result)
