@@ -88,13 +88,12 @@ class Optimized:
             ready=self._refusing,
             note=self._note,
         )
-        self._audits = audits or Audits(0)
+        self._audits = Audits(0) if audits is None or executable is None else audits
         self._weights, self._shares, self._knows_objections, self._eager_calls = weights, share_weights, False, 0
         self._on_difference, self._unseen_weights = cast(Callable[[str, bool], None] | None, None), weights
         self._mode = OwnMode(model)
         if executable is None:
-            self._audits = Audits(0)  # there is nothing to compare; what is looked for is new weights and modes
-            self._audits.left = NOW_AND_THEN
+            self._audits.left = NOW_AND_THEN  # there is nothing to audit; what is looked for is new weights and modes
         else:
             self.executable = self._refusing(executable)
 
@@ -345,7 +344,7 @@ class Optimized:
         executable = self.executable or self.verified("eager")
         # With other weights, the model is not the reference for the bundle.
         outlived = self._weights is not None and self._weights.changed()
-        model = executable if self.executable is not None and outlived else self._mode.in_eval_mode()
+        model = executable if self.executable is not None and outlived else self._mode.in_eval()
         return store.save(executable, path, model, self.example, self.report)
 
     def verified(self, backend: str, **options: Any) -> Executable:
@@ -367,13 +366,7 @@ class Optimized:
         if variant != FP32 and self.executable is not None:
             executable.precision, executable.tolerance = variant, self.executable.tolerance
         try:
-            verify(
-                self._mode.in_eval_mode(),
-                executable,
-                self.example,
-                program=self.program,
-                precision=executable.precision,
-            )
+            verify(self._mode.in_eval(), executable, self.example, program=self.program, precision=executable.precision)
         except AccuracyError as error:
             if self._weights is None or not self._weights.touched():
                 raise

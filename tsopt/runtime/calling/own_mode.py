@@ -45,6 +45,6 @@ class OwnMode:
             return called
         return as_eval(called, eval_mode=True)
 
-    def in_eval_mode(self) -> Callable[..., Any]:
+    def in_eval(self) -> Callable[..., Any]:
         """The same as a reference. A model that was optimized in training mode does the same in both: see `capture`."""
         return as_eval(self.model, eval_mode=True)
