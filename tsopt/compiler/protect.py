@@ -116,7 +116,7 @@ class InEvalMode:
 def as_eval(model: Callable[..., Any], eval_mode: bool) -> Callable[..., Any]:
     """The model as it is called: an exported program as a module; under `eval_mode` with its training flags off."""
     if isinstance(model, ExportedProgram):
-        return model.module(check_guards=False)
+        return model.module()
     if not eval_mode or not isinstance(model, nn.Module) or not any(training_of(model.modules())):
         return model
     return InEvalMode(model)

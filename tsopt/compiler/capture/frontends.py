@@ -34,8 +34,14 @@ SEED = 20011  # other random numbers than those that a tracer may have drawn
 
 
 def replayed(exported: ExportedProgram) -> nn.Module:
-    """An exported program, called as its model was, whose calls keep their places in the model's code."""
-    module: Any = exported.module(check_guards=False)
+    """An exported program, called as its model was, whose calls keep their places in the model's code.
+
+    Its guards on sizes are checked first. Traced with dynamic sizes, they are guards of that trace.
+    """
+    module: Any = exported.module()
+    guards = getattr(module, "_guards_fn", None)  # absent without inputs, or without the example it was exported on
+    for node in module.graph.find_nodes(op="call_module", target="_guards_fn"):
+        module.graph.erase_node(node)  # the interpreter would look for its place in the code
     forward, tree = module.forward, exported.call_spec.in_spec
 
     @functools.wraps(forward)
@@ -43,6 +49,8 @@ def replayed(exported: ExportedProgram) -> nn.Module:
         leaves, form = pytree.tree_flatten((args, kwargs))
         if form != tree:
             return forward(*args, **kwargs)  # it knows what to say
+        if guards is not None:
+            guards(*leaves)
         with fx_traceback.preserve_node_meta():
             found = fx.Interpreter(module).run(*leaves, enable_io_processing=False)
         return pytree.tree_unflatten(found, exported.call_spec.out_spec)
