@@ -293,10 +293,12 @@ def _clean(target: object) -> str:
 
 
 def unique(names: list[str]) -> list[str]:
-    """The names, each but once: the second `x` is `x_2`."""
-    seen: dict[str, int] = {}
-    out = []
+    """The names, each but once: the second `x` is `x_2`, or the next that is no other's own."""
+    own, out = set(names), list[str]()
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        out.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+        free, number = name, 1
+        while free in out or (number > 1 and free in own):
+            number += 1
+            free = f"{name}_{number}"
+        out.append(free)
     return out
