@@ -139,7 +139,9 @@ def test_the_module_runs_and_shares_the_weights():
     }
 
 
-@pytest.mark.parametrize("names", [("a.b", "a_b"), ("a.b", "a"), ("ä", "a"), ("a-b", "a.b"), ("0.weight", "0")])
+@pytest.mark.parametrize(
+    "names", [("a.b", "a_b"), ("a.b", "a"), ("ä", "a"), ("a-b", "a.b"), ("0.weight", "0"), ("a_b", "a.5f.b")]
+)
 def test_weights_of_similar_names_stay_apart(names):
     assert len({attribute_name(name) for name in names}) == 2
     assert all(attribute_name(name).isidentifier() for name in names)

@@ -195,8 +195,11 @@ def _plain_names(weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def attribute_name(weight: str) -> str:
-    """A weight's path as one identifier: module trees would let `a.b` and a tensor called `a` collide."""
-    return "w_" + "".join(c if c.isalnum() and c.isascii() else f"_{ord(c):x}_" if c != "." else "_" for c in weight)
+    """A weight's path as one identifier, from which it could be read: `a.b` is `w_a__b`, `a_b` is `w_a_5f_b`.
+
+    Module trees would let `a.b` and a tensor called `a` collide.
+    """
+    return "w_" + "".join(c if c.isalnum() and c.isascii() else "__" if c == "." else f"_{ord(c):x}_" for c in weight)
 
 
 def _renamed(graph: fx.Graph) -> fx.Graph:
