@@ -424,6 +424,19 @@ def test_a_program_is_compared_with_the_model(other, same):
     assert computes_the_same(program, other, tsopt.example(X)) == same
 
 
+def test_a_model_may_have_an_attribute_called_original():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.original = nn.ReLU()
+
+        def forward(self, x):
+            return self.original(x) + 1
+
+    model = Keeps().eval()
+    assert_computes(capture(model, X, frontend="fx"), model, [X, -X], exact=True)
+
+
 def test_a_subclass_of_tensors_is_no_output():
     with pytest.raises(GraphBreakError, match="returns a subclass"):
         computes_the_same(capture(torch.relu, X), lambda x: x.relu().as_subclass(Marked), tsopt.example(X))

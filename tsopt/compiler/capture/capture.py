@@ -230,12 +230,14 @@ def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Te
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:
     """The program by the front end that is asked for, or by the first that can read the model."""
-    if frontend in BEFORE_EXPORT and not isinstance(model, Scripted):
+    if isinstance(model, Scripted):
+        return _compared(_capture(model, example, wanted), model, example, "torchscript")
+    if frontend in BEFORE_EXPORT:
         return _read(model, example, wanted, frontend)
     try:
         return _capture(model, example, wanted)
     except DataDependentError as error:
-        if frontend != "auto" or isinstance(model, Scripted):
+        if frontend != "auto":
             raise
         try:
             program = _read(model, example, wanted, "torchscript")
@@ -250,14 +252,20 @@ def _read(model: Callable[..., Any], example: Example, wanted: Dynamic | None, r
     """The program by another front end, compared with the model."""
     with protected(model):  # whatever the reader leaves on the model must not be what it is compared with
         program = _capture(model, example, wanted, reader)
+    program = _compared(program, model, example, reader)
+    return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
+
+
+def _compared(program: Program, model: Callable[..., Any], example: Example, reader: str) -> Program:
+    """The program, if its calls are those of the model."""
     # On other values the loops of a script may not come to an end, and there is nothing that it could have frozen.
     if not computes_the_same(program, model, example, on_others=reader != "torchscript"):
         raise GraphBreakError(
             f"{BEFORE_EXPORT[reader]} does not reproduce the model",
             why="in repeated calls, the captured program returns different results or leaves different state behind",
-            fix='pass frontend="auto"',
+            fix="pass the original nn.Module" if isinstance(model, Scripted) else 'pass frontend="auto"',
         )
-    return replace(program, frontend=f"by {BEFORE_EXPORT[reader]}")
+    return program
 
 
 def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapping[Any, Any] | None) -> Dynamic | None:

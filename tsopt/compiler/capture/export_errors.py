@@ -15,6 +15,7 @@ from torch import jit, nn
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten, unflatten
+from tsopt.compiler.capture.scripted import original_of
 from tsopt.compiler.graph.origin import is_library, is_python, user_frame
 from tsopt.compiler.protect import protected
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError
@@ -294,7 +295,7 @@ def _scripted_part(model: object) -> str:
 
 def _eager_failure(model: Callable[..., Any], example: Example) -> Exception | None:
     args, kwargs = unflatten_clones(example)
-    model = getattr(model, "original", model)  # of what reads TorchScript
+    model = original_of(model)
     try:
         with protected(model, written=list(model.parameters()) if isinstance(model, nn.Module) else ()):
             model(*args, **kwargs)

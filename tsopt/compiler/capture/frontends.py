@@ -5,8 +5,10 @@ They accept more models because they check less, so their programs are compared 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,10 +23,11 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.capture.export_errors import first_lines
+from tsopt.compiler.capture.scripted import Scripted
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.protect import protected
+from tsopt.compiler.protect import as_eval, protected, training_of
 from tsopt.compiler.random_state import seed_all
 from tsopt.errors import GraphBreakError
 
@@ -202,9 +205,8 @@ _Call = tuple[list[torch.Tensor], tuple[Any, ...], list[torch.Tensor]]
 def _calls_of_the_model(
     model: Callable[..., Any], values: Sequence[torch.Tensor], structure: Structure, program: Program
 ) -> list[_Call]:
-    state, found = list(program.state.values()), []
-    model = getattr(model, "original", model)
-    held = held_by(model)
+    model, state = _judge(model, list(program.state.values()))
+    found, held = [], held_by(model)
     with protected(model, written=state):
         seed_all(SEED)
         for _ in range(CALLS):
@@ -218,6 +220,20 @@ def _calls_of_the_model(
                 )
             found.append(([value.detach().clone() for value in outputs], tuple(form), after))
     return found
+
+
+def _judge(model: Callable[..., Any], state: list[torch.Tensor]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Whose calls count, and its state: of what reads TorchScript, this itself; a copy if the calls write to it."""
+    if not isinstance(model, Scripted):
+        return model, state
+    evaluated, script = not any(training_of(model.modules())), model.original
+    if state:
+        script = copy.deepcopy(script)
+        paths = {id(tensor): path for path, tensor in (*model.named_parameters(), *model.named_buffers())}
+        tensors = (script.named_parameters, script.named_buffers)
+        theirs = dict(chain.from_iterable(named(remove_duplicate=False) for named in tensors))
+        state = [theirs[paths[id(tensor)]] for tensor in state]
+    return as_eval(script, evaluated), state
 
 
 def _calls_of_the_program(program: Program, values: Sequence[torch.Tensor]) -> list[_Call]:

@@ -7,7 +7,6 @@ are unrolled; those that depend on tensor values become control flow ops or are 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -17,13 +16,12 @@ from torch import nn
 
 from tsopt.compiler.capture.scripted_builtins import DECIDED, PYTHON, SCALARS, TENSOR_TOO
 from tsopt.compiler.capture.scripted_flow import READINGS, Values, branch, check_numbers, flag_of, loop, readings
-from tsopt.compiler.graph.origin import is_library, short_path
+from tsopt.compiler.script_state import attributes_written, containers_written, place_of
 from tsopt.errors import CaptureError, GraphBreakError
 
 # What makes a Python number of a tensor, and among these a flag.
 _FLAGS = frozenset({"Bool", "is_nonzero"})
 _NUMBERS = frozenset({"Int", "Float", "Bool", "item", "IntImplicit", "FloatImplicit", "ScalarImplicit", "is_nonzero"})
-_PLACE = re.compile(r"# (.+?):(\d+):\d+\s*$")
 
 
 def is_scripted(model: object) -> bool:
@@ -37,6 +35,7 @@ class Scripted(nn.Module):
 
     Raises:
         CaptureError: it has no method `forward`.
+        GraphBreakError: a program would lose a part of what it does or returns.
     """
 
     def __init__(self, model: Any) -> None:
@@ -44,6 +43,7 @@ class Scripted(nn.Module):
         forward = getattr(model, "forward", model)
         if getattr(forward, "schema", None) is None:
             raise CaptureError("the TorchScript module has no forward method", fix="script a module that defines one")
+        _check(model, forward.schema)
         graph = forward.graph.copy()
         torch._C._jit_pass_inline(graph)
         self._held = (graph, model)  # a tuple: nn.Module must not look into it
@@ -62,13 +62,65 @@ class Scripted(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = self.call_signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given = (self, *bound.args) if self._has_self else bound.args
+        own = map(_own, bound.args)
+        given = (self, *own) if self._has_self else tuple(own)
         graph, _ = self._held
         names = [item.debugName() for item in graph.inputs()]
         found = _run(graph, dict(zip(names, given, strict=True)))
         for item, value in zip(graph.outputs(), found, strict=True):
             check_numbers(item.type(), value)
         return found[0] if len(found) == 1 else tuple(found)
+
+
+def original_of(model: Any) -> Any:
+    """The TorchScript behind what reads it; any other model itself."""
+    return model.original if isinstance(model, Scripted) else model
+
+
+def _check(model: Any, schema: Any) -> None:
+    """Refuses what its graph does not say, and what a program cannot keep."""
+    if getattr(model, "_forward_hooks", None) or getattr(model, "_forward_pre_hooks", None):
+        raise GraphBreakError(
+            "the TorchScript module has forward hooks",
+            why="they run around its graph and are not part of it",
+            fix="call the hooked module inside another one, or do in forward what they do",
+        )
+    for written in attributes_written(model) if isinstance(model, nn.Module) else ():
+        raise GraphBreakError(
+            f"the TorchScript code changes the attribute {written} in the call",
+            where=written.where,
+            why="between calls a program keeps only buffers that are written in place",
+            fix="keep it in a buffer, and write that in place, as in self.count.add_(1)",
+        )
+    for item in schema.returns:
+        name = _named_tuple_in(item.type)
+        if name:
+            raise GraphBreakError(
+                f"the TorchScript code returns a NamedTuple, {name}",
+                why="TorchScript makes a new class of it for each call, so that no two results are of one type",
+                fix="return a tuple or a dict, or pass the original nn.Module that it was scripted from",
+            )
+
+
+def _named_tuple_in(kind: Any) -> str:
+    """The name of a NamedTuple that a type is or holds; nothing without one."""
+    name = kind.kind()
+    if name == "TupleType":
+        if not kind.annotation_str.startswith("Tuple["):
+            return str(kind.annotation_str).rpartition(".")[2]
+        return next(filter(None, map(_named_tuple_in, kind.elements())), "")
+    if name in ("ListType", "OptionalType"):
+        return _named_tuple_in(kind.getElementType())
+    return _named_tuple_in(kind.getValueType()) if name == "DictType" else ""
+
+
+def _own(value: Any) -> Any:
+    """Lists and dicts of a call as its own: what TorchScript does to them does not reach the caller."""
+    if type(value) is tuple:
+        return tuple(map(_own, value))
+    if isinstance(value, list):
+        return list(map(_own, value))
+    return {key: _own(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _signature(schema: Any, has_self: bool) -> inspect.Signature:
@@ -120,7 +172,8 @@ def _run(block: Any, values: Values) -> list[Any]:
         else:
             found = _call(node, inputs)
         outputs = [item.debugName() for item in node.outputs()]
-        values.update(zip(outputs, found if len(outputs) != 1 else [found], strict=False))
+        if outputs:  # `sort` and `extend` of lists have none
+            values.update(zip(outputs, found if len(outputs) != 1 else [found], strict=False))
     return [values[item.debugName()] for item in block.outputs()]
 
 
@@ -128,7 +181,7 @@ def _if(node: Any, inputs: Sequence[Any], values: Values) -> Any:
     yes, no = node.blocks()
     if isinstance(inputs[0], torch.Tensor):
         _read(node, values)
-        found = branch(node, inputs[0], values, _run, _place(node))
+        found = branch(node, inputs[0], values, _run, place_of(node))
     else:
         found = _run(yes if inputs[0] else no, values)
     return found[0] if len(found) == 1 else found
@@ -146,7 +199,7 @@ def _loop(node: Any, inputs: Sequence[Any], values: Values) -> Any:
         step += 1
     if isinstance(going, torch.Tensor):
         _read(node, values)
-        carried = loop(node, [step, most, going, *carried], values, _run, _place(node))
+        carried = loop(node, [step, most, going, *carried], values, _run, place_of(node))
     return carried[0] if len(carried) == 1 else carried
 
 
@@ -172,7 +225,7 @@ def _call(node: Any, inputs: list[Any]) -> Any:
     if name in _NUMBERS and _is_tensor(inputs):
         raise GraphBreakError(
             "the TorchScript code has data-dependent control flow",
-            where=_place(node),
+            where=place_of(node),
             why="a branch, a loop or a number depends on values that are known only at run time",
             fix="compute both branches and select with torch.where(condition, a, b)",
         )
@@ -180,9 +233,16 @@ def _call(node: Any, inputs: list[Any]) -> Any:
     if op is None:
         raise GraphBreakError(
             f"the TorchScript op {kind} cannot be part of a program",
-            where=_place(node),
+            where=place_of(node),
             why="a program consists of calls to PyTorch operators",
             fix="pass the original nn.Module that it was scripted from",
+        )
+    if containers_written(node.schema()):
+        raise GraphBreakError(
+            f"the TorchScript op {kind} changes a list or a dict",
+            where=place_of(node),
+            why="called from Python, it would change a copy",
+            fix="make a new list or dict, or pass the original nn.Module that it was scripted from",
         )
     target, by_name = op
     count = len(inputs) - len(by_name)
@@ -210,12 +270,6 @@ def _is_tensor(inputs: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in inputs)
 
 
-def _place(node: Any) -> str | None:
-    """`model.py:12` of a node, where it was scripted from a file of the user's."""
-    found = _PLACE.search(str(node).splitlines()[0])
-    return None if found is None or is_library(found.group(1)) else f"{short_path(found.group(1))}:{found.group(2)}"
-
-
 def _attribute(node: Any, inputs: Sequence[Any]) -> Any:
     owner, name = inputs[0], node.s("name")
     for place in (owner._parameters, owner._buffers, owner._modules):
@@ -236,7 +290,7 @@ def _unpacked(node: Any, inputs: Sequence[Any]) -> Any:
 def _isinstance(node: Any, inputs: Sequence[Any]) -> bool:
     raise GraphBreakError(
         "the TorchScript code checks the type of a value at run time",
-        where=_place(node),
+        where=place_of(node),
         why="the types in a program are fixed at capture",
         fix="pass the original nn.Module that it was scripted from",
     )

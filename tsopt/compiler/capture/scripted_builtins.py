@@ -23,6 +23,15 @@ def _extend(container: list[Any], values: Iterable[Any]) -> None:
     container.extend(values)
 
 
+def _sort(container: list[Any], reverse: bool = False) -> None:
+    container.sort(reverse=reverse)
+
+
+def _pop_item(container: dict[Any, Any]) -> tuple[Any, Any]:
+    key = next(iter(container))  # TorchScript takes the first one, Python the last
+    return key, container.pop(key)
+
+
 def _slice(value: Any, start: Any = None, end: Any = None, step: int = 1) -> Any:
     return value[slice(start, end, step)]
 
@@ -39,6 +48,14 @@ PYTHON: dict[str, Callable[..., Any]] = {
     "extend": _extend,
     "insert": lambda container, place, value: container.insert(place, value),
     "pop": lambda container, *place: container.pop(*place),
+    "remove": lambda container, value: container.remove(value),
+    "sort": _sort,
+    "add_": operator.iadd,
+    "mul_": operator.imul,
+    "Delete": operator.delitem,
+    "update": lambda container, other: container.update(other),
+    "setdefault": lambda container, key, value: container.setdefault(key, value),
+    "popitem": _pop_item,
     "reverse": lambda container: container.reverse(),
     "clear": lambda container: container.clear(),
     "copy": lambda container: container.copy(),
@@ -85,6 +102,7 @@ PYTHON: dict[str, Callable[..., Any]] = {
 }
 # Those that are ops of tensors as well, and then called as such.
 TENSOR_TOO = frozenset(PYTHON) - {"__is__", "__isnot__", "append", "_set_item", "extend", "insert", "size", "dim"}
+TENSOR_TOO -= {"Delete", "update", "setdefault", "popitem"}
 TENSOR_TOO -= {"pop", "list", "__contains__", "len", "format", "warn", "values", "items", "keys", "get", "copy"}
 # The same of flags and numbers that are tensors, because values decide about them.
 DECIDED: dict[str, Callable[..., Any]] = {

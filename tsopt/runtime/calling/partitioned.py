@@ -20,6 +20,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.protect import InEvalMode, modules_of, protected, training_of
 from tsopt.compiler.quiet import silent
+from tsopt.compiler.script_state import attributes_written
 from tsopt.errors import BackendError, BundleError, CaptureError, NotReady
 from tsopt.runtime.calling.ambient import Unserved, objection_to
 from tsopt.runtime.calling.audit import LOOK_AT, Audits, difference
@@ -215,6 +216,12 @@ def _compiled(model: Any, backend: Callable[..., Any]) -> tuple[str, Callable[..
     """How the model is compiled, and the result. Leaves a mark on the model, which the caller takes away."""
     if isinstance(model, torch.jit.ScriptFunction):
         return SCRIPT, model
+    if isinstance(model, torch.jit.ScriptModule) and attributes_written(model):
+        raise CaptureError(
+            "TorchScript's own optimizations cannot be applied",
+            why="they run on a copy of the module, which would have attributes of its own: "
+            f"{', '.join(map(str, attributes_written(model)))}",
+        )
     if isinstance(model, torch.jit.ScriptModule) and any(training_of([model])):
         raise NotReady(
             "the TorchScript model is in training mode", fix="call model.eval() first, or pass eval_mode=True (--eval)"
