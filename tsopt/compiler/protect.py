@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.contents import Contents
 from tsopt.compiler.random_state import RandomState
+from tsopt.compiler.script_state import ScriptState
 
 
 @contextmanager
@@ -189,7 +190,9 @@ class Attributes:
     """The attributes of modules as they are, and what the containers, objects and generators among them hold."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
         self._of = [(module, dict(module.__dict__)) for module in modules]
+        self._scripts = ScriptState(modules)
         self._contents = Contents(chain.from_iterable(attributes.values() for _, attributes in self._of))
 
     def put_back(self, *, among_threads: bool = False) -> None:
@@ -208,10 +211,12 @@ class Attributes:
         left = [name for name in _TABLES if name in but]
         tables = [id(attributes.get(name)) for name in left for _, attributes in self._of]
         self._contents.put_back(but=tables, only_tensors="objects" if among_threads else "")
+        self._scripts.put_back()
 
     def are_same(self) -> bool:
         """Whether nothing has changed."""
-        return self._contents.are_same() and all(
+        are_same = self._contents.are_same() and self._scripts.are_same()
+        return are_same and all(
             len(module.__dict__) == len(attributes)
             and all(module.__dict__.get(name, attributes) is value for name, value in attributes.items())
             for module, attributes in self._of
