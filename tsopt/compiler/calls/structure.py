@@ -30,6 +30,8 @@ from tsopt.compiler.calls.snapshot import (
 )
 from tsopt.errors import BundleError, CaptureError
 
+OF_TORCHSCRIPT = "torch._jit_internal"  # where it makes the class of a NamedTuple, in each call a new one
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
@@ -137,6 +139,8 @@ def _same_class(a: Structure, b: Structure) -> bool:
     mine, theirs = (node.value if isinstance(node.value, type) else node.cls for node in (a, b))
     if a.named or b.named:
         return (a.named or name_of(mine)) == (b.named or name_of(theirs))
+    if a.kind == b.kind == "namedtuple" and mine is not None and mine.__module__ == OF_TORCHSCRIPT:
+        return name_of(mine) == name_of(theirs)
     return mine is theirs
 
 

@@ -97,7 +97,7 @@ def _check(model: Any, schema: Any) -> None:
         if name:
             raise GraphBreakError(
                 f"the TorchScript code returns a NamedTuple, {name}",
-                why="TorchScript makes a new class of it for each call, so that no two results are of one type",
+                why="a program returns objects of known classes, and TorchScript makes a new class for each call",
                 fix="return a tuple or a dict, or pass the original nn.Module that it was scripted from",
             )
 
