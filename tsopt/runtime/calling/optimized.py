@@ -90,7 +90,7 @@ class Optimized:
         )
         self._audits = Audits(0) if audits is None or executable is None else audits
         self._weights, self._shares, self._knows_objections, self._eager_calls = weights, share_weights, False, 0
-        self._on_difference, self._unseen_weights = cast(Callable[[str, bool], None] | None, None), weights
+        self._on_difference: Callable[[str], None] | None = None
         self._mode = OwnMode(model)
         if executable is None:
             self._audits.left = NOW_AND_THEN  # there is nothing to audit; what is looked for is new weights and modes
