@@ -372,6 +372,42 @@ def test_an_exported_program_knows_its_example(pt2):
     assert found.example_input.args[0].shape == (2, 3, 9, 9)
 
 
+class Writing(nn.Module):
+    """Counts its calls, draws a number and writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        x.mul_(2)
+        return x * self.calls + torch.rand(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trying_an_exported_program_changes_neither_its_state_nor_its_example(tmp_path):
+    x = torch.ones(3)
+    torch.export.save(torch.export.export(Writing().eval(), (x,)), tmp_path / "m.pt2")
+    found = load_model(str(tmp_path / "m.pt2"), [], 0, trust=True)
+    assert found.model.state_dict["calls"].tolist() == [0]
+    assert found.example_input.args[0].tolist() == [1, 1, 1]
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0)))
+
+
+def test_trying_a_model_of_a_library_does_not_change_it(timm, monkeypatch):
+    def create_model(name, pretrained):
+        model = nn.Sequential(Writing())
+        model.default_cfg = {"input_size": (3,)}
+        return model
+
+    monkeypatch.setattr(sys.modules["timm"], "create_model", create_model)
+    found = load_model("timm:resnet50", [], 0)
+    assert found.model[0].calls.tolist() == [0]
+    torch.manual_seed(0)
+    assert torch.equal(found.example_input, torch.randn(1, 3))
+
+
 @pytest.fixture
 def scripted(tmp_path):
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval()

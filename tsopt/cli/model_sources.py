@@ -86,16 +86,18 @@ def load_model(
 
 
 def _try(spec: str, model: Callable[..., Any], example: Any) -> None:
-    """Raises UsageError if the model does not take the example that was made for it."""
+    """Raises UsageError if the model does not take the example that was made for it. What it writes is put back."""
     import torch
 
     from tsopt.compiler.calls.example import as_example
+    from tsopt.compiler.capture.export_errors import unflatten_clones
+    from tsopt.compiler.protect import protected
 
-    made = as_example(example)
     run: Any = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+    args, kwargs = unflatten_clones(as_example(example))
     try:
-        with torch.no_grad():
-            run(*made.args, **made.kwargs)
+        with protected(run):
+            run(*args, **kwargs)
     except Exception as error:  # a model may raise anything
         raise UsageError(
             f"{spec} does not run on an example input made from its configuration, {_said(example)}",
