@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tsopt.cli import beside
 from tsopt.cli.main import main
 
 MODEL = """
@@ -91,3 +92,10 @@ def quick(monkeypatch):
 
     monkeypatch.setattr(api, "optimize", optimize)
     monkeypatch.setattr(sweeps, "optimize", optimize)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    """What a command ends with, for tests that load a file without one."""
+    yield
+    beside.forget()

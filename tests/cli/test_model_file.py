@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import importlib
 import sys
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import tsopt as package
+from tsopt.cli import beside
 from tsopt.cli.model_file import load_data, load_model_file, parse_inputs
 
 HEAD = "import torch\nfrom torch import nn\nexample_input = torch.ones(1, 4)\n"
+WRAPPER = "def hidden(function):\n    return lambda *args, **kwargs: function(*args, **kwargs)\n"
 
 
 def failed(ran, text):
@@ -195,6 +200,105 @@ def test_a_neighbouring_module_can_be_imported_and_sys_path_is_as_it_was(write, 
     assert sys.path == before
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def model():\n    from {there} import Net\n    return Net(4, 2).eval()\n",
+        "class model(nn.ReLU):\n    def forward(self, x):\n        import {there}\n        return {there}.double(x)\n",
+        "def model(x):\n    from {there} import double\n    return double(x)\n",
+        "def model(*x):\n    from {there} import double\n    return double(*x)\n",
+        "model = nn.ReLU()\ndef example_input():\n    from {there} import example\n    return example\n",
+    ],
+    ids=range(5),
+)
+def test_functions_of_the_file_import_their_neighbours_until_the_command_ends(write, tsopt, text):
+    there = f"neighbour_of_functions_{zlib.crc32(text.encode())}"
+    write(
+        "import torch\nNet = torch.nn.Linear\nexample = torch.ones(1, 4)\ndef double(x):\n    return x * 2\n",
+        name=f"{there}.py",
+    )
+    write(HEAD + text.replace("{there}", there))
+    before = list(sys.path)
+    ran = tsopt("inspect", "m.py", "--eval")
+    assert ran.code == 0, ran.err
+    assert sys.path == before
+
+
+def test_each_file_finds_its_own_neighbours_first(write, tmp_path):
+    for name in ("one", "two"):
+        write(f"NAME = {name!r}\n", name=f"{name}/neighbour_of_{name}.py")
+        write("NAME = 'another'\n", name=f"{'two' if name == 'one' else 'one'}/neighbour_of_{name}.py")
+    write(HEAD + "model = nn.ReLU()\n", name="one/m.py")
+    write("def data():\n    from neighbour_of_two import NAME\n    return [NAME]\n", name="two/m.py")
+    loaded = load_model_file(str(tmp_path / "one" / "m.py"), [], 0)
+    given = SimpleNamespace(calibration=f"{tmp_path}/two/m.py:data", metric=None)
+    assert load_data(given, loaded.files)["calibration"] == ["two"]
+    assert importlib.import_module("neighbour_of_one").NAME == "one"  # as a function of the model does in a call
+
+
+def test_a_directory_that_was_on_the_path_stays_where_it_was(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = list(sys.path)
+    load_model_file(str(write(HEAD + "model = nn.ReLU()\n")), [], 0)
+    assert sys.path == before
+
+
+def test_a_directory_that_the_file_adds_itself_stays_where_the_file_has_put_it(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = list(sys.path)
+    path = write("import sys\nsys.path.insert(0, __file__.rpartition('/')[0])\n" + HEAD + "model = nn.ReLU()\n")
+    load_model_file(str(path), [], 0)
+    assert sys.path == [str(tmp_path), *before, str(tmp_path)]
+    beside.forget()
+    assert sys.path == [str(tmp_path), *before]
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("def model():\n    import a_package_that_nobody_has\n", "make sure that model() runs"),
+        (
+            "def model(x=None):\n    return x + 1\n",
+            "if it is the model itself, write its first parameter without a def",
+        ),
+        ("class model(nn.Module):\n    def __init__(self, n):\n        pass\n", "give its parameters defaults"),
+    ],
+)
+def test_the_advice_for_a_maker_that_raises_is_about_its_own_mistake(tsopt, write, text, advice):
+    write(HEAD + text)
+    assert advice in failed(tsopt("inspect", "m.py"), "model() in m.py raises")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model = torch.export.export(nn.Linear(4, 2).eval(), (example_input,))\n",
+        "def model(*xs):\n    return torch.stack(xs).sum(0)\n",
+        "def model(*xs):\n    return sum(xs)\n",
+        "@hidden\ndef model(x):\n    return x + 1\n",
+        "model = torch.jit.trace(lambda x: x + 1, example_input)\n",
+    ],
+    ids=range(5),
+)
+def test_what_takes_any_arguments_may_be_the_model_itself(tsopt, write, text):
+    write(HEAD + WRAPPER + text)
+    ran = tsopt("inspect", "m.py")
+    assert ran.code == 0, ran.err
+    assert "f32[1, " in ran.out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def model(*sizes):\n    return nn.Linear(*sizes or (4, 2))\n",
+        "@hidden\ndef model():\n    return nn.Linear(4, 2)\n",
+    ],
+    ids=range(2),
+)
+def test_what_takes_any_arguments_may_be_a_maker(write, text):
+    assert isinstance(load_model_file(str(write(HEAD + WRAPPER + text)), [], 0).model, nn.Linear)
+
+
 def test_the_seed_decides_the_weights(write):
     path = write(HEAD + "model = nn.Linear(4, 2)\n")
     first, second, other = (load_model_file(str(path), [], seed).model.weight for seed in (1, 1, 2))
@@ -229,8 +333,6 @@ def test_a_metric_sees_the_model_and_the_example_that_are_optimized(tsopt, write
 
 
 def test_files_of_one_name_in_two_places_keep_their_own_classes(write, tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
     monkeypatch.chdir(tmp_path)
     write(HEAD + "class Net(nn.Linear):\n    pass\nmodel = Net(4, 2)\n")
     write("class Item:\n    pass\ndata = [Item()]\n", name="other/m.py")

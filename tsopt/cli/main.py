@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from tsopt.cli import process
+from tsopt.cli import beside, process
 from tsopt.cli.app import app
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.racing.outcomes import NoCandidate
@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         return process.interrupted()
     except Exception as error:  # click's own errors have show() and an exit code; anything else is ours
         return _unexpected(error, arguments)
+    finally:
+        beside.forget()
 
 
 def _refused(error: TsoptError, arguments: list[str]) -> int:

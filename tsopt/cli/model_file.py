@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+from tsopt.cli import beside
 from tsopt.errors import UsageError
 
 NAMES = ("example_input", "example_inputs")
@@ -147,8 +149,7 @@ def _missing(path: Path) -> UsageError:
 
 
 def _execute(path: Path, taken: set[str]) -> Any:
-    # NOTE: neither the stem as module name nor the directory in front of sys.path: a `json.py` next to the model
-    # would shadow the standard library.
+    # NOTE: not the stem as module name: a `json.py` next to the model would shadow the standard library.
     name = f"tsopt_model_{re.sub(r'[^0-9a-zA-Z_]', '_', path.stem)}"
     while name in taken:  # by a file of the same name in another directory: pickle finds classes by module name
         name += "_"
@@ -157,10 +158,8 @@ def _execute(path: Path, taken: set[str]) -> Any:
         raise UsageError(f"{path} is not a Python file", fix="pass a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    here = str(path.parent.resolve())
-    sys.path.append(here)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), beside.importable(path):
             spec.loader.exec_module(module)
     except SystemExit as error:
         raise UsageError(
@@ -175,9 +174,6 @@ def _execute(path: Path, taken: set[str]) -> Any:
             why=str(error)[:300] or None,
             fix=f"make sure that `python {path.name}` runs",
         ) from error
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
     return module
 
 
@@ -199,10 +195,14 @@ def _model(module: Any, path: Path, name: str) -> Callable[..., Any]:
             where=str(path),
             fix=f"use one of: {', '.join(f'{path.name}:{key}' for key in offers)}" if offers else "add `model = ...`",
         )
-    if (isinstance(found, type) and issubclass(found, nn.Module)) or (
-        not isinstance(found, nn.Module) and callable(found) and _takes_nothing(found)
-    ):
+    if isinstance(found, type) and issubclass(found, nn.Module):
         found = _call(found, path, name or "model")
+    elif callable(found) and not isinstance(found, nn.Module):
+        parameters = _parameters(found)
+        if not isinstance(found, type) and _takes_any_tensors(parameters):
+            found = _made_or_itself(found, path)
+        elif parameters is not None and all(map(_is_optional, parameters)):
+            found = _call(found, path, name or "model")
     if not callable(found):
         raise UsageError(
             f"{name or 'model'!r} in {path.name} is a {type(found).__name__}, not a model",
@@ -219,27 +219,56 @@ def _is_model(value: Any, module: Any) -> bool:
     return isinstance(value, nn.Module) or (isinstance(value, type) and issubclass(value, nn.Module) and made_here)
 
 
-def _takes_nothing(function: Any) -> bool:
-    import inspect
-
+def _parameters(function: Any) -> list[Parameter] | None:
+    """None for objects from C++ that have no signature."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(signature(function).parameters.values())
     except (TypeError, ValueError):
-        return False
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+        return None
+
+
+def _is_optional(item: Parameter) -> bool:
+    return item.default is not item.empty or item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+
+
+def _takes_any_tensors(parameters: list[Parameter] | None) -> bool:
+    """Whether a signature is `*args` or `*args, **kwargs`, which tells a model as little as what makes one."""
+    kinds = [item.kind for item in parameters or ()]
+    return kinds in ([Parameter.VAR_POSITIONAL], [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD])
+
+
+def _made_or_itself(function: Callable[..., Any], path: Path) -> Any:
+    """What a function of `*args` makes without any, if that is a model; otherwise the function is the model.
+
+    It may be one of several tensors, an exported program, or a wrapper without `functools.wraps` around either kind.
+    """
+    try:
+        with redirect_stdout(sys.stderr), beside.importable(path):
+            made = function()
+    except Exception:  # what a model raises that is not given its inputs
+        return function
+    return made if callable(made) else function
 
 
 def _call(maker: Callable[[], Any], path: Path, name: str) -> Any:
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), beside.importable(path):
             return maker()
     except (Exception, SystemExit) as error:  # `sys.exit()` in a maker must not look like success
         raise UsageError(
             f"{name}() in {path.name} raises {type(error).__name__}",
             where=_where(error, path),
             why=str(error)[:300],
-            fix=f"give its parameters defaults ({name} is called without arguments), or define `model = {name}(...)`",
+            fix=_how_to_make(name, _parameters(maker) or []),
         ) from error
+
+
+def _how_to_make(name: str, parameters: list[Parameter]) -> str:
+    if not all(map(_is_optional, parameters)):
+        return f"give its parameters defaults ({name} is called without arguments), or define `model = {name}(...)`"
+    if not parameters:
+        return f"make sure that {name}() runs"
+    return f"make sure that {name}() runs; if it is the model itself, write its first parameter without a default"
 
 
 _INPUT = re.compile(r"^(?:(?P<name>[^:]+):)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?$")
@@ -273,24 +302,18 @@ def check_inputs(model: Callable[..., Any], made: Any) -> None:
     Args:
         made: the result of `parse_inputs`: a dict of keyword arguments, or a tuple of positional ones.
     """
-    import inspect
-
     try:
-        parameters = inspect.signature(getattr(model, "forward", model)).parameters
+        parameters = signature(getattr(model, "forward", model)).parameters
     except (TypeError, ValueError):  # objects from C++ have no signature
         return
     kinds = {name: item.kind for name, item in parameters.items()}
-    named = [
-        name
-        for name, kind in kinds.items()
-        if kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    ]
+    named = [name for name, kind in kinds.items() if kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     takes_any = len(named) < len(kinds)
-    needed = [name for name in named if parameters[name].default is inspect.Parameter.empty]
+    needed = [name for name in named if parameters[name].default is Parameter.empty]
     fix = f"match the parameters of the model: {', '.join(named) or 'none'}"
     if isinstance(made, dict):
         unknown = [name for name in made if name not in named]
-        if unknown and inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        if unknown and Parameter.VAR_KEYWORD not in kinds.values():
             raise UsageError(f"--input {unknown[0]}: the model has no input with that name", fix=fix)
         absent = [name for name in needed if name not in made]
         if absent and not takes_any:
