@@ -218,6 +218,8 @@ def test_eval_mode_computes_as_in_eval_mode():
         ({"budget": "1"}, "budget must be a number greater than 0, got '1'"),
         ({"memory": True}, "memory must be a number greater than 0, got True"),
         ({"level": 4}, "unknown optimization level 4"),
+        ({"level": [2]}, r"unknown optimization level \[2\]"),
+        ({"without": "dce"}, "without must be a tuple of names, got a string"),
         ({"without": ("mul_by_seven",)}, "'mul_by_seven'"),
     ],
 )

@@ -14,7 +14,7 @@ from tsopt.compiler.devices import check_not_recording, check_usable, is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
-from tsopt.compiler.rewriting.pass_base import Pass, Repeat
+from tsopt.compiler.rewriting.pass_base import Pass, Repeat, passes_of
 from tsopt.errors import GraphBreakError, UsageError
 from tsopt.passes import STANDARD
 from tsopt.passes.lower_precision import in_precision
@@ -33,7 +33,7 @@ from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.stages import ReportedProgress
 from tsopt.runtime.thread_count import check_threads
-from tsopt.transforms import LEVELS, check_passes
+from tsopt.transforms import LEVELS, check_level, names_in
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
@@ -194,7 +194,14 @@ def optimize(
         )
     examples = as_examples(example_input)
     check_not_recording(examples[0])
-    candidates, int8 = _checked(options, on_gpu=is_on_gpu(examples[0]))
+    if type(warmup) is not int or warmup < 0:
+        raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
+    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
+    check_level(level)
+    passes, without = passes_of(passes), names_in(without)
+    check_share(audit)
+    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=patterns_in(keep_float))
+    int8.check()
     settings = RaceSettings(
         candidates=candidates,
         threads=threads,
@@ -213,8 +220,8 @@ def optimize(
             model=model,
             level=level,
             race=settings,
-            passes=tuple(passes),
-            without=tuple(without),
+            passes=passes,
+            without=without,
             eval_mode=eval_mode,
             allow_nan=allow_nan,
             on_new_signature=on_new_signature,
@@ -360,11 +367,11 @@ def names_of_options() -> frozenset[str]:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raises UsageError for options of `optimize` that are invalid whatever the model is, before there is one."""
-    # What can be read only once is left to `optimize`.
-    known = {name: value for name, value in given.items() if not isinstance(value, Iterator)}
-    options = {name: item.default for name, item in _parameters()} | known
-    _checked(options, on_gpu=True)  # where all may race
-    check_passes(options["passes"], options["level"], options["without"])
+    values = {name: item.default for name, item in _parameters()} | dict(given)
+    names = ("on_new_signature", "on_gradients", "backends", "threads", "seconds", "budget", "memory", "frontend")
+    _check_options(*(values[name] for name in names))
+    check_share(values["audit"])
+    check_level(values["level"])
 
 
 def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from tsopt.compiler.graph.program import Numerics, Program
-from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
+from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat, passes_of
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.compiler.rewriting.rewrite import Rule
 from tsopt.compiler.sizes.generalize import through
@@ -107,21 +107,29 @@ def _run_of(
     passes: Iterable[Pass | Repeat], level: int, without: Iterable[str], fuel: int | None
 ) -> tuple[tuple[Pass | Repeat, ...], Limits]:
     """The passes of a level and their limits. Checks the options."""
-    passes, left_out = tuple(passes), frozenset(without)
-    check_passes(passes, level, left_out)
+    check_level(level)
+    if fuel is not None and (not isinstance(fuel, int) or fuel < 0):
+        raise UsageError(f"fuel must be a number of rewrites, got {fuel!r}", fix="pass 0 or more, or None for no limit")
+    passes, left_out = passes_of(passes), frozenset(names_in(without))
+    for name in sorted(left_out):
+        check_name(name, names_of(passes))
     numerics = LEVELS[level]
     return ((), Limits()) if numerics is None else (passes, Limits(numerics, fuel, left_out))
 
 
-def check_passes(passes: Iterable[Pass | Repeat], level: int, without: Iterable[str]) -> None:
-    """Raises UsageError for an unknown level, and for names to leave out that no rule or pass has."""
-    if level not in LEVELS:
+def check_level(level: int) -> None:
+    """Raises UsageError for a level that does not exist."""
+    if not isinstance(level, int) or level not in LEVELS:
         raise UsageError(
-            f"unknown optimization level {level}", fix=f"use one of: {', '.join(f'-O{n}' for n in LEVELS)}"
+            f"unknown optimization level {level!r}", fix=f"use one of: {', '.join(f'-O{n}' for n in LEVELS)}"
         )
-    known = names_of(passes)
-    for name in sorted(without):
-        check_name(name, known)
+
+
+def names_in(without: Iterable[str]) -> tuple[str, ...]:
+    """The names to leave out. Raises UsageError for a single one, which would be read letter by letter."""
+    if isinstance(without, str):
+        raise UsageError("without must be a tuple of names, got a string", fix=f"pass a tuple: without=({without!r},)")
+    return tuple(without)
 
 
 def _naming_passes(progress: Callable[[str], None] | None) -> Callable[[str], None] | None:

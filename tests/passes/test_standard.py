@@ -80,6 +80,20 @@ def test_levels_choose_the_class_of_numerics():
         transform(program, level=7)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"level": [2]}, r"unknown optimization level \[2\]"),
+        ({"fuel": "3"}, "(?s)fuel must be a number of rewrites, got '3'.*None for no limit"),
+        ({"fuel": -1}, "fuel must be a number of rewrites, got -1"),
+        ({"without": "dce"}, r"(?s)without must be a tuple of names, got a string.*without=\('dce',\)"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused(options, text):
+    with pytest.raises(UsageError, match=text):
+        transform(capture(lambda x: x * 1 + 1, torch.ones(3)), **options)
+
+
 def test_unknown_names_are_refused():
     program = capture(lambda x: x * 1 + 1, torch.ones(3))
     with pytest.raises(UsageError, match="unknown rule or pass 'times_two'"):

@@ -9,6 +9,7 @@ import torch
 
 from tests.passes.helpers import aten, capture, find
 from tsopt.compiler.rewriting.match import match, pattern, same
+from tsopt.errors import RuleError
 
 X = torch.ones(2, 3)
 
@@ -97,11 +98,35 @@ def test_the_match_lists_what_it_covers_root_first():
 
 def test_a_pattern_counts_its_calls_and_must_return_one():
     assert pattern(lambda x: aten.neg.default(aten.neg.default(x))).size == 2
-    with pytest.raises(TypeError, match="must return the result of a call"):
+    with pytest.raises(RuleError, match="must return the result of a call"):
         pattern(lambda x: x)
 
 
 @pytest.mark.parametrize("function", [lambda *x: aten.neg.default(x[0]), lambda x, *, y: aten.add.Tensor(x, y)])
 def test_holes_are_positional(function):
-    with pytest.raises(TypeError, match="positional parameters only"):
+    with pytest.raises(RuleError, match="positional parameters only"):
         pattern(function)
+
+
+@pytest.mark.parametrize(
+    ("function", "what", "fix"),
+    [
+        (lambda x: aten.relu(x), "calls aten.relu, which is not an overload", "write aten.relu.default"),
+        (lambda x: torch.relu(x), "calls torch.relu, which is not an overload", "write aten.relu.default"),
+        (lambda x: x.relu(), "calls relu, which is not an overload", "write aten.relu.default"),
+        (lambda x: torch.nn.functional.gelu(x), "calls .*gelu, which", "write aten.gelu.default"),
+        (lambda x: aten.neg.default(x + 1), "calls .*add, which", "write one of: aten.add.Tensor, aten.add.Scalar"),
+        (lambda x: math.sqrt(x), "a pattern raises an error", "write calls"),
+        (lambda x: aten.no_such_op.default(x), "a pattern raises an error", "write calls"),
+        (lambda x: aten.neg.default(x) if x else x, "a pattern raises an error", "write calls"),
+        (lambda x: aten.add.Tensor(x), "with other arguments than it has", "self, other, alpha"),
+        (lambda x: aten.neg.default(x, 1), "with other arguments than it has", "parameters: self"),
+        (lambda x: aten.add.Tensor(x, x, beta=2), "with other arguments than it has", "self, other, alpha"),
+        (lambda x: aten.add.Tensor(x, x, other=x), "with other arguments than it has", "self, other, alpha"),
+    ],
+)
+def test_a_pattern_that_could_never_match_is_refused_with_what_to_write(function, what, fix):
+    with pytest.raises(RuleError, match=what) as caught:
+        pattern(function)
+    assert fix in caught.value.fix
+    assert "test_match.py" in caught.value.where

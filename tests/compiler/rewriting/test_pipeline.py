@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx
 
+import tsopt
 from tests.compiler.mistakes import drop_a_node, drop_an_output, swap_operands, tiny
 from tests.passes.helpers import Edit, aten, capture, find, ops_of, run, specials
 from tsopt.compiler.graph.labels import Labels
@@ -117,6 +118,34 @@ def test_a_pass_is_asked_again_once_another_has_changed_something():
     assert "sin" in ops_of(after)
 
 
+@pytest.mark.parametrize("limit", [0, -1, 2.5, "3"])
+def test_a_repeat_has_at_least_one_round(limit):
+    with pytest.raises(UsageError, match=f"limit must be a number of rounds, got {limit!r}"):
+        Repeat((CANONICALIZE,), limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("passes", "what", "fix"),
+    [
+        (CANONICALIZE, "passes must be a tuple of passes, got a RulePass", r"\(my_pass,\)"),
+        ("dce", "passes must be a tuple of passes, got a str", r"\(my_pass,\)"),
+        (None, "passes must be a tuple of passes, got a NoneType", r"\(my_pass,\)"),
+        ((DeadCode,), "among the passes is the class DeadCode", r"DeadCode\(\)"),
+        (CANONICALIZE.rules, "among the passes is a Rule", "RulePass"),
+    ],
+)
+def test_only_passes_are_repeated_and_run(passes, what, fix):
+    program = capture(lambda x: x.sin(), torch.ones(3))
+    calls = [
+        lambda: Repeat(passes),
+        lambda: tsopt.transform(program, passes),
+        lambda: tsopt.optimize(lambda x: x.sin(), torch.ones(3), passes=passes),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=f"(?s){what}.*{fix}"):
+            call()
+
+
 def test_repeats_nest():
     program = capture(lambda x: x.clone().neg(), torch.ones(3))
     after, _ = run(program, (Repeat((Repeat((CANONICALIZE,)), DeadCode())),))
@@ -202,7 +231,7 @@ def test_a_call_that_the_op_refuses_declines_the_rule_and_leaves_nothing_behind(
 
 
 def test_a_rule_without_an_equation_is_refused():
-    with pytest.raises(TypeError, match="needs a docstring with its equation"):
+    with pytest.raises(RuleError, match="needs a docstring with its equation"):
         rule(lambda x: aten.sin.default(x))(lambda at, x: x)
 
 

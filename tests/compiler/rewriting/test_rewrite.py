@@ -169,7 +169,7 @@ def without_docstring(at, x):
 
 def test_a_rule_needs_its_equation_but_where_python_leaves_docstrings_out(monkeypatch):
     make = rule(lambda x: aten.neg.default(x))
-    with pytest.raises(TypeError, match="without_docstring needs a docstring with its equation"):
+    with pytest.raises(RuleError, match="without_docstring needs a docstring with its equation"):
         make(without_docstring)
     monkeypatch.setattr(rewrite, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     assert make(without_docstring).doc == rewrite.NO_DOC
@@ -185,4 +185,51 @@ def test_a_rule_that_raises_is_named_with_the_place_and_how_to_go_on_without_it(
     with pytest.raises(RuleError, match=r"(?s)the rule broken raises TypeError.*where: .*--without broken") as caught:
         run(program, [RulePass("mine", (broken,))])
     assert isinstance(caught.value.__cause__, TypeError)
-    assert caught.value.rule == "broken"
+
+
+@rule(lambda x: aten.relu.default(x))
+def same_again(at, x):
+    """relu(x) -> relu(x)"""
+    return at.root
+
+
+@rule(lambda x: aten.relu.default(x))
+def of_itself(at, x):
+    """relu(x) -> neg(neg(relu(x)))"""
+    return at.call(aten.neg.default, at.call(aten.neg.default, at.root))
+
+
+@pytest.mark.parametrize("item", [same_again, of_itself], ids=lambda item: item.name)
+def test_a_rule_may_not_return_what_it_is_to_replace(item):
+    program = capture(lambda x: x.relu() + 1, torch.randn(2))
+    with pytest.raises(RuleError, match=f"the rule {item.name} returns the value that it is to replace, or") as caught:
+        run(program, [RulePass("mine", (item,))])
+    assert "the holes of the pattern" in caught.value.fix
+
+
+def test_a_rule_needs_a_pattern():
+    for given in ((), ("relu",)):
+        with pytest.raises(RuleError, match="a rule needs a pattern") as caught:
+            rule(*given)
+        assert "@rule(lambda" in caught.value.fix
+
+
+def test_a_pass_takes_rules_and_nothing_else():
+    with pytest.raises(RuleError, match=r"(?s)the pass mine takes a tuple of rules, got a Rule.*\(my_rule,\)"):
+        RulePass("mine", sin_cos)
+    with pytest.raises(RuleError, match=r"(?s)the pass mine has a function among its rules.*@rule\(lambda"):
+        RulePass("mine", (sin_cos, rule(lambda at, x: x)))  # what `@rule` without parentheses makes
+    assert RulePass("mine", [sin_cos]).rules == (sin_cos,)
+
+
+def test_a_rule_whose_pattern_is_wrong_is_left_out_and_the_others_go_on():
+    @rule(lambda x: aten.relu(x))
+    def by_packet(at, x):
+        """relu(x) -> x"""
+        return x
+
+    program = capture(lambda x: x.cos().sin(), torch.rand(2))
+    after, (_, failed) = run(program, [RulePass("mine", (by_packet, sin_cos))], keep_going=True)
+    assert ops_of(after) == ["tanh"]
+    assert failed.rule == "by_packet"
+    assert "calls aten.relu, which is not an overload" in failed.failed

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,40 @@ class Pass(ABC):
         """Edits the program, and returns the rewrites and the near misses."""
 
 
+def passes_of(given: Iterable[Pass | Repeat]) -> tuple[Pass | Repeat, ...]:
+    """The passes that a user has given, as a tuple.
+
+    Raises:
+        UsageError: something else is among them, or they are not in a tuple.
+    """
+    if isinstance(given, (Pass, Repeat, str)) or not isinstance(given, Iterable):
+        raise UsageError(
+            f"passes must be a tuple of passes, got a {type(given).__name__}",
+            fix="pass a tuple: (my_pass,), or (*tsopt.STANDARD, my_pass) to run it after all others",
+        )
+    passes = tuple(given)
+    other = next((item for item in passes if not isinstance(item, (Pass, Repeat))), None)
+    if isinstance(other, type):
+        raise UsageError(f"among the passes is the class {other.__name__}", fix=f"pass an instance: {other.__name__}()")
+    if other is not None:
+        raise UsageError(
+            f"among the passes is a {type(other).__name__}", fix='put rules into a pass: RulePass("mine", (my_rule,))'
+        )
+    return passes
+
+
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Runs its passes in turn until none of them changes the program, for at most `limit` rounds."""
+    """Runs its passes in turn until none of them changes the program, for at most `limit` rounds.
+
+    Raises:
+        UsageError: these are no passes, or there is no round.
+    """
 
     passes: tuple[Pass | Repeat, ...]
     limit: int = 10
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "passes", passes_of(self.passes))
+        if not isinstance(self.limit, int) or self.limit < 1:
+            raise UsageError(f"limit must be a number of rounds, got {self.limit!r}", fix="pass 1 or more")

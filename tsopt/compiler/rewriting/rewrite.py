@@ -30,7 +30,7 @@ from tsopt.compiler.graph.edit import (
 )
 from tsopt.compiler.graph.origin import origin_of, record_rewrite
 from tsopt.compiler.graph.program import Numerics, Program, format_type, tensor_type, type_of
-from tsopt.compiler.rewriting.match import Match, Pattern, match, pattern
+from tsopt.compiler.rewriting.match import EXAMPLE, Match, Pattern, match, pattern
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass
 from tsopt.compiler.rewriting.relayout import retyped_behind
 from tsopt.errors import PassError, RuleError, TsoptError
@@ -61,8 +61,12 @@ class Rule:
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """The functions, traced at first use: that imports most of torch. Raises TypeError for one without a call."""
-        return tuple(pattern(function) for function in self.functions)
+        """The functions, traced at first use: that imports most of torch. Raises RuleError if one is no pattern."""
+        try:
+            return tuple(pattern(function) for function in self.functions)
+        except RuleError as error:
+            error.rule = self.name
+            raise
 
 
 def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> Callable[[Callable[..., Any]], Rule]:
@@ -70,12 +74,20 @@ def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> 
 
     The function returns `at.skip(reason)` for a near miss, which is reported to the user, and None where the
     pattern is merely too general (a reshape that does reshape).
+
+    Raises:
+        RuleError: there is no pattern, or the function has no docstring.
     """
+    if not patterns or not all(map(callable, patterns)):
+        raise RuleError("a rule needs a pattern, which is a function", fix=f"write @rule({EXAMPLE}) above the function")
 
     def make(body: Callable[..., Any]) -> Rule:
         doc = (body.__doc__ or "").strip().splitlines() or ([NO_DOC] if sys.flags.optimize > 1 else [])
         if not doc:
-            raise TypeError(f"the rule {body.__name__} needs a docstring with its equation")
+            raise RuleError(
+                f"the rule {body.__name__} needs a docstring with its equation",
+                fix='begin the function with """exp(log(x)) -> x""", for example',
+            )
         return Rule(body.__name__, patterns, body, numerics, doc[0])
 
     return make
@@ -135,10 +147,29 @@ class Site:
 
 @dataclass(frozen=True)
 class RulePass(Pass):
-    """Applies rules to every value in graph order, and again to everything that changed, until none matches."""
+    """Applies rules to every value in graph order, and again to everything that changed, until none matches.
+
+    Raises:
+        RuleError: `rules` is anything else than rules.
+    """
 
     name: str
     rules: tuple[Rule, ...] = field(repr=False)  # a hundred, in the signature of `optimize`
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Iterable):
+            raise RuleError(
+                f"the pass {self.name} takes a tuple of rules, got a {type(self.rules).__name__}",
+                fix=f'write RulePass("{self.name}", (my_rule,))',
+            )
+        object.__setattr__(self, "rules", tuple(self.rules))
+        other = next((item for item in self.rules if not isinstance(item, Rule)), None)
+        if other is not None:
+            raise RuleError(
+                f"the pass {self.name} has a {type(other).__name__} among its rules",
+                why="only what @rule(...) returns is a rule",
+                fix=f"write @rule({EXAMPLE}) above the function, with its pattern in the parentheses",
+            )
 
     def run(self, program: Program, limits: Limits) -> Changes:
         return _Driver(self, program, limits).run()
@@ -250,6 +281,12 @@ class _Driver:
                 where=origin_of(node) or node.name,
                 fix="return a value or at.skip(reason)",
             )
+        if _reads(result, node, made):
+            raise RuleError(
+                f"the rule {item.name} returns the value that it is to replace, or computes the new one from it",
+                where=origin_of(node) or node.name,
+                fix="compute the new value from the holes of the pattern, and return None where there is nothing to do",
+            )
         before, after = type_of(node), type_of(result)
         self.retyped = {}
         if not isinstance(before, TensorType) or not isinstance(after, TensorType):
@@ -289,3 +326,12 @@ class _Driver:
             if roots != self.roots.get(node):
                 self.roots[node] = roots
                 todo += node.users
+
+
+def _reads(result: fx.Node, node: fx.Node, made: Iterable[fx.Node]) -> bool:
+    """Whether a value that a rule returns is a node, or is computed from it by what the rule has made."""
+    needed = {result}
+    for item in reversed(list(made)):
+        if item in needed:
+            needed.update(item.all_input_nodes)
+    return node in needed
