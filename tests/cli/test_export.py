@@ -136,6 +136,23 @@ def test_exporting_again_replaces_what_was_there(tsopt, write, tmp_path):
     assert tsopt("verify", "x.tsopt").code == 0
 
 
+def test_weights_beside_an_onnx_file_are_told_when_they_replace_others(tsopt, write, tmp_path, monkeypatch):
+    from tsopt.runtime.onnx import onnx_model
+
+    write()
+    arguments = ("export", "m.py", "--format", "onnx")
+    for limit, told in ((1 << 30, 0), (0, 0), (0, 1)):
+        monkeypatch.setattr(onnx_model, "SINGLE_FILE", limit)
+        ran = tsopt(*arguments)
+        assert ran.code == 0, ran.err
+        assert ran.out.splitlines().count("replaced the earlier m.onnx.data") == told
+    (tmp_path / "m.onnx.data").unlink()
+    (tmp_path / "m.onnx.data").mkdir()
+    ran = tsopt(*arguments)
+    assert ran.code == 2
+    assert "the path for weights that the .onnx file may not hold is a directory" in ran.err
+
+
 def test_a_directory_that_is_made_on_the_way_is_told(tsopt, write, tmp_path):
     write()
     ran = tsopt("export", "m.py", "-o", "new/deep/x.tsopt")

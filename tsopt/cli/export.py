@@ -23,6 +23,7 @@ from tsopt.runtime.backends.table import BACKENDS
 from tsopt.runtime.bundles.members import MANIFEST
 from tsopt.runtime.bundles.staging import staged
 from tsopt.runtime.bundles.store import check_target
+from tsopt.runtime.onnx.onnx_model import BESIDE
 
 if TYPE_CHECKING:
     from tsopt.compiler.calls.signature import Signature
@@ -64,6 +65,8 @@ def run(
             tell("profile")
             fast.profile()
         replaced = [path for path in (*places.values(), *reports.values()) if path.exists()]
+        beside = [_weights_beside(path) for kind, path in places.items() if kind == "onnx"]
+        earlier = {path: path.stat().st_ino for path in beside if path.exists()}
         for kind, path in places.items():
             tell(f"write {path}")
             remarks.append(write(fast, kind, path, opset))
@@ -71,6 +74,7 @@ def run(
         for path in reports.values():
             save(fast.report, path, WRITERS)
             process.State.written += (str(path),)
+        replaced += [path for path, number in earlier.items() if path.stat().st_ino != number]
     made = fast.report.with_files((kind, str(path)) for kind, path in (places | reports).items())
     out.report(made)
     for directory in new:
@@ -207,11 +211,22 @@ def check_place(kind: str, path: Path) -> None:
         )
     if kind == "tsopt":
         check_target(path)
-    elif path.is_dir():
-        raise BundleError("the output path is a directory", where=str(path), fix="pass a file name")
-    elif path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a symbolic link" if path.is_symlink() else "not a regular file"
-        raise BundleError(f"the output path is {what}", where=str(path), fix="pass the name of a regular file")
+        return
+    _check_file(path, "the output path")
+    if kind == "onnx":
+        _check_file(_weights_beside(path), "the path for weights that the .onnx file may not hold")
+
+
+def _check_file(path: Path, what: str) -> None:
+    is_other = path.exists() and not path.is_file()
+    if path.is_symlink() or is_other:
+        kind = "a symbolic link" if path.is_symlink() else "a directory" if path.is_dir() else "not a regular file"
+        raise BundleError(f"{what} is {kind}", where=str(path), fix="pass the name of another file")
+
+
+def _weights_beside(path: Path) -> Path:
+    """The file of weights that an .onnx file refers to, if it cannot hold them."""
+    return path.with_name(f"{path.name}{BESIDE}")
 
 
 def _check_parent(path: Path) -> None:

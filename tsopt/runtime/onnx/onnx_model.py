@@ -23,6 +23,7 @@ FILE = "model.onnx"  # in the directory of a bundle or of a candidate
 DATA = f"{FILE}.data"  # beside it: weights that are not in the program's file
 INLINE = 1024  # bytes: shape inference wants to see small constants, sessions get large ones handed over
 SINGLE_FILE = (1 << 31) - (1 << 24)  # a protobuf ends at 2 GiB
+BESIDE = ".data"  # ends the name of a file of weights beside a larger model
 STORED = ".stored"  # suffix of the name of a weight that is stored in its memory order
 LINK = "weights"  # in the directory of a model: a hard link to the program's file of weights
 
@@ -78,7 +79,7 @@ class OnnxModel:
         import onnx_ir
 
         size = sum(v.const_value.nbytes for v in self.model.graph.initializers.values() if v.const_value is not None)
-        onnx_ir.save(self.model, place, external_data=f"{place.name}.data" if size > SINGLE_FILE else None)
+        onnx_ir.save(self.model, place, external_data=f"{place.name}{BESIDE}" if size > SINGLE_FILE else None)
 
     def _store(self, directory: Path) -> None:
         import onnx_ir
