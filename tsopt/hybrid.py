@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from types import MemberDescriptorType
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
 from tsopt.background.in_background import InBackground
+from tsopt.compiler.calls.snapshot import slot_names
 from tsopt.compiler.model_reads import HOOKS
 from tsopt.errors import UsageError
 from tsopt.hybrid_state import Compiled
@@ -59,8 +61,9 @@ def hybridize(model: Any = None, *, active: bool = True, background: bool = Fals
     original = original_of(model)
     if not active:
         return original
-    if isinstance(original, torch.jit.ScriptModule):
-        raise UsageError("a ScriptModule cannot be hybridized", fix="use tsopt.optimize(model, example_input)")
+    if isinstance(original, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        kind = "ScriptModule" if isinstance(original, nn.Module) else "ScriptFunction"
+        raise UsageError(f"a {kind} cannot be hybridized", fix="use tsopt.optimize(model, example_input)")
     if isinstance(original, nn.Module):
         return _module(original, Compiled(original, background, options))
     if not callable(original):
@@ -150,9 +153,20 @@ def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
     names = {"_tsopt_compiled": compiled, "__module__": cls.__module__, "__doc__": cls.__doc__}
     if cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl:  # else the two differ
         names["forward"] = _forward(cls)
+    slots = {name: getattr(cls, name) for name in slot_names(cls)}
+    names |= {name: _shared(slot, model) for name, slot in slots.items() if isinstance(slot, MemberDescriptorType)}
     made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
     made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
     return made
+
+
+def _shared(slot: Any, model: nn.Module) -> property:
+    """What `__slots__` has laid out, which is not in the `__dict__` that the two share."""
+
+    def write(_: Any, value: Any) -> None:
+        slot.__set__(model, value)
+
+    return property(lambda _: slot.__get__(model), write, lambda _: slot.__delete__(model), slot.__doc__)
 
 
 def _forward(cls: type[nn.Module]) -> Callable[..., Any]:

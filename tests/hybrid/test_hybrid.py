@@ -190,6 +190,40 @@ def test_where_the_call_is_more_than_forward_that_stays_as_it_is(always_faster):
 def test_torchscript_is_refused_with_what_to_use():
     with pytest.raises(tsopt.UsageError, match=r"(?s)ScriptModule cannot be hybridized.*tsopt.optimize"):
         tsopt.hybridize(torch.jit.script(nn.Sequential(nn.ReLU())))
+    with pytest.raises(tsopt.UsageError, match=r"(?s)ScriptFunction cannot be hybridized.*tsopt.optimize"):
+        tsopt.hybridize(torch.jit.script(relu))
+
+
+def relu(x):
+    return torch.relu(x)
+
+
+class Slotted(Net):
+    """With an attribute outside of the `__dict__` that a hybrid shares."""
+
+    __slots__ = ("factor", "unset")
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 3.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def test_what_slots_hold_is_shared_with_the_model(calls):
+    model = Slotted().eval()
+    net = tsopt.hybridize(model, **QUICK)
+    assert net.factor == 3.0
+    assert not hasattr(net, "unset")
+    with torch.no_grad():
+        close(net(X), eager(net, X))
+        for owner, factor in ((net, 4.0), (model, 5.0)):
+            owner.factor = factor
+            assert (net.factor, model.factor) == (factor, factor)
+            close(net(X), eager(net, X))
+    del net.factor
+    assert not hasattr(model, "factor")
 
 
 def test_an_overridden_forward_reaches_the_one_it_extends(always_faster):

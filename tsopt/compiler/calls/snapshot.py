@@ -49,7 +49,11 @@ def has_dict(item: Any) -> bool:
 
 
 def _slots_of(item: Any) -> list[str]:
-    cls: Any = type(item)
+    return slot_names(type(item))
+
+
+def slot_names(cls: Any) -> list[str]:
+    """The names that `__slots__` of a class and of its bases have laid out."""
     return _slots(cls)
 
 

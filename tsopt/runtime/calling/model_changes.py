@@ -8,17 +8,18 @@ or `.data`, other than by a step of an optimizer.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter, is_
 from types import CellType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from tsopt.compiler.calls.snapshot import slot_names
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
 from tsopt.compiler.protect import same_bytes, training_of
 from tsopt.runtime.calling import unseen_writes
@@ -289,7 +290,8 @@ class _Found:
         for module in reads.modules:
             table = module.__dict__
             held += [table[name] for name in (*TABLES, *HOOKS) if isinstance(table.get(name), dict)]
-            self.slots += [(table, name) for name in table if name in reads.names and name not in TABLES]
+            places = (table, _Slots(module, slot_names(type(module))))
+            self.slots += [(at, name) for at in places for name in at if name in reads.names and name not in TABLES]
         self.slots += reads.places
         self.containers = [table for table in held if table]
         self.empty = [table for table in held if not table]
@@ -348,7 +350,7 @@ class _Slots(Mapping[str, Any]):
     """The attributes of an object whose class has slots for them."""
 
     def __init__(self, value: Any, names: Sequence[str]) -> None:
-        self._value, self._names = value, names
+        self._value, self.names = value, names
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -357,7 +359,7 @@ class _Slots(Mapping[str, Any]):
             raise KeyError(name) from error
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if hasattr(self._value, name))
+        return (name for name in self.names if hasattr(self._value, name))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -365,11 +367,10 @@ class _Slots(Mapping[str, Any]):
 
 def _attributes_of(value: Any) -> Mapping[str, Any]:
     """The attributes of an object by name."""
-    namespace = getattr(value, "__dict__", None)
-    if isinstance(namespace, dict):
-        return namespace
-    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-    return _Slots(value, [name for names in slots for name in ([names] if isinstance(names, str) else names)])
+    namespace, slots = getattr(value, "__dict__", None), _Slots(value, slot_names(type(value)))
+    if not isinstance(namespace, dict):
+        return slots
+    return ChainMap(namespace, cast("dict[str, Any]", slots)) if slots.names else namespace
 
 
 def _differ(tensor: torch.Tensor, before: torch.Tensor) -> bool:
