@@ -12,7 +12,7 @@ from torch import nn
 from tests.compiler.helpers import Net
 from tests.passes.helpers import assert_computes
 from tsopt.compiler.capture.capture import capture
-from tsopt.errors import CaptureError, UsageError
+from tsopt.errors import CaptureError, NotReady, UsageError
 
 X = torch.randn(2, 3)
 
@@ -103,6 +103,21 @@ def test_nan_in_weights_is_refused_and_can_be_allowed():
     ):
         capture(model, X)
     capture(model, X, allow_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_weights_of_one_byte_are_taken_unless_they_are_nan(dtype):
+    class Model(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.register_buffer("w", torch.tensor([1.0, value]).to(dtype))
+
+        def forward(self, x):
+            return x * self.w.float()
+
+    assert capture(Model(2.0), torch.ones(2)).weights
+    with pytest.raises(NotReady, match="NaN in 1 of 2 values"):
+        capture(Model(float("nan")), torch.ones(2))
 
 
 def test_infinities_of_both_signs_in_weights_are_no_nan():

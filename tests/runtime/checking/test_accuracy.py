@@ -270,3 +270,15 @@ def test_what_differs_where_eager_makes_infinities_of_extremes_is_a_note():
 def test_a_formula_that_overflows_is_found_with_an_example_of_small_numbers():
     with pytest.raises(tsopt.AccuracyError, match="large"):
         verify(F.logsigmoid, lambda x: torch.sigmoid(x).log(), torch.randn(8, 8) / 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu])
+def test_inputs_and_outputs_of_one_byte_are_compared(dtype):
+    def model(x, y):
+        return (x.float() * 2 + y).to(dtype), x.float() + y
+
+    x = torch.rand(4, 3).to(dtype), torch.rand(4, 3)
+    run = tsopt.compile(tsopt.transform(tsopt.capture(model, x)), "torchscript")
+    assert tsopt.verify(model, run, x).ok
+    with pytest.raises(tsopt.AccuracyError):
+        tsopt.verify(lambda x, y: ((x.float() * 3 + y).to(dtype), x.float() + y), run, x)

@@ -5,7 +5,7 @@ import torch
 
 import tsopt
 from tsopt.compiler.calls.example import Example
-from tsopt.runtime.checking.inputs import ZEROS, blank, input_sets
+from tsopt.runtime.checking.inputs import ZEROS, blank, by_column, input_sets, sets_near
 
 
 def leaves(sets, position=0):
@@ -89,3 +89,12 @@ def test_blank_inputs_are_zeros_laid_out_as_captured():
     assert (second.dtype, second.shape) == (torch.int64, (4,))
     assert not first.any()
     assert not second.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
+def test_floats_of_one_byte_are_varied_as_others_are(dtype):
+    example = Example((torch.tensor([1.0, 2.0, 4.0, 8.0]).to(dtype),))
+    for item in (*input_sets(example, 0), *sets_near(example, 0)):
+        assert item.example.args[0].dtype == dtype
+        assert by_column(item, example, 0) is None
+    assert leaves(input_sets(example, 0))["special"].float().isnan().any()

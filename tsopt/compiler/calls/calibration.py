@@ -13,6 +13,7 @@ import torch
 
 from tsopt.compiler.calls.calibration_files import FORMS, Named, Unnamed, from_files, with_tensors
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import unflatten
 from tsopt.compiler.graph.origin import user_frame
@@ -200,7 +201,7 @@ class _Reader:
         """
         leaves, _ = self._signature.flattened(call.args, call.kwargs)
         for one, leaf in zip(self._signature.user_inputs, leaves, strict=True):
-            if not leaf.is_floating_point() or bool(leaf.isfinite().all()):
+            if not leaf.is_floating_point() or bool(widened(leaf).isfinite().all()):
                 continue
             if bool(leaf.isnan().any()):
                 raise UsageError(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.capture.export_errors import first_lines
@@ -263,8 +264,9 @@ def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Other values: those of whole numbers at other places, so that an index stays an index."""
     if not leaf.is_floating_point() or not leaf.numel():
         return leaf.flatten()[torch.randperm(leaf.numel(), generator=generator, device="cpu")].reshape(leaf.shape)
-    noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf)
-    return leaf.detach() * 0.7 + noise * leaf.detach().abs().mean().clamp(min=1e-3)
+    values = widened(leaf.detach())
+    noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(values)
+    return (values * 0.7 + noise * values.abs().mean().clamp(min=1e-3)).to(leaf.dtype)
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -272,5 +274,6 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if not (b.is_floating_point() or b.is_complex()):
         return torch.equal(a, b)
+    a, b = widened(a), widened(b)
     finite = b[b.isfinite()].abs()
     return torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(finite.max()) if finite.numel() else 0.0, equal_nan=True)

@@ -72,8 +72,10 @@ def _check_tensor(name: str, tensor: torch.Tensor, *, allow_nan: bool) -> None:
 def _nan_count(tensor: torch.Tensor) -> int:
     if not tensor.is_floating_point() or not tensor.numel():
         return 0
-    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then.
-    return int(tensor.detach().isnan().sum()) if bool(tensor.detach().sum().isnan()) else 0
+    values = tensor.detach()
+    # NOTE: the sum is NaN wherever an element is; it is also NaN for inf - inf, so look closer only then. There is
+    # none for floats of one byte.
+    return int(values.isnan().sum()) if values.itemsize == 1 or bool(values.sum().isnan()) else 0
 
 
 def check_inputs(model: object, example: Example) -> None:

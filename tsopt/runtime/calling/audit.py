@@ -20,6 +20,7 @@ from torch import nn
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.outside import kept_outside
@@ -176,7 +177,7 @@ def difference(
     """
     try:
         leaves, structure = flatten((call.args, call.kwargs))
-        if any(leaf.is_floating_point() and not bool(leaf.isfinite().all()) for leaf in leaves):
+        if any(leaf.is_floating_point() and not bool(widened(leaf).isfinite().all()) for leaf in leaves):
             return None  # differences on NaN and infinities are only notes
         modules = modules_of(model)
         buffers = [tensor for module in modules for tensor in module._buffers.values() if tensor is not None]

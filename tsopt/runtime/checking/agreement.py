@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.runtime.checking.compare import FLIPPED
 
 Outputs = list[torch.Tensor]  # of one call
@@ -88,7 +89,7 @@ def top1(found: Sequence[Outputs], wanted: Sequence[Outputs]) -> float:
     for mine, theirs in zip(found, wanted, strict=True):
         position = scores_in(theirs)
         if position is not None and mine[position].shape == theirs[position].shape:
-            a, b = mine[position], theirs[position]
+            a, b = widened(mine[position]), widened(theirs[position])
             alike = a.argmax(-1) == b.argmax(-1)
             same += int((alike & (a.isnan() == b.isnan()).all(-1)).sum())  # the largest of NaN is the first NaN
             count += alike.numel()
@@ -104,12 +105,14 @@ def _same_specials(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether NaN, inf and -inf are in the same places."""
     if not b.is_floating_point():
         return True
+    a, b = widened(a), widened(b)
     other = ~(a.isfinite() & b.isfinite())
     return bool(((a == b) | (a.isnan() & b.isnan()) | ~other).all())
 
 
 def _where_finite(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The values where eager has finite ones, in float64."""
+    a, b = widened(a), widened(b)
     finite = b.isfinite()
     return a[finite].double(), b[finite].double()
 

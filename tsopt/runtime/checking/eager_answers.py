@@ -17,6 +17,7 @@ from torch import fx
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
@@ -184,7 +185,7 @@ class EagerAnswers:
         if is_example:
             self._patience = max(PATIENCE, SLOWER * (time.perf_counter() - start))
         floats = [leaf for leaf in leaves if leaf.is_floating_point() and leaf.numel()]
-        decided = any(bool(leaf.isfinite().any()) for leaf in floats)
+        decided = any(bool(widened(leaf).isfinite().any()) for leaf in floats)
         if inputs.kind not in (SPECIAL, self.only) and floats and not decided:
             self.skipped.append(f"{inputs.kind}: eager returns no finite value")
         else:
@@ -220,7 +221,8 @@ class EagerAnswers:
         """The largest finite magnitude that eager returned on these input sets."""
         ordinary = [kind for kind in kinds if kind != "large" and not kind.startswith(EXTREME)]
         leaves = (leaf for item in self.expected if item.inputs.kind in ordinary for leaf in item.leaves)
-        finite = (leaf[leaf.isfinite()] for leaf in leaves if leaf.is_floating_point() and leaf.numel())
+        floats = (widened(leaf) for leaf in leaves if leaf.is_floating_point() and leaf.numel())
+        finite = (leaf[leaf.isfinite()] for leaf in floats)
         return max((float(values.abs().max()) for values in finite if values.numel()), default=math.inf)
 
     def size_on_the_example(self, position: int, expected: Expected) -> float:
@@ -231,7 +233,7 @@ class EagerAnswers:
         example = self.expected[0]
         if not expected.inputs.kind.startswith(OF_THE_SAME_SIZE) or position >= len(example.leaves):
             return 0.0
-        leaf = example.leaves[position]
+        leaf = widened(example.leaves[position])
         if not leaf.is_floating_point() or not leaf.numel() or not bool(leaf.isfinite().all()):
             return 0.0
         return float(leaf.double().square().mean().sqrt())

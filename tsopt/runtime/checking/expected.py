@@ -11,6 +11,7 @@ import torch
 
 from tsopt.compiler.calls.effects import Effect, outcome_of
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.runtime.checking.compare import bit_equal, compare
 from tsopt.runtime.checking.inputs import EXTREME, SPECIAL, ZEROS, InputSet
@@ -36,7 +37,7 @@ class Expected:
     def unusual(self) -> bool:
         """Whether NaN and infinities are what it is about: given, or what eager makes of extremes."""
         kind = self.inputs.kind
-        floats = [leaf for leaf in self.leaves if leaf.is_floating_point()]
+        floats = [widened(leaf) for leaf in self.leaves if leaf.is_floating_point()]
         made_up = kind == ZEROS or kind.startswith(EXTREME)
         return kind == SPECIAL or (made_up and not all(bool(leaf.isfinite().all()) for leaf in floats))
 

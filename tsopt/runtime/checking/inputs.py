@@ -11,6 +11,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.narrow_floats import widened
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
@@ -111,7 +112,7 @@ def values_near(leaves: Sequence[torch.Tensor], generator: torch.Generator) -> l
         if not leaf.is_floating_point():
             return leaf
         off = NEAR * (2 * torch.rand(leaf.shape, generator=generator, device="cpu") - 1)
-        return _like(leaf, (leaf.detach() * (1 + off.to(leaf.device))).to(leaf.dtype))
+        return _like(leaf, (widened(leaf.detach()) * (1 + off.to(leaf.device))).to(leaf.dtype))
 
     return [near(leaf) for leaf in leaves]
 
@@ -128,7 +129,7 @@ def by_column(inputs: InputSet, example: Example, seed: int) -> InputSet | None:
         made if known.dtype.is_floating_point or known.dtype.is_complex else _drawn_by_column(known, generator)
         for made, known in zip(made_up, own, strict=True)
     ]
-    if all(mine is made or torch.equal(mine, made) for mine, made in zip(leaves, made_up, strict=True)):  # NaN
+    if all(a is b or torch.equal(a, b) for a, b in zip(leaves, made_up, strict=True)):
         return None
     return InputSet(inputs.kind, Example(*unflatten(structure, leaves)))
 
@@ -173,12 +174,12 @@ def _special(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if not leaf.is_floating_point():
         return values
     tiny = torch.finfo(leaf.dtype).smallest_normal / 2
-    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, tiny, -tiny], dtype=leaf.dtype, device=leaf.device)
-    flat = values.clone().reshape(-1)
+    flat = widened(values).clone().reshape(-1)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, tiny, -tiny], dtype=flat.dtype, device=leaf.device)
     # One place in eight: enough for each of them, and most of the values stay ordinary.
     places = torch.arange(0, flat.numel(), 8 if flat.numel() >= 8 * len(odd) else 1, device=leaf.device)
     flat[places] = odd[torch.arange(len(places), device=leaf.device) % len(odd)]
-    return _like(leaf, flat.reshape(leaf.shape))
+    return _like(leaf, flat.to(leaf.dtype).reshape(leaf.shape))
 
 
 def _like(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
