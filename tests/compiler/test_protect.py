@@ -68,6 +68,33 @@ def test_the_model_is_put_back():
     assert model.training
 
 
+class Slotted(nn.Module):
+    """Writes to what is not in its `__dict__`."""
+
+    __slots__ = ("calls", "gone", "log", "new")
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.gone, self.log = 0, "there", [1]
+
+    def forward(self, x):
+        self.calls += 1
+        self.log.append(2)
+        self.new = x
+        del self.gone
+        return x * 2
+
+
+def test_what_a_module_holds_in_slots_is_put_back():
+    model = Slotted()
+    with protected(model):
+        model(torch.ones(2))
+    assert (model.calls, model.gone, model.log) == (0, "there", [1])
+    assert not hasattr(model, "new")
+    assert is_untouched(model, lambda: None)
+    assert not is_untouched(model, lambda: setattr(model, "calls", 5))
+
+
 def test_an_untouched_buffer_is_not_written():
     """NaN included: its version counter would rise, and autograd would complain."""
     model = nn.Module()

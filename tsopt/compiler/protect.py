@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.calls.snapshot import in_slots, set_attribute, slot_names
 from tsopt.compiler.contents import Contents
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
@@ -192,8 +193,9 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         self._of = [(module, dict(module.__dict__)) for module in modules]
-        self._scripts = ScriptState(modules)
-        self._contents = Contents(chain.from_iterable(attributes.values() for _, attributes in self._of))
+        self._in_slots = [(module, in_slots(module)) for module, _ in self._of if slot_names(type(module))]
+        held = (attributes.values() for _, attributes in (*self._of, *self._in_slots))
+        self._contents = Contents(chain.from_iterable(held))
 
     def put_back(self, *, among_threads: bool = False) -> None:
         """Restores what has changed, and touches nothing else: other threads may be looking.
@@ -208,6 +210,13 @@ class Attributes:
             for name, value in attributes.items():
                 if name not in but and module.__dict__.get(name, attributes) is not value:
                     module.__dict__[name] = value
+        for module, attributes in self._in_slots:
+            now = in_slots(module)
+            for name in now.keys() - attributes.keys():
+                object.__delattr__(module, name)
+            for name, value in attributes.items():
+                if now.get(name, attributes) is not value:
+                    set_attribute(module, name, value)
         left = [name for name in _TABLES if name in but]
         tables = [id(attributes.get(name)) for name in left for _, attributes in self._of]
         self._contents.put_back(but=tables, only_tensors="objects" if among_threads else "")
@@ -215,11 +224,14 @@ class Attributes:
 
     def are_same(self) -> bool:
         """Whether nothing has changed."""
-        are_same = self._contents.are_same() and self._scripts.are_same()
-        return are_same and all(
-            len(module.__dict__) == len(attributes)
-            and all(module.__dict__.get(name, attributes) is value for name, value in attributes.items())
-            for module, attributes in self._of
+        pairs = chain(
+            ((module.__dict__, attributes) for module, attributes in self._of),
+            ((in_slots(module), attributes) for module, attributes in self._in_slots),
+        )
+        return self._contents.are_same() and all(
+            len(now) == len(attributes)
+            and all(now.get(name, attributes) is value for name, value in attributes.items())
+            for now, attributes in pairs
         )
 
 

@@ -36,11 +36,16 @@ def is_symbolic(value: object) -> bool:
 
 def attributes_of(item: Any) -> dict[str, Any]:
     """What is set on an object itself, by name: past properties and whatever its class does, with slots."""
+    return in_slots(item) | dict(item.__dict__ if has_dict(item) else {})
+
+
+def in_slots(item: Any) -> dict[str, Any]:
+    """What is set on an object in places that `__slots__` of its class have laid out, by name."""
     slots = {}
     for name in _slots_of(item):
         with contextlib.suppress(AttributeError):  # not set
             slots[name] = object.__getattribute__(item, name)
-    return slots | dict(item.__dict__ if has_dict(item) else {})
+    return slots
 
 
 def has_dict(item: Any) -> bool:
