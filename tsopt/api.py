@@ -33,7 +33,7 @@ from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.stages import ReportedProgress
 from tsopt.runtime.thread_count import check_threads
-from tsopt.transforms import LEVELS, check_level, names_in
+from tsopt.transforms import LEVELS, check_level, check_passes, names_in
 
 FRONTENDS = ("auto", "one-graph", *frontends.READERS, "parts")
 NEVER_IN_PARTS = ("one-graph", "export", "strict", "fx")
@@ -194,14 +194,9 @@ def optimize(
         )
     examples = as_examples(example_input)
     check_not_recording(examples[0])
-    if type(warmup) is not int or warmup < 0:
-        raise UsageError(f"warmup must be a number of calls, got {warmup!r}", fix="pass 0 or more")
-    _check_options(on_new_signature, on_gradients, backends, threads, seconds, budget, memory, frontend)
+    candidates, int8 = _checked(options, on_gpu=is_on_gpu(examples[0]))
     check_level(level)
     passes, without = passes_of(passes), names_in(without)
-    check_share(audit)
-    int8 = Int8Options(calibration=calibration, metric=metric, max_drop=max_drop, keep_float=patterns_in(keep_float))
-    int8.check()
     settings = RaceSettings(
         candidates=candidates,
         threads=threads,
@@ -367,11 +362,11 @@ def names_of_options() -> frozenset[str]:
 
 def check_options(given: Mapping[str, Any]) -> None:
     """Raises UsageError for options of `optimize` that are invalid whatever the model is, before there is one."""
-    values = {name: item.default for name, item in _parameters()} | dict(given)
-    names = ("on_new_signature", "on_gradients", "backends", "threads", "seconds", "budget", "memory", "frontend")
-    _check_options(*(values[name] for name in names))
-    check_share(values["audit"])
-    check_level(values["level"])
+    # What can be read only once is left to `optimize`.
+    known = {name: value for name, value in given.items() if not isinstance(value, Iterator)}
+    options = {name: item.default for name, item in _parameters()} | known
+    _checked(options, on_gpu=True)  # where all may race
+    check_passes(options["passes"], options["level"], options["without"])
 
 
 def _parameters() -> Iterable[tuple[str, inspect.Parameter]]:

@@ -76,7 +76,7 @@ class InvalidProgram(TsoptError):
 
 
 class RuleError(TsoptError):
-    """A rewrite rule raised, returned something that cannot replace the matched value, or is declared wrongly."""
+    """A rewrite rule raised, returned something that cannot replace the matched value, or is declared wrongly.
 
     Args:
         rule: its name; empty outside of a pass.

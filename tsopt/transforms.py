@@ -107,14 +107,20 @@ def _run_of(
     passes: Iterable[Pass | Repeat], level: int, without: Iterable[str], fuel: int | None
 ) -> tuple[tuple[Pass | Repeat, ...], Limits]:
     """The passes of a level and their limits. Checks the options."""
-    check_level(level)
+    passes, left_out = passes_of(passes), frozenset(names_in(without))
+    check_passes(passes, level, left_out)
     if fuel is not None and (not isinstance(fuel, int) or fuel < 0):
         raise UsageError(f"fuel must be a number of rewrites, got {fuel!r}", fix="pass 0 or more, or None for no limit")
-    passes, left_out = passes_of(passes), frozenset(names_in(without))
-    for name in sorted(left_out):
-        check_name(name, names_of(passes))
     numerics = LEVELS[level]
     return ((), Limits()) if numerics is None else (passes, Limits(numerics, fuel, left_out))
+
+
+def check_passes(passes: Iterable[Pass | Repeat], level: int, without: Iterable[str]) -> None:
+    """Raises UsageError for an unknown level, and for names to leave out that no rule or pass has."""
+    check_level(level)
+    known = names_of(passes_of(passes))
+    for name in sorted(names_in(without)):
+        check_name(name, known)
 
 
 def check_level(level: int) -> None:

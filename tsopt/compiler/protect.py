@@ -193,6 +193,7 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         self._of = [(module, dict(module.__dict__)) for module in modules]
+        self._scripts = ScriptState(modules)
         self._in_slots = [(module, in_slots(module)) for module, _ in self._of if slot_names(type(module))]
         held = (attributes.values() for _, attributes in (*self._of, *self._in_slots))
         self._contents = Contents(chain.from_iterable(held))
@@ -228,7 +229,7 @@ class Attributes:
             ((module.__dict__, attributes) for module, attributes in self._of),
             ((in_slots(module), attributes) for module, attributes in self._in_slots),
         )
-        return self._contents.are_same() and all(
+        return (self._contents.are_same() and self._scripts.are_same()) and all(
             len(now) == len(attributes)
             and all(now.get(name, attributes) is value for name, value in attributes.items())
             for now, attributes in pairs

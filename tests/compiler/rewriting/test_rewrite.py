@@ -185,6 +185,7 @@ def test_a_rule_that_raises_is_named_with_the_place_and_how_to_go_on_without_it(
     with pytest.raises(RuleError, match=r"(?s)the rule broken raises TypeError.*where: .*--without broken") as caught:
         run(program, [RulePass("mine", (broken,))])
     assert isinstance(caught.value.__cause__, TypeError)
+    assert caught.value.rule == "broken"
 
 
 @rule(lambda x: aten.relu.default(x))
