@@ -261,7 +261,7 @@ def test_what_can_be_read_only_once_is_left_to_the_race():
 
 def test_a_backend_takes_what_torch_compile_passes_and_no_more():
     graph = torch.fx.symbolic_trace(nn.ReLU())
-    with pytest.raises(tsopt.UsageError, match="the backend tsopt has no level=1"):
+    with pytest.raises(tsopt.UsageError, match="the backend tsopt does not take level=1"):
         dynamo.backend(graph, [], level=1)
 
 

@@ -195,7 +195,6 @@ def optimize(
     examples = as_examples(example_input)
     check_not_recording(examples[0])
     candidates, int8 = _checked(options, on_gpu=is_on_gpu(examples[0]))
-    check_level(level)
     passes, without = passes_of(passes), names_in(without)
     settings = RaceSettings(
         candidates=candidates,
@@ -315,6 +314,7 @@ def compile(
 
 def _checked(options: Mapping[str, Any], *, on_gpu: bool) -> tuple[tuple[Candidate, ...], Int8Options]:
     """The candidates and the options for int8 that all options of `optimize` select. Raises UsageError."""
+    check_level(options["level"])
     for name, known in (("on_new_signature", POLICIES), ("on_gradients", ON_GRADIENTS)):
         if options[name] not in known:
             raise UsageError(f"invalid {name}={options[name]!r}", fix=f"use one of: {', '.join(known)}")

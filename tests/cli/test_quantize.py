@@ -76,7 +76,7 @@ def test_export_takes_the_same_options(tsopt, write):
     options = ("--precision", "int8", "--calibration", "m.py:data", "--metric", "m.py:accuracy", "--max-drop", "0.5")
     ran = tsopt("export", "m.py", *QUICKLY, *options)
     assert ran.code == 0, ran.err
-    assert "int8: 2 of 2 layers in int8" in ran.out
+    assert "2 of 2 layers in int8" in ran.out
     assert "precision int8-static" in ran.out
 
 
