@@ -38,7 +38,8 @@ from tsopt.runtime.calling.fallback import InEager, reason_of
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.calling.weights import Weights
-from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, sizes_in, validate_ranges
+from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, validate_ranges
+from tsopt.runtime.checking.other_sizes import sizes_in
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first

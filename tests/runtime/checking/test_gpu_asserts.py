@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.runtime.checking import gpu_asserts, held_out_sizes, made_up
+from tsopt.runtime.checking import gpu_asserts, made_up, other_sizes
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
@@ -123,7 +123,7 @@ TOKENS = torch.arange(16).reshape(2, 8)
 def test_on_a_gpu_sizes_at_which_an_index_does_not_exist_are_not_tried(
     monkeypatch, model, call, dynamic, found, excluded
 ):
-    monkeypatch.setattr(held_out_sizes, "is_on_gpu", lambda example: True)
+    monkeypatch.setattr(other_sizes, "is_on_gpu", lambda example: True)
     model, example, sizes = model.eval(), tsopt.example(*call), []
     program = tsopt.capture(model, example, dynamic=dynamic)
     model.register_forward_pre_hook(lambda module, args: sizes.append(args[0].shape[1]))

@@ -10,7 +10,7 @@ from tsopt.compiler.calls.example import example
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import AccuracyError, CaptureError
-from tsopt.runtime.checking import held_out_sizes
+from tsopt.runtime.checking import held_out_sizes, other_sizes
 from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -119,7 +119,7 @@ def test_passes_that_are_wrong_at_some_size_are_found():
 
 
 def test_sizes_that_would_fill_the_memory_are_not_tried(monkeypatch):
-    monkeypatch.setattr(held_out_sizes, "LARGEST", 1 << 16)
+    monkeypatch.setattr(other_sizes, "LARGEST", 1 << 16)
     found = made(lambda x: x * 2, (4, 4), "n[1..1000000000000]")
     assert found.notes[0] == "excluded n 1000000000000: not tried, because its inputs would be larger than 1 GB"
     assert found.program.signature.dims[0].high <= 4096

@@ -30,7 +30,7 @@ from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.compare import compare
-from tsopt.runtime.checking.held_out_sizes import sizes_in
+from tsopt.runtime.checking.other_sizes import sizes_in
 
 log = logging.getLogger("tsopt")
 SHARE = 0.01  # of the time served

@@ -11,29 +11,23 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import torch
-
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.calls.signature import Dim, Signature, dim_of
-from tsopt.compiler.calls.structure import flatten
-from tsopt.compiler.devices import is_on_gpu
+from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.protect import protected
-from tsopt.compiler.sizes.dims import resized, with_upper_ends
+from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import evaluate, specialize, traced_sizes, type_at
+from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.calling.executable import Executable
-from tsopt.runtime.checking import gpu_asserts
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
+from tsopt.runtime.checking.other_sizes import ModelAtSizes, is_too_large, sizes_in
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
-LARGEST = 1 << 30  # bytes of inputs
 MUCH = 1e8  # numbers that a call computes: a range ends at the largest example rather than at such a call
 
 
@@ -95,7 +89,7 @@ def validate_ranges(
     Raises:
         CaptureError: it is not right between the ends.
     """
-    asked = _Asked(model, examples[0], seed)
+    asked = ModelAtSizes(model, examples[0], seed)
     run = compile(program, "eager", share_weights=True)
     program = _tied(asked, program, run, examples)
     known = [sizes_in(program.signature, item) for item in examples]
@@ -131,9 +125,9 @@ def answers_at_other_sizes(
         program: its Dims have upper ends.
         is_reference: whether its graph is right at other sizes.
     """
-    asked = _Asked(model, example, seed, is_reference)
+    asked = ModelAtSizes(model, example, seed, is_reference)
     for sizes in _corners(program.signature.dims):
-        oracle = None if _too_large(program.signature, sizes) else asked.answers_at(program, sizes)
+        oracle = None if is_too_large(program.signature, sizes) else asked.answers_at(program, sizes)
         if oracle is not None:  # the model may take two ends one by one, and not together
             yield HeldOut(sizes, oracle)
 
@@ -189,63 +183,14 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     sizes = sizes_in(run.signature, example)
     program = replace(executable.reference, signature=run.signature)
     accuracy = {"precision": executable.precision, "tolerance": executable.tolerance}
-    search = _Search(_Asked(model, example, seed), program, run, sizes, accuracy=accuracy)
+    search = _Search(ModelAtSizes(model, example, seed), program, run, sizes, accuracy=accuracy)
     if search.why_not(sizes):
         return None
     wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, executable.limits, strict=True))
     return executable.called_as(replace(executable.signature, dims=wider))
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The model, asked at other sizes than those of a call."""
-
-    model: Callable[..., Any]
-    example: Example
-    seed: int
-    is_reference: bool = True
-
-    def runs_at(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether the model takes these sizes. Takes one call."""
-        if not self.survives(program, sizes):
-            return False
-        call = call_at(program.signature, self.example, sizes)
-        try:
-            with protected(self.model, written=program.state.values()):
-                self.model(*call.args, **call.kwargs)
-        except Exception:  # whatever the model says about sizes that do not fit
-            return False
-        return True
-
-    def answers_at(self, program: Program, sizes: Mapping[str, int]) -> Oracle | None:
-        """Eager's answers; None where the model fails."""
-        if not self.survives(program, sizes):
-            return None
-        call = call_at(program.signature, self.example, sizes)
-        state, reference = list(program.state.values()), self._at(program, sizes)
-        try:
-            return Oracle(self.model, call, reference, seed=self.seed, few=True, state=state)
-        except AccuracyError:
-            return None
-
-    def _at(self, program: Program, sizes: Mapping[str, int]) -> Program | None:
-        """The program at these sizes; None where it does not say what the model does there."""
-        try:
-            return specialize(program, sizes) if self.is_reference else None
-        except Exception:  # whatever an op says about sizes that do not fit: there the model may run all the same
-            return None
-
-    def survives(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether the GPU of such a call, if it has one, is known to survive it: all indices exist."""
-        if not is_on_gpu(self.example):
-            return True
-        reference = self._at(program, sizes)
-        if reference is None:
-            return not gpu_asserts.has_indices(program)
-        return gpu_asserts.all_exist(reference, call_at(program.signature, self.example, sizes))
-
-
-def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
+def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
     """The program, with one Dim for sizes that are the same wherever the model runs and the program is right.
 
     The graph need not say that they are: a mask that is read by positions may have more rows than the tokens, and
@@ -265,7 +210,7 @@ def _tied(asked: _Asked, program: Program, run: Executable, examples: Sequence[E
     return program
 
 
-def _right(asked: _Asked, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
+def _right(asked: ModelAtSizes, program: Program, run: Executable, sizes: Mapping[str, int]) -> bool:
     """Whether the model runs at these sizes, and the program as it does."""
     oracle = asked.answers_at(program, sizes) if asked.runs_at(program, sizes) else None
     return oracle is not None and not failure_of(run, oracle)
@@ -285,29 +230,6 @@ def _work(program: Program, sizes: Mapping[str, int]) -> float:
     return sum(
         tensor.numel() for node, value in values.items() if ops.is_call(node) for tensor in ops.tensors_of(value)
     )
-
-
-def _too_large(signature: Signature, sizes: Mapping[str, int]) -> bool:
-    types = [type_at(item, sizes) for item in signature.user_inputs]
-    return sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST
-
-
-def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
-    """The sizes of a call."""
-    leaves, _ = flatten((example.args, example.kwargs))
-    return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
-
-
-def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) -> Example:
-    """The same call at other sizes."""
-    places = {
-        (position, axis): sizes[dim] + more
-        for position, item in enumerate(signature.user_inputs)
-        for axis, name in enumerate(item.axes)
-        if name is not None
-        for dim, more in [dim_of(name)]
-    }
-    return resized(example, places, signature.outer)
 
 
 def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
@@ -344,7 +266,7 @@ class _Search:
         accuracy: how accurate the program has to be, as `Oracle.judge` takes it.
     """
 
-    asked: _Asked
+    asked: ModelAtSizes
     program: Program
     run: Callable[..., Any]
     usual: Mapping[str, int]
@@ -392,7 +314,7 @@ class _Search:
         return tried
 
     def why_not(self, sizes: Mapping[str, int]) -> str:
-        if _too_large(self.program.signature, sizes):
+        if is_too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         if not self.asked.survives(self.program, sizes):
             return "an index might not exist, and a failed assert would make the GPU unusable"

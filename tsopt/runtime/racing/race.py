@@ -15,10 +15,10 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import sampled
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.checking.held_out_sizes import call_at, sizes_in
 from tsopt.runtime.checking.inputs import InputSet, values_near
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.made_up import why_near
+from tsopt.runtime.checking.other_sizes import call_at, sizes_in
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
