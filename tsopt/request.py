@@ -18,6 +18,7 @@ from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
@@ -279,8 +280,6 @@ class Request:
             Exception: the last of `errors`, if it is not a limitation of tsopt: an invalid option, a model that is not
                 ready or fails by itself, the caller's `progress`; or if a frontend was requested by name.
         """
-        from tsopt.compiler.capture.capture import name_of
-
         error = errors[-1]
         if isinstance(error, (UsageError, NotReady)) or error is self.progress.error or self.frontend != "auto":
             raise error

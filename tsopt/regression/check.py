@@ -18,7 +18,7 @@ import torch
 from tsopt.api import names_of_options, optimize, who_races
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.calls.structure import flatten
-from tsopt.compiler.capture.capture import name_of
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError

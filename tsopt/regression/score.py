@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsopt.compiler.calls.example import Example
-from tsopt.compiler.capture.capture import name_of
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.protect import protected
 from tsopt.errors import UsageError
 from tsopt.regression.baseline import Baseline

@@ -5,11 +5,9 @@ Never imports a pass or a backend.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +23,8 @@ from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
 from tsopt.compiler.capture.export_errors import explain, failure_of_the_model
 from tsopt.compiler.capture.frontends import READERS, by_fx, by_torchscript, computes_the_same, replayed, strictly
-from tsopt.compiler.capture.lowering import follows_default_dtype, functional, lower, unique
+from tsopt.compiler.capture.lowering import follows_default_dtype, functional, lower
+from tsopt.compiler.capture.names import collected, input_names, name_of
 from tsopt.compiler.capture.recorded_questions import Asked, asked_by
 from tsopt.compiler.capture.refusals import (
     check_apart,
@@ -194,7 +193,7 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
     wanted = _dynamic(model, examples, dynamic)
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     check_repeated(examples[0], program.signature.written_inputs)
-    signature = replace(program.signature, collected=_collected(model, program.signature.outer))
+    signature = replace(program.signature, collected=collected(model, program.signature.outer))
     return replace(program, signature=_with_views(_with_answers(signature, asked), asked, program.state))
 
 
@@ -275,7 +274,7 @@ def _dynamic(model: Callable[..., Any], examples: Sequence[Example], given: Mapp
     axes = from_examples(examples) if len(examples) > 1 else {}
     if given is not None:
         _, outer = flatten((examples[0].args, examples[0].kwargs))
-        for position, named in from_mapping(given, _input_names(model, outer), examples[0]).items():
+        for position, named in from_mapping(given, input_names(model, outer), examples[0]).items():
             axes.setdefault(position, {}).update(named)
     return dynamic_of(examples, axes)
 
@@ -313,7 +312,7 @@ def _called_forward(function: FunctionType) -> FunctionType:
 def _capture(model: Callable[..., Any], example: Example, wanted: Dynamic | None, reader: str = "export") -> Program:
     leaves, outer = flatten((example.args, example.kwargs))
     outer = outer if wanted is None else wanted.structure
-    names = _input_names(model, outer)
+    names = input_names(model, outer)
     # Detached, and apart from the user's tensors: nothing that tracing does may reach them.
     inputs = tuple(leaf.detach().clone() for leaf in leaves)
     outcomes: list[Outcome] = []
@@ -357,53 +356,3 @@ def _exported(flat: nn.Module, inputs: tuple[torch.Tensor, ...], shapes: Any) ->
                 raise
             log.info("torch.export is asked again: %s", str(error)[:200])
     return torch.export.export(flat, inputs, dynamic_shapes=shapes, strict=False)
-
-
-def name_of(model: object, nameless: str = "Model") -> str:
-    """The name of a model in programs and reports.
-
-    Args:
-        nameless: what stands for the name of a lambda, which has none.
-    """
-    while isinstance(model, partial):
-        model = model.func
-    own = type(model).__name__
-    name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
-    name = str(getattr(model, "original_name", name))  # of TorchScript
-    return name if name.isidentifier() else nameless
-
-
-def _input_names(model: Callable[..., Any], outer: Structure) -> list[str]:
-    """A name for each leaf: the parameter of forward that it belongs to, and its path below."""
-    parameters = _parameters(model) or []
-    plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names: dict[int, str] = {}  # of a tensor in two places, the first
-    args, kwargs = outer.children
-    for position, child in enumerate(args.children):
-        prefix = plain[position] if position < len(plain) else f"arg{position}"
-        names = dict(child.paths(prefix)) | names
-    for key, child in zip(kwargs.keys, kwargs.children, strict=True):
-        names = dict(child.paths(str(key))) | names
-    return unique([names[index] for index in sorted(names)])
-
-
-def _collected(model: Callable[..., Any], outer: Structure) -> tuple[str, ...]:
-    """The keywords of a call that the model takes as `**kwargs`; all of them where its parameters are not known."""
-    keys = tuple(map(str, outer.children[1].keys))
-    parameters = _parameters(model)
-    if parameters is None:
-        return keys
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return ()
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return tuple(key for key in keys if key not in named)
-
-
-def _parameters(model: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a call of the model; None where they are not known."""
-    target = model.forward if isinstance(model, nn.Module) else model
-    try:
-        signature = model.call_signature if isinstance(model, Scripted) else inspect.signature(target)
-    except (TypeError, ValueError):
-        return None
-    return list(signature.parameters.values())
