@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tsopt.cli import process
 from tsopt.cli.export import directories
 from tsopt.cli.model_file import load_data
-from tsopt.cli.model_sources import load_model
+from tsopt.cli.model_sources import load_subject
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.cli.saved import save
 from tsopt.errors import UsageError
@@ -49,7 +49,7 @@ def run(
     options = race_options(subject, timing)
     with out.progress(Path(subject.model).name) as tell:
         tell("import torch")
-        loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+        loaded = load_subject(out, subject)
         from tsopt.sweeps import sweep
 
         given = {name: values for name, values in settings.items() if values}

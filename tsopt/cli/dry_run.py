@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsopt.cli.console import Output
-from tsopt.cli.model_sources import load_model
+from tsopt.cli.model_sources import load_subject
 from tsopt.cli.options import Subject, Timing, capture_options, race_options
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.ops import is_number, name_of
@@ -65,7 +65,7 @@ def run(out: Output, subject: Subject, timing: Timing) -> None:
 
 
 def _look(out: Output, subject: Subject, timing: Timing, tell: Callable[[str], None]) -> Preview | Partitions:
-    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+    loaded = load_subject(out, subject)
     from tsopt.api import who_races
     from tsopt.compiler.calls.example import as_examples
     from tsopt.compiler.capture.capture import capture

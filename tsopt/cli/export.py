@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsopt.cli import process
 from tsopt.cli.model_file import load_data
-from tsopt.cli.model_sources import load_model, stem_of
+from tsopt.cli.model_sources import load_subject, stem_of
 from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.errors import BundleError, UsageError
 from tsopt.runtime.backends.table import BACKENDS
@@ -103,7 +103,7 @@ def optimized_as_one_graph(
         GraphBreakError: the model is more than one graph.
     """
     options["progress"]("import torch")
-    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+    loaded = load_subject(out, subject)
     from tsopt.api import optimize
 
     check(loaded.example_input)

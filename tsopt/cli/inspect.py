@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from tsopt.cli import process
 from tsopt.cli.graph import WRITERS, Graphs
-from tsopt.cli.model_sources import load_model
+from tsopt.cli.model_sources import load_subject
 from tsopt.cli.options import Subject, capture_options
 from tsopt.cli.saved import save
 from tsopt.compiler.capture.capture import capture
@@ -79,7 +79,7 @@ def inspected(out: Any, subject: Subject, asked: Asked, tell: Callable[[str], No
     """
     for name in asked.only:
         check_name(name, [item.name for item in passes_in(STANDARD)])
-    loaded = load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
+    loaded = load_subject(out, subject)
     tell("capture")
     program = capture(loaded.model, loaded.example_input, **capture_options(subject))
     captured, without = Labels().text(program), subject.without or ()

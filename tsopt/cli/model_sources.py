@@ -18,6 +18,7 @@ from sys import stderr
 from typing import Any
 
 from tsopt.cli.model_file import Files, ModelFile, check_inputs, load_model_file, parse_inputs, split_spec
+from tsopt.cli.options import Subject
 from tsopt.errors import UsageError
 
 CONFIG = "config.json"
@@ -41,6 +42,11 @@ class Made:
     model: Callable[..., Any]
     example: Any
     weights: str
+
+
+def load_subject(out: Any, subject: Subject) -> ModelFile:
+    """The model of a command, and its example input; see `load_model`."""
+    return load_model(subject.model, subject.input or [], subject.seed, trust=subject.trust, note=out.note)
 
 
 def load_model(
