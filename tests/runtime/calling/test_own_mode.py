@@ -1,4 +1,4 @@
-"""Whoever has won, `train()` on the model changes neither what an Optimized answers nor what it saves."""
+"""Calling `train()` on the model changes neither the outputs of an Optimized nor what it saves."""
 
 from __future__ import annotations
 

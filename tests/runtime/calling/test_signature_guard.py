@@ -212,7 +212,7 @@ def test_where_the_default_dtype_decides_it_is_part_of_the_form(name, default_dt
 
 
 @pytest.mark.parametrize("frontend", ["strict", "fx", "torchscript"])
-def test_so_it_is_whoever_reads_the_model(frontend):
+def test_every_front_end_records_the_default_dtype(frontend):
     assert tsopt.capture(Adds().eval(), X, frontend=frontend).signature.default_dtype == "float32"
 
 

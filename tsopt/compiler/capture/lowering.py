@@ -293,7 +293,7 @@ def _clean(target: object) -> str:
 
 
 def unique(names: list[str]) -> list[str]:
-    """The names, each but once: the second `x` is `x_2`, or the next that is no other's own."""
+    """Makes the names unique: a second `x` becomes `x_2`, or the first such name that is still free."""
     own, out = set(names), list[str]()
     for name in names:
         free, number = name, 1

@@ -45,7 +45,7 @@ def pattern(function: Callable[..., Any]) -> Pattern:
     fx.Tracer would patch torch.nn.Module and `math` for each trace, which pattern functions do not need: 250 ms in all.
 
     Raises:
-        RuleError: the function is no pattern, or one that could never match.
+        RuleError: the function is not a valid pattern, or could never match.
     """
     graph = fx.Graph()
     tracer = fx.proxy.GraphAppendingTracer(graph)

@@ -118,7 +118,7 @@ class Repeat:
     """Runs its passes in turn until none of them changes the program, for at most `limit` rounds.
 
     Raises:
-        UsageError: these are no passes, or there is no round.
+        UsageError: an item is not a pass, or the number of rounds is less than 1.
     """
 
     passes: tuple[Pass | Repeat, ...]

@@ -61,7 +61,7 @@ class Rule:
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """The functions, traced at first use: that imports most of torch. Raises RuleError if one is no pattern."""
+        """The patterns, traced at first use because that imports most of torch. Raises RuleError for an invalid one."""
         try:
             return tuple(pattern(function) for function in self.functions)
         except RuleError as error:
@@ -76,7 +76,7 @@ def rule(*patterns: Callable[..., Any], numerics: Numerics = Numerics.EXACT) -> 
     pattern is merely too general (a reshape that does reshape).
 
     Raises:
-        RuleError: there is no pattern, or the function has no docstring.
+        RuleError: the pattern or the docstring of the function is missing.
     """
     if not patterns or not all(map(callable, patterns)):
         raise RuleError("a rule needs a pattern, which is a function", fix=f"write @rule({EXAMPLE}) above the function")

@@ -47,10 +47,10 @@ def written(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Its memory, whichever tensor looks at it; itself, where that cannot be told."""
+    """The address of its storage, or its identity if it has none, so that views of it are not recognized then."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):  # sparse, a subclass, or an uninitialized parameter
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse; of torch.func; uninitialized
         return id(tensor)
 
 
