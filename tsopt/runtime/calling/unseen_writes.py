@@ -50,7 +50,8 @@ def place_of(tensor: torch.Tensor) -> int:
     """The address of its storage, or its identity if it has none, so that views of it are not recognized then."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (NotImplementedError, RuntimeError, ValueError):  # sparse; of torch.func; uninitialized
+    # NotImplementedError: sparse, or of torch.func; ValueError: uninitialized; RuntimeError: storage declared invalid.
+    except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 
 
