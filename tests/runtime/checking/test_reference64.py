@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import tsopt
 from tsopt.compiler.calls.example import Example
@@ -29,3 +30,39 @@ def test_a_comparison_within_rounding_passes_and_beyond_is_refused():
     assert verify(model, lambda x: x >= 3.0 - 1e-6, near).ok
     with pytest.raises(tsopt.AccuracyError):
         verify(model, lambda x: x >= 1.5, near)
+
+
+class Twofold(nn.Module):
+    """Has kernels of its own in eager mode, as fused attention has; the captured program is x * scale."""
+
+    def __init__(self, eager, scale=1.0):
+        super().__init__()
+        self.eager, self.scale = eager, nn.Parameter(torch.full((64,), scale))
+
+    def forward(self, x):
+        return x * self.scale if torch.compiler.is_compiling() else self.eager(x, self.scale)
+
+
+def exactly(x, scale):
+    return (x + 1000) * scale - 1000 * scale
+
+
+def shifted(x, scale):
+    return x * scale + 3e-5
+
+
+def in_place(x, scale):
+    with torch.no_grad():
+        scale.mul_(1.0)
+    return exactly(x, scale)
+
+
+@pytest.mark.parametrize(("eager", "is_right"), [(exactly, True), (shifted, False), (in_place, False)])
+def test_rounding_of_kernels_that_only_eager_has_is_told_from_another_function(eager, is_right):
+    model, x = Twofold(eager).eval(), torch.linspace(-1, 1, 64)
+    program = tsopt.capture(model, x)
+    assert not torch.allclose(tsopt.compile(program, "eager")(x), model(x))
+    verdict = Oracle(model, Example((x,)), program).judge(tsopt.compile(program, "eager"))
+    assert verdict.ok is is_right
+    assert "float64" in (verdict.test if is_right else verdict.reason)
+    assert model.scale.dtype == torch.float32

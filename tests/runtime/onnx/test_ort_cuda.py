@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -171,20 +173,48 @@ def test_a_session_that_cannot_be_recorded_launches_its_kernels_one_by_one(monke
 
 def test_a_session_with_kernels_that_use_memory_of_the_cpu_is_not_recorded(monkeypatch):
     open_it, signature, _ = opened(monkeypatch)
-    assert runner_on_gpu(open_it, signature, None, {"MatMul", "ScatterND"})[1] is False
-    assert runner_on_gpu(open_it, signature, None, {"MatMul"}) == ("recorded", True)
+    assert runner_on_gpu(open_it, signature, None, {"MatMul": 2, "ScatterND": 3})[1] is False
+    assert runner_on_gpu(open_it, signature, None, {"Concat": 33})[1] is False
+    assert runner_on_gpu(open_it, signature, None, {"MatMul": 2, "Concat": 32}) == ("recorded", True)
     with pytest.raises(tsopt.BackendError, match="cannot be captured as a CUDA graph") as caught:
-        runner_on_gpu(open_it, signature, True, {"MatMul", "ScatterND", "LSTM"})
+        runner_on_gpu(open_it, signature, True, {"MatMul": 2, "ScatterND": 3, "LSTM": 4})
     assert caught.value.why == "its kernels for LSTM, ScatterND use memory of the CPU in each call"
+
+
+@pytest.mark.parametrize("is_capturing", [True, False])
+def test_a_session_that_ran_in_a_recording_which_failed_is_never_closed(monkeypatch, caplog, is_capturing):
+    program = tsopt.capture(nn.Linear(3, 2).eval(), torch.ones(1, 3))
+    kept = []
+
+    def open_it(providers, entries):
+        session = session_of(program)
+        kept.append(weakref.ref(session.session))
+        return session
+
+    def record(forward, inputs, stream, *, is_foreign):
+        forward(torch.ones(1, 3))
+        raise tsopt.BackendError("a function cannot be recorded as a CUDA graph")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=4711))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(ort_cuda, "Recorded", record)
+    monkeypatch.setattr(ort_cuda, "blank", lambda signature: [])
+    monkeypatch.setattr(ort_cuda, "_bound", lambda session, *_: (session.io_binding(), [], []))
+    monkeypatch.setattr(ort.InferenceSession, "run_with_iobinding", lambda *_: None)
+    assert runner_on_gpu(open_it, on(program, "cuda:0").signature, None)[1] is False
+    gc.collect()
+    assert (kept[0]() is not None) is is_capturing
+    assert ("stays open" in caplog.text) is is_capturing
 
 
 def test_the_operators_of_a_model_are_known():
     class Written(nn.Module):
         def forward(self, x, index):
-            return torch.zeros_like(x).index_put((index,), torch.relu(x[: index.shape[0]]))
+            written = torch.zeros_like(x).index_put((index,), torch.relu(x[: index.shape[0]]))
+            return torch.cat([x, x, torch.cat([x, written, x, x])])
 
     found = to_onnx(tsopt.capture(Written(), (torch.randn(4, 2), torch.tensor([0, 2])))).op_types
-    assert {"ScatterND", "Relu"} <= found
+    assert {kind: found[kind] for kind in ("ScatterND", "Relu", "Concat")} == {"ScatterND": 3, "Relu": 1, "Concat": 4}
 
 
 def test_without_a_graph_nothing_is_recorded(monkeypatch):

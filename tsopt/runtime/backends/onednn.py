@@ -60,7 +60,7 @@ class OneDnnBackend:
         if by_strides is not None:
             return [Unsupported(by_strides.name, f"{ops.name_of(by_strides)} depends on the strides of its input")]
         if not any(_is_layer(program, node) or quantized_layer(program, node) for node in program.calls()):
-            return [Unsupported("", "no convolution or linear layer with constant floating-point weights")]
+            return [Unsupported("", "no convolution or linear layer with constant floating-point weights on the CPU")]
         return []
 
     def compile(self, program: Program) -> Executable:

@@ -1,16 +1,23 @@
-"""The captured program in float64: values without float32 rounding, and the decisions that depend on rounding."""
+"""The captured program and the model in float64: values without rounding, and the decisions that depend on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from tsopt.compiler.calls.effects import outcome_of
+from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.checking.compare import TOLERANCES
+
+log = logging.getLogger("tsopt")
 
 
 class Reference64:
@@ -48,6 +55,46 @@ class Reference64:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             target: Any = node.target
             values[node] = target(*map(_widen_dtype, args), **{k: _widen_dtype(v) for k, v in kwargs.items()})
+
+
+def called_in_float64(model: Callable[..., Any], call: Example) -> list[torch.Tensor] | None:
+    """The outputs of the model where each op computes in float64; None where that is not what it can do.
+
+    The weights stay as they are, because other threads may be calling the model: each op widens what it is given.
+    """
+    try:
+        with torch.no_grad(), _Wide():
+            leaves, _, _ = outcome_of(model, *_wide((call.args, dict(call.kwargs))))
+    except Exception as error:  # the model's own code, with dtypes that it was not written for
+        log.debug("the model does not compute in float64: %s: %s", type(error).__name__, error)
+        return None
+    return list(leaves)
+
+
+class _Wide(TorchDispatchMode):
+    """Ops on float64 where they would be on other floating-point types."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+        if any(argument.is_write and _is_narrow(given.get(argument.name)) for argument in arguments):
+            raise TypeError(f"{func} writes to a tensor that is not float64")
+        wide_args, wide_kwargs = _wide((args, kwargs))
+        return func(*wide_args, **wide_kwargs)
+
+
+def _is_narrow(value: Any) -> bool:
+    wide = (torch.float64, torch.complex128)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype not in wide
+        and (value.is_floating_point() or value.is_complex())
+    )
+
+
+def _wide(arguments: Any) -> Any:
+    return tree_map(lambda value: _widen(value) if _is_narrow(value) else _widen_dtype(value), arguments)
 
 
 def _widen(value: torch.Tensor) -> torch.Tensor:

@@ -101,14 +101,14 @@ class OnnxModel:
         onnx_ir.save(model, directory / FILE)
 
     @property
-    def op_types(self) -> frozenset[str]:
-        """The kinds of its operators, also of those within branches, loops and functions."""
-        return frozenset(
-            node.op_type
-            for scope in (self.model, *self.model.functions.values())
-            for graph in scope.graphs()
-            for node in graph
-        )
+    def op_types(self) -> dict[str, int]:
+        """The kinds of its operators, also within branches, loops and functions; the most tensors that one connects."""
+        found: dict[str, int] = {}
+        for scope in (self.model, *self.model.functions.values()):
+            for node in (node for graph in scope.graphs() for node in graph):
+                size = max(len(node.inputs), len(node.outputs))
+                found[node.op_type] = max(size, found.get(node.op_type, 0))
+        return found
 
     def detached(self) -> tuple[bytes, dict[str, Any]]:
         """The model without its large weights, and these as numpy arrays over the program's memory."""

@@ -6,7 +6,7 @@ Can be imported without torch: a bundle needs only ONNX Runtime.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,7 +202,7 @@ def _opened(
     signature: Signature,
     weights: Mapping[str, Any] | None = None,
     cuda_graph: bool | None = None,
-    op_types: Collection[str] = (),
+    op_types: Mapping[str, int] | None = None,
 ) -> tuple[Runner, dict[str, bool]]:
     """The runner of a model where its inputs and outputs are, and the options that say how it runs there."""
     if not _is_on_gpu(signature):

@@ -7,8 +7,9 @@ other threads of the process cannot allocate GPU memory, and later calls wait fo
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from tsopt.runtime.checking.inputs import blank
 
 log = logging.getLogger("tsopt")
 PROVIDER = "CUDAExecutionProvider"
-# Operators whose kernels copy from memory of the CPU in each call, which no graph can hold: see recorded_nodes.py. They
-# are not tried, because version 1.31 has aborted when a session that was recorded with ScatterND was closed.
-STAGED = frozenset({"ScatterND", "NonMaxSuppression", "LSTM", "GRU", "RNN"})
+# Operators whose kernels copy from memory of the CPU in each call, which no graph can hold: see recorded_nodes.py. For
+# Concat and Split: with more tensors than this, because their addresses do not fit into the arguments of a kernel.
+STAGED = {"ScatterND": 0, "NonMaxSuppression": 0, "LSTM": 0, "GRU": 0, "RNN": 0, "Concat": 32, "Split": 32}
 TO_INSTALL = "this ONNX Runtime is a CPU build: pip uninstall onnxruntime, then pip install onnxruntime-gpu"
 
 
@@ -52,19 +53,19 @@ def runner_on_gpu(
     open_session: Callable[[Sequence[Any], Mapping[str, str]], Any],
     signature: Signature,
     cuda_graph: bool | None,
-    op_types: Collection[str] = (),
+    op_types: Mapping[str, int] | None = None,
 ) -> tuple[Runner, bool]:
     """Flat tensors in and out of a session on the GPU of a signature, and whether it is recorded as a CUDA graph.
 
     Args:
         open_session: opens it for execution providers, with these further entries in its configuration.
         cuda_graph: whether to record it; None: if that is possible.
-        op_types: the kinds of operators of the model.
+        op_types: the kinds of operators of the model, each with the most tensors that one takes or returns.
 
     Raises:
         BackendError: the runtime rejects the model, or it cannot be recorded although it has to be.
     """
-    staged = sorted(STAGED.intersection(op_types))
+    staged = sorted(kind for kind, size in (op_types or {}).items() if size > STAGED.get(kind, size))
     if staged and cuda_graph:
         raise BackendError(
             "ONNX Runtime cannot be captured as a CUDA graph",
@@ -92,13 +93,26 @@ def _recorded(open_session: Callable[[Sequence[Any], Mapping[str, str]], Any], s
     options = ort.RunOptions()
     options.add_run_config_entry("disable_synchronize_execution_providers", "1")  # no graph can hold a wait
 
+    was_captured = False
+
     def forward(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        nonlocal was_captured
+        was_captured |= torch.cuda.is_current_stream_capturing()
         binding, found, given = _bound(held.session, signature, values)
         held.session.run_with_iobinding(binding, options)
         del given
         return found
 
-    return torch_runner(Recorded(forward, blank(signature), stream, is_foreign=True), signature, None)
+    try:
+        recorded = Recorded(forward, blank(signature), stream, is_foreign=True)
+    except BaseException:
+        if was_captured:
+            # Version 1.31 aborts the process, or waits forever, when a session is closed that has copied from the CPU
+            # while it was recorded.
+            log.warning("ONNX Runtime was not recorded as a CUDA graph; its session, with its weights, stays open")
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+        raise
+    return torch_runner(recorded, signature, None)
 
 
 def device_of(signature: Signature) -> torch.device:
