@@ -10,6 +10,7 @@ import tsopt
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.checking import custom_ops
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.checking.reference64 import called_in_float64
 
 ROW = torch.linspace(1.0, 2.0, 8)
 INDEX = torch.tensor([0, 3])
@@ -35,6 +36,36 @@ def pooled():
 class Pooled(nn.Module):
     def forward(self, x, index):
         return torch.ops.tsopt_tests.pooled(x)[index]
+
+
+class Compiled(nn.Module):
+    """Has a function that is compiled by torch.compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.inner = torch.compile(lambda x: x.sin() + 1, backend=self.counted)
+
+    def counted(self, graph, example):
+        def called(*args):
+            self.calls += 1
+            return graph(*args)
+
+        return called
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("watched", [custom_ops.ops_of_call, called_in_float64])
+def test_what_the_model_compiles_is_still_compiled_afterwards(watched):
+    """TorchDynamo leaves out for good what is called under modes that it does not know."""
+    model = Compiled()
+    assert watched(model, Example((ROW,)))
+    calls = model.calls
+    assert calls
+    model(ROW)
+    assert model.calls == calls + 1
 
 
 class Branch(nn.Module):

@@ -16,7 +16,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
@@ -30,6 +29,7 @@ from tsopt.compiler.graph.origin import user_frame
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import as_eval, protected, training_of
 from tsopt.compiler.random_state import seed_all
+from tsopt.compiler.watching_mode import WatchingMode
 from tsopt.errors import GraphBreakError
 
 READERS = ("export", "strict", "fx", "torchscript")
@@ -144,11 +144,11 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, *leaves]
 
 
-class _NothingRandom(TorchDispatchMode):
+class _NothingRandom(WatchingMode):
     """Refuses random numbers that are drawn while torch.fx traces: they would be the same in every call."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):  # a higher order operator has none
             raise GraphBreakError(
                 f"torch.fx would bake in the random numbers from {func}",
                 why="they do not depend on an input, so they are drawn once, during tracing",

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.watching_mode import WatchingMode
 
 # The namespaces that torch itself registers ops in.
 OF_TORCH = frozenset(
@@ -54,10 +54,8 @@ def ops_of_call(model: Callable[..., Any], example: Example) -> tuple[str, ...]:
     return tuple(seen.names)
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(WatchingMode):
     """Notes the ops that are called."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.watching_mode import WatchingMode
 from tsopt.runtime.checking.compare import TOLERANCES
 
 log = logging.getLogger("tsopt")
@@ -71,11 +71,13 @@ def called_in_float64(model: Callable[..., Any], call: Example) -> list[torch.Te
     return list(leaves)
 
 
-class _Wide(TorchDispatchMode):
+class _Wide(WatchingMode):
     """Ops on float64 where they would be on other floating-point types."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            raise TypeError(f"{func} may write to what it is given")
         arguments = func._schema.arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
         if any(argument.is_write and _is_narrow(given.get(argument.name)) for argument in arguments):
