@@ -101,6 +101,12 @@ def test_every_control_does_what_it_says(opened, report):
     assert before.locator(".gone").count() > 0
 
 
+def test_a_frame_in_a_notebook_draws_the_program(opened, report):
+    page = opened(f"<!doctype html><html lang='en'><meta charset='utf-8'><title>cell</title>{report._repr_html_()}")
+    figures = page.frame_locator("iframe").locator("figure.graph")
+    expect(figures.locator("svg")).to_have_count(2)
+
+
 def test_a_module_is_unfolded_and_folded_by_keys_and_keeps_the_focus(opened, report):
     page = opened(report.html)
     figure = page.locator("figure.graph").first

@@ -9,8 +9,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+import torch
+from torch import nn
 
+import tsopt
 from tests.runtime.reports import BASE, FULL, GOOD, record
+from tsopt.compiler.graph.drawing import drawing_of
 from tsopt.runtime.layer_table import LayerRecord
 from tsopt.runtime.page.report import in_notebook, page
 
@@ -164,3 +168,18 @@ def test_a_notebook_shows_it_in_a_frame_without_access_to_the_notebook(full):
     assert frame["srcdoc"] == page(full)
     assert full._repr_html_() == in_notebook(full)
     assert full.html == page(full)
+
+
+def digests_allowed(text: str) -> list[bool]:
+    """Of each script that runs, whether the policy of its page has its hash."""
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    return [f"script-src 'sha256-{digest}'" in text for digest in digests]
+
+
+def test_the_scripts_of_a_page_are_the_same_in_a_frame(full):
+    program = tsopt.capture(nn.Linear(4, 4).eval(), torch.ones(1, 4))
+    drawn = replace(full, graphs=(drawing_of(program), drawing_of(program)))
+    (frame,) = Parsed(in_notebook(drawn)).of("iframe")
+    assert frame["srcdoc"] == page(drawn)
+    assert digests_allowed(frame["srcdoc"]) == [True]

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from functools import cache
+from html import escape
 from typing import Any
 
 from tsopt.runtime.untrusted_text import printable
@@ -29,11 +30,11 @@ def render(template: str, scripts: tuple[str, ...], **values: Any) -> str:
 
 def framed(page: str, title: str) -> str:
     """A page in a frame of its own, for the output of a cell in a notebook, which it has no access to."""
-    source = _environment().from_string(
-        '<iframe sandbox="allow-scripts" title="{{ title }}" width="100%" height="{{ height }}" srcdoc="{{ page }}">'
+    # NOTE: escaped, and nothing else: the page names the hashes of its scripts, and dagre has control characters.
+    return (
+        f'<iframe sandbox="allow-scripts" title="{escape(title)}" width="100%" height="{WIDE}" srcdoc="{escape(page)}">'
         "</iframe>"
     )
-    return str(source.render(page=page, title=title, height=WIDE))
 
 
 @cache
