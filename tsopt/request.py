@@ -211,8 +211,7 @@ class Request:
             self._warm(audits, outcome.executable, rehearsal, made.reference, example)
         program, executable = rehearsal.program(made.optimized), rehearsal.ended(outcome.executable)
         reference, written = rehearsal.program(made.reference), program.state.values()
-        shares = self.race.share_weights
-        int8 = quantized.program_of(outcome.candidate)
+        shares, int8 = self.race.share_weights, quantized.program_of(outcome.candidate)
         if executable is not None:
             executable.reference, executable.limits = reference, made.ranges.limits
         specialize_call = partial(self.specialized, self._ranked(outcome))
@@ -223,6 +222,7 @@ class Request:
             weights=Weights(called, reference.weights.values(), written, exact=executable is not None and not shares),
             share_weights=shares,
             quantized=(outcome.candidate.variant, rehearsal.program(int8)) if outcome.candidate and int8 else None,
+            threads=self.race.threads,
         )
 
     @staticmethod

@@ -1,7 +1,9 @@
-"""How many threads may be asked for. Needs no torch."""
+"""How many threads may be asked for, and torch with so many. Imports torch only to set them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tsopt.errors import UsageError
@@ -20,3 +22,19 @@ def check_threads(value: Any) -> None:
             f"threads must be an integer from 1 to {MOST}, got {value!r}",
             fix="pass threads=1, or None for the setting of torch",
         )
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Lets torch compute with so many threads, and puts its own number back; None leaves it as it is."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -194,6 +194,20 @@ def test_torch_keeps_the_layers_that_it_runs_faster(monkeypatch):
     assert caught.value.fix
 
 
+def test_layers_are_measured_with_the_threads_that_were_asked_for(monkeypatch, torch_threads):
+    torch_threads(2)
+    seen, real = set(), onednn.sample
+
+    def sample(*args):
+        seen.add(torch.get_num_threads())
+        return real(*args)
+
+    monkeypatch.setattr(onednn, "sample", sample)
+    tsopt.compile(tsopt.capture(net(nn.Linear(5, 7), nn.ReLU()), torch.ones(3, 5)), "onednn", threads=1)
+    assert seen == {1}
+    assert torch.get_num_threads() == 2
+
+
 def test_what_was_measured_in_one_process_is_what_runs_in_another(tmp_path, monkeypatch):
     monkeypatch.undo()
     asked = []

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.racing.helpers import fast_timings
 from tsopt.compiler.graph.values import flat_inputs
 from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
-from tsopt.runtime.profiling import ort
+from tsopt.runtime.profiling import limits, op_by_op, ort
 from tsopt.runtime.profiling.engines import profile
 from tsopt.runtime.profiling.kernels import Kernel, Timed, ms_of_values
 from tsopt.runtime.profiling.limits import Limits
@@ -183,6 +184,51 @@ def test_an_engine_that_tells_no_layer_is_a_note(cnn, monkeypatch):
     found = profile("Cnn", {"fp32": program}, Candidate("onnxruntime"), inputs, None)
     said = "ONNX Runtime does not say which layer a kernel belongs to, so all of its time is elsewhere in the engine"
     assert found.notes == (said,)
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """How many threads torch has in each program that is timed op by op, and the limits of the machine are for."""
+    seen = {"torch": [], "limits": []}
+
+    def called(call):
+        seen["torch"].append(torch.get_num_threads())
+        call()
+        return [1.0]
+
+    def measured(threads):
+        seen["limits"].append(threads)
+        return Limits(macs=1e9, moved=((1, 1e18),))
+
+    monkeypatch.setattr(op_by_op, "called", called)
+    monkeypatch.setattr(limits, "measured", measured)
+    return seen
+
+
+@pytest.mark.parametrize("engine", ["eager", "onednn"])
+def test_torch_is_timed_with_the_threads_that_were_asked_for(engine, cnn, asked_for, torch_threads):
+    program, inputs = cnn
+    torch_threads(2)
+    found = profile("Cnn", {"fp32": program}, Candidate(engine), inputs, 1)
+    assert asked_for == {"torch": [1] * len(found.engines), "limits": [1]}
+    assert torch.get_num_threads() == 2
+
+
+def test_the_threads_of_the_winner_are_not_those_of_torch(asked_for, torch_threads, monkeypatch):
+    torch_threads(2)
+    fast_timings(monkeypatch, wins="ONNX Runtime, 1 thread")
+    options = {"backends": ("onnxruntime?threads=1",), "seconds": 0.02, "isolate": False, "cache": False}
+    fast = tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), **options)
+    assert fast.report.winner == "ONNX Runtime, 1 thread"
+    fast.profile()
+    assert asked_for == {"torch": [2], "limits": [1]}
+
+
+def test_where_eager_won_the_program_is_timed_with_the_threads_of_the_race(asked_for, torch_threads):
+    torch_threads(2)
+    options = {"threads": 1, "backends": (), "seconds": 0.02, "isolate": False}
+    tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), **options).profile()
+    assert asked_for == {"torch": [1], "limits": [1]}
 
 
 def test_where_eager_won_the_profile_says_that_the_program_is_timed():

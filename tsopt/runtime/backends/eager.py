@@ -16,6 +16,7 @@ from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.profiling.kernels import Timed
 from tsopt.runtime.profiling.op_by_op import timed
+from tsopt.runtime.thread_count import torch_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class EagerBackend:
         )
 
     def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
-        return timed(program, inputs)
+        with torch_threads(self.threads):
+            return timed(program, inputs)
 
 
 def by_torch(program: Program) -> Runner:

@@ -30,6 +30,7 @@ from tsopt.runtime.backends.onednn_sites import LAYERS, LOSES_NAN, Site, each, s
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.profiling.kernels import Timed
 from tsopt.runtime.profiling.op_by_op import timed
+from tsopt.runtime.thread_count import torch_threads
 
 MEASURED = "measured.json"
 ROUNDS = 5  # timed calls of each kernel for a layer; the fastest counts
@@ -65,10 +66,12 @@ class OneDnnBackend:
 
     def compile(self, program: Program) -> Executable:
         """Raises NoGain where torch's own kernels are the faster ones for every layer."""
-        return self._executable(program, lower(program))
+        with torch_threads(self.threads):  # that the layers are measured with
+            return self._executable(program, lower(program))
 
     def profile(self, program: Program, inputs: Sequence[Any]) -> Timed:
-        return timed(lower(program).program, inputs)
+        with torch_threads(self.threads):
+            return timed(lower(program).program, inputs)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
         return self._executable(program, lower(program, json.loads((directory / MEASURED).read_text())))

@@ -40,6 +40,7 @@ log = logging.getLogger("tsopt")
 POLICIES = ("capture", "eager", "error")
 CHANGED = "the weights of {} have changed since `optimize`"
 NOW_AND_THEN = 16  # calls between checks of the weights, if eager won
+EAGER_WON = "eager won, so calls run the model itself; what is timed here is the optimized program"
 _gradients = torch.is_grad_enabled  # looked up faster than an attribute of torch
 ABSENT = object()  # where a call has no positional argument
 
@@ -71,10 +72,12 @@ class Optimized:
         weights: Weights | None = None,
         share_weights: bool = False,
         quantized: tuple[str, Program] | None = None,
+        threads: int | None = None,
     ) -> None:
         self.model, self.program, self.report, self.quantized = model, program, report, quantized
         self.backend = "eager" if executable is None else executable.backend
-        self.executable, self.example = executable, example.renewed()  # what the user makes of theirs is their own
+        self.executable, self._threads = executable, threads
+        self.example = example.renewed()  # what the user makes of theirs is their own
         self._policy = on_new_signature
         self._lenient = "error" not in (on_new_signature, on_gradients)  # the model itself may serve whatever is called
         self._unserved = Unserved(model, report.model, on_gradients)
@@ -316,16 +319,11 @@ class Optimized:
         self._check_weights(thoroughly=True)
         winner = Candidate(PLAIN.name) if self.executable is None else Candidate.parse(self.report.winner_key)
         variant, int8 = self.quantized or (FP32, self.program)
-        threads = None if self.executable is None else self.executable.options.get("threads")
-        notes = (
-            []
-            if self.executable is not None
-            else ["eager won, so calls run the model itself; what is timed here is the optimized program"]
-        )
+        notes = [] if self.executable is not None else [EAGER_WON]
         with protected(self.model, written=self.program.state.values()):
             inputs = [value.clone() for value in flat_inputs(self.program, self.example)]
             programs = {FP32: self.program, variant: int8}
-            found = profile(self.report.model, programs, winner, inputs, threads, notes)
+            found = profile(self.report.model, programs, winner, inputs, self._threads, notes)
         if self.quantized is not None and winner.title in found.engines:
             times = (found.by_place(candidate.title) for candidate in (winner.in_full_precision(), winner))
             self.report = self.report.with_layer_times(*times)

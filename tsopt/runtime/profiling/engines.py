@@ -36,7 +36,7 @@ def profile(
         programs: the variants of the program that are known, by name; `fp32` is one of them.
         winner: the candidate that runs.
         inputs: flat, in the order of the signature, state included.
-        threads: that the winner runs with; None: torch's.
+        threads: of each engine whose candidate has no number of its own; None: torch's.
         notes: what the profile says as well.
 
     Raises:
@@ -57,12 +57,11 @@ def profile(
             said.append(
                 f"{candidate.title} does not say which layer a kernel belongs to, so all of its time is {ELSEWHERE}"
             )
-    known = limits.measured(threads) if winner.variant == FP32 else None
+    last = [candidate for candidate in candidates if candidate.title in timed][-1]
+    known = limits.measured(dict(last.options).get("threads", threads)) if last.variant == FP32 else None
     made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
-    last = made.engines[-1]
-    variant = next(candidate.variant for candidate in candidates if candidate.title == last)
-    program = programs[variant]
-    return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last].kernels)))
+    program = programs[last.variant]
+    return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last.title].kernels)))
 
 
 def check_on_cpu(inputs: Sequence[Any]) -> None:

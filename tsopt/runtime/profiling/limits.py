@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tsopt.runtime.profiling.work import Work
+from tsopt.runtime.thread_count import torch_threads
 
 SIDES = (256, 512, 1024)  # of square matrices: the fastest product counts
 IMAGES = ((64, 56), (128, 28), (256, 14))  # channels and side: convolutions reach a tenth more than products
@@ -49,13 +50,9 @@ def measured(threads: int | None = None) -> Limits:
     Args:
         threads: that compute; None: torch's number.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with torch_threads(threads):
         macs = [*map(_product, SIDES), *(_convolution(*size) for size in IMAGES)]
         return Limits(max(macs), tuple((size, _copy(size)) for size in SIZES))
-    finally:
-        torch.set_num_threads(before)
 
 
 def _product(side: int) -> float:
