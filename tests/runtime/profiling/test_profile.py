@@ -13,6 +13,7 @@ from torch import nn
 import tsopt
 from tests.runtime.racing.helpers import fast_timings
 from tsopt.compiler.graph.values import flat_inputs
+from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends.backend import Profiles, get_backend
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.profiling import limits, op_by_op, ort
@@ -243,6 +244,23 @@ def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):
     program, _ = cnn
     with pytest.raises(tsopt.UsageError, match="only a model on the CPU can be profiled"):
         profile("Cnn", {"fp32": program}, Candidate("eager"), [torch.ones(1, device="meta")], None)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "openvino?precision=bf16", "eager?precision=bf16"])
+def test_the_limits_in_float32_are_those_of_engines_in_float32(engine, cnn, asked_for):
+    program, inputs = cnn
+    winner = Candidate.parse(engine)
+    programs = {"fp32": program, winner.variant: in_precision(program, winner.variant)}
+    found = profile("Cnn", programs, winner, inputs, None)
+    assert found.engines[-1] == winner.title
+    assert (found.limits is None) == (winner.precision == "bf16")
+
+
+def test_where_the_winner_cannot_be_timed_the_limits_are_those_of_what_is(cnn, asked_for):
+    program, inputs = cnn
+    found = profile("Cnn", {"fp32": program}, Candidate.parse("inductor?precision=bf16"), inputs, None)
+    assert found.engines == ("eager + passes",)
+    assert found.limits is not None
 
 
 @pytest.fixture

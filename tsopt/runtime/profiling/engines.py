@@ -58,7 +58,7 @@ def profile(
                 f"{candidate.title} does not say which layer a kernel belongs to, so all of its time is {ELSEWHERE}"
             )
     last = [candidate for candidate in candidates if candidate.title in timed][-1]
-    known = limits.measured(dict(last.options).get("threads", threads)) if last.variant == FP32 else None
+    known = limits.measured(dict(last.options).get("threads", threads)) if last.precision == FP32 else None
     made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
     program = programs[last.variant]
     return replace(made, drawing=drawing_of(program, ms_of_values(program, timed[last.title].kernels)))
