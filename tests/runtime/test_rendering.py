@@ -216,3 +216,26 @@ def test_a_report_says_why_int8_was_not_chosen():
     won = replace(FULL, rows=(*FULL.rows, int8_row()), winner_key=int8_row().key, quantization=LAYERS)
     assert "int8 was not chosen" not in won.text
     assert "\nint8: 1 of 1 layers in int8" in won.text
+
+
+@pytest.mark.parametrize("status", ["wrong", "not accurate enough", "slower"])
+def test_an_int8_candidate_that_is_out_did_not_lose_by_its_time(status):
+    out = int8_row(timing=Timing((0.5,) * 7), status=status, reason="after timing: it differs")
+    found = replace(FULL, rows=(*FULL.rows, out), quantization=LAYERS).text
+    assert "\nint8 was not chosen: OpenVINO, precision int8-static: after timing: it differs\n" in found
+
+
+def test_int8_that_is_as_fast_as_the_winner_is_not_called_slower():
+    level = int8_row(timing=GOOD.timing)
+    found = replace(FULL, rows=(*FULL.rows, level), quantization=LAYERS).text
+    said = "int8 was not chosen: OpenVINO, precision int8-static: no faster than ONNX Runtime within noise"
+    assert f"\n{said}\n" in found
+
+
+def test_a_backend_of_the_users_own_is_not_int8_by_its_name():
+    own = replace(GOOD, name="my_int8.fast:Backend", key="my_int8.fast:Backend")
+    slow = int8_row(timing=Timing((1.5,) * 3))
+    found = replace(FULL, rows=(BASE, own, slow), winner_key=own.key, quantization=LAYERS).text
+    assert "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, my_int8.fast:Backend 1.00 ms" in found
+    found = replace(FULL, rows=(BASE, GOOD, replace(own, timing=Timing((1.2,) * 3)), slow), quantization=LAYERS).text
+    assert "int8 was not chosen: OpenVINO" in found

@@ -61,7 +61,7 @@ def run(
     with directories([*places.values(), *reports.values()]) as new, out.progress(Path(subject.model).name) as tell:
         options |= {"threads": threads, "cache": cache, "progress": tell}
         fast = optimized_as_one_graph(out, subject, timing, options)
-        if layer_times and "int8" in fast.report.winner_key:
+        if layer_times and fast.quantized is not None:
             tell("profile")
             fast.profile()
         replaced = [path for path in (*places.values(), *reports.values()) if path.exists()]

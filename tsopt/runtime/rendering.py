@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tsopt.compiler.precision_names import INT8_VARIANTS
+from tsopt.runtime.backends.candidate import precision_in
 from tsopt.runtime.layer_table import lines as layer_lines
 from tsopt.runtime.untrusted_text import markdown_cell, printable
 
@@ -159,7 +161,7 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
     if stages and report.stages:
         parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.stages if seconds >= SHORT_STAGE)
         yield f"took {sum(seconds for _, seconds in report.stages):.1f} s{f': {parts}' if parts else ''}"
-    chosen = "int8" in report.winner_key
+    chosen = precision_in(report.winner_key) in INT8_VARIANTS
     if report.quantization and not chosen:
         yield from _why_not_int8(report)
     yield from layer_lines(report.quantization, report.calibration, chosen=chosen)
@@ -182,13 +184,18 @@ def tail(report: Report, *, stages: bool = True) -> Iterator[str]:
 
 def _why_not_int8(report: Report) -> Iterator[str]:
     """Why the best int8 candidate did not win."""
-    rows = [row for row in report.rows if "int8" in row.key]
-    timed = min((row for row in rows if row.timing is not None), key=_median, default=None)
-    if timed is not None and report.winning.timing is not None:
-        took, best = milliseconds(_median(timed)), milliseconds(_median(report.winning))
-        yield f"int8 was not chosen: {timed.name} takes {took} ms, {report.winner} {best} ms"
-    elif rows:
-        yield f"int8 was not chosen: {rows[-1].name}: {rows[-1].reason or rows[-1].status}"
+    rows = [row for row in report.rows if precision_in(row.key) in INT8_VARIANTS]
+    if not rows:
+        return
+    best = min((row for row in rows if row.timing is not None), key=_median, default=rows[-1])
+    winning = report.winning
+    took, least = milliseconds(_median(best)), milliseconds(_median(winning))
+    if best.status != "ok" or best.timing is None:  # times of one that is out, even if it was timed, decide nothing
+        yield f"int8 was not chosen: {best.name}: {best.reason or best.verdict}"
+    elif winning.timing is not None and _median(best) > _median(winning) and took != least:
+        yield f"int8 was not chosen: {best.name} takes {took} ms, {report.winner} {least} ms"
+    else:
+        yield f"int8 was not chosen: {best.name}: {best.reason or f'no faster than {report.winner} within noise'}"
 
 
 # ---- passes -------------------------------------------------------------------------------------------------

@@ -166,3 +166,9 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
         raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
     return tuple(found)
+
+
+def precision_in(key: str) -> str:
+    """The precision that a key names, also of what is no candidate of this installation; `fp32` if it names none."""
+    options = dict(part.split("=", 1) for part in key.partition("?")[2].split("&") if "=" in part)
+    return options.get("precision", FP32)
