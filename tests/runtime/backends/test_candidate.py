@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 import tsopt
-from tsopt.runtime.backends.candidate import Candidate, candidates_for
+from tsopt.runtime.backends.candidate import Candidate, candidates_for, precision_in
 
 USUAL = ["eager", "onednn", "torchscript", "onnxruntime", "onnxruntime?threads=1"]
 
@@ -94,3 +94,17 @@ def test_lower_precisions_race_when_they_are_asked_for():
     assert set(keys(("eager",), "auto")) == {"eager", "eager?precision=bf16", "eager?precision=fp16"}
     assert "cudagraph?precision=tf32" in keys(("cudagraph",), "auto")
     assert Candidate.parse(found[-1]).title == "torch + oneDNN, precision bf16"
+
+
+def test_a_precision_that_is_asked_for_may_be_that_of_a_backend_that_is_named():
+    assert keys(("onednn?precision=bf16",), "bf16") == ["onednn?precision=bf16"]
+    assert keys(("torchscript", "openvino?precision=int8-static"), "int8", calibrated=True)[1:] == [
+        "openvino?precision=int8-static"
+    ]
+    with pytest.raises(tsopt.UsageError, match="no selected backend supports bf16"):
+        keys(("torchscript", "onednn?precision=fp16"), "bf16")
+
+
+def test_the_precision_in_a_key():
+    assert precision_in("openvino?precision=int8-weights&other_ops=bf16") == "int8-weights"
+    assert [precision_in(key) for key in ("model", "parts", "my_int8.b:C", "onnxruntime?threads=1")] == ["fp32"] * 4

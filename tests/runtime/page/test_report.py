@@ -83,7 +83,6 @@ def test_the_page_says_what_the_report_says(full):
     assert "idle" not in found.text
     assert "blink" not in found.text
     assert "took 4.0 s" not in found.text, "a chart says that"
-    assert 'backends=("onnxruntime",)' in found.text
 
 
 def test_bars_end_at_the_medians(full):
@@ -168,6 +167,27 @@ def test_a_notebook_shows_it_in_a_frame_without_access_to_the_notebook(full):
     assert frame["srcdoc"] == page(full)
     assert full._repr_html_() == in_notebook(full)
     assert full.html == page(full)
+
+
+INT8 = replace(GOOD, name="OpenVINO, precision int8-static", key="openvino?precision=int8-static")
+AS_THEY_WERE = "with the other options as they were"
+
+
+@pytest.mark.parametrize(
+    ("row", "others", "options", "besides"),
+    [
+        (GOOD, (), "backends=('onnxruntime',)", f"{AS_THEY_WERE}."),
+        (GOOD, (INT8,), "backends=('onnxruntime',), precision='fp32'", f"{AS_THEY_WERE}, but without calibration, "),
+        (INT8, (), f"backends=('{INT8.key}',), calibration=data", f"{AS_THEY_WERE}."),
+        (replace(GOOD, name="partitioned", key="parts"), (), "frontend='parts'", AS_THEY_WERE),
+        (replace(GOOD, name="TorchScript, frozen", key="torchscript"), (), "frontend='torchscript'", AS_THEY_WERE),
+        (replace(GOOD, name="TorchScript", key="torchscript"), (), "backends=('torchscript',)", AS_THEY_WERE),
+        (replace(GOOD, name="mine", key="it's:B"), (), """backends=("it's:B",)""", AS_THEY_WERE),
+    ],
+)
+def test_the_page_says_how_to_have_the_winner_again(row, others, options, besides):
+    found = Parsed(page(replace(FULL, rows=(BASE, row, *others), winner_key=row.key))).text
+    assert f"tsopt.optimize(model, example_input, {options}), {besides}" in found
 
 
 def digests_allowed(text: str) -> list[bool]:

@@ -162,7 +162,7 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
     if computes_in_bfloat16():
         low = [candidate for candidate in found if candidate.variant in INT8_VARIANTS]
         found += [replace(candidate, options=options) for candidate in low for options in candidate.info.also_in_int8]
-    if asked and not found:
+    if asked and not found and not any(candidate.precision in asked for candidate in racing):
         able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
         raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
     return tuple(found)

@@ -39,7 +39,7 @@ from tsopt.runtime.report import EAGER, MODEL, Report, Row
 
 PARTS = "partitioned"
 SCRIPT = "TorchScript, frozen"  # for TorchScript, which TorchDynamo does not trace
-KEYS = {PARTS: "parts", SCRIPT: "torchscript"}
+KEYS = {PARTS: "parts", SCRIPT: "torchscript"}  # as options `frontend`, which lead there, too
 # Options of `optimize` for a part, of which a model may have many. In a graph that TorchDynamo has generalized over
 # sizes, a capture for each size would cost more than it gains.
 PART: dict[str, Any] = {"seconds": 2.0, "on_new_signature": "eager"}

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tsopt.compiler.precision_names import FP32, INT8_STATIC
+from tsopt.runtime.backends.candidate import precision_in
+from tsopt.runtime.calling.partitioned import KEYS
 from tsopt.runtime.layer_table import layer_table
 from tsopt.runtime.page.document import framed, render
 from tsopt.runtime.page.graph import SCRIPTS, compared
@@ -77,6 +80,7 @@ def page(report: Report) -> str:
         layers=layer_table(report.quantization) if report.quantization else None,
         remarks=list(tail(report, stages=False)),  # the page has a chart of them
         again=_again(report),
+        besides=_besides(report),
     )
 
 
@@ -144,4 +148,24 @@ def _again(report: Report) -> str:
     """The call that compiles what has won, without a race of the others."""
     if report.is_eager:
         return "tsopt.optimize(model, example_input)"
-    return f'tsopt.optimize(model, example_input, backends=("{report.winner_key}",))'
+    frontend, precision = KEYS.get(report.winner), precision_in(report.winner_key)
+    options = [f"backends=({report.winner_key!r},)" if frontend is None else f"frontend={frontend!r}"]
+    if precision == INT8_STATIC:
+        options.append("calibration=data")
+    elif precision == FP32 and _is_lossy(report):
+        options.append(f"precision={FP32!r}")
+    return f"tsopt.optimize(model, example_input, {', '.join(options)})"
+
+
+def _besides(report: Report) -> str:
+    """Which of the other options, which a report does not know, belong to that call."""
+    if report.is_eager:
+        return ""
+    if precision_in(report.winner_key) == FP32 and _is_lossy(report):
+        return "with the other options as they were, but without calibration, metric, max_drop and keep_float"
+    return "with the other options as they were"
+
+
+def _is_lossy(report: Report) -> bool:
+    """Whether lower precisions were in the race."""
+    return any(precision_in(row.key) != FP32 for row in report.rows)
