@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from tsopt.compiler.calls.example import Example, as_examples
 from tsopt.compiler.capture import frontends
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.devices import check_not_recording, check_usable, is_on_gpu
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.outside import kept_outside
@@ -261,7 +262,7 @@ def _told(
     if progress is True:
         from tsopt.runtime.progress import shown
 
-        return shown(type(model).__name__)
+        return shown(name_of(model))
     return nullcontext(progress or (lambda text: None))
 
 

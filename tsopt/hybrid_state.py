@@ -18,6 +18,7 @@ from tsopt.background.in_background import InBackground
 from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.errors import CaptureError, TsoptError, UsageError
@@ -165,7 +166,7 @@ class Compiled:
             with self._lock:
                 if self.fast is not None:
                     self._drop()
-                    log.info("torch's number of threads has changed: %s is optimized again", type(self.model).__name__)
+                    log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
                 self._ambient = self._ambient_now()
         reason = self.why_eager or self._reason(args, kwargs)
         if reason:
@@ -179,7 +180,7 @@ class Compiled:
                     self._declined("a submodule is in training mode: call model.eval() first")
                     return None
                 self._drop()
-                log.info("%s has changed and is optimized again", type(self.model).__name__)
+                log.info("%s has changed and is optimized again", name_of(self.model))
             if self._changes > CHANGES:
                 self.why_eager = "its weights, hooks, attributes or globals change between calls"
                 self._declined(self.why_eager)
@@ -314,7 +315,6 @@ class Compiled:
     def report(self) -> HybridReport:
         """Which calls are compiled, and why others are not."""
         fast, seconds, in_eager = self.fast, self._seconds, Counter(self._in_eager)
-        name = getattr(self.model, "__name__", type(self.model).__name__)
         reports: tuple[Report, ...] = ()
         if isinstance(fast, InBackground):
             in_eager, seconds, reports = in_eager + fast.in_eager, seconds + fast.seconds, tuple(fast.reports)
@@ -325,11 +325,10 @@ class Compiled:
             in_eager[self._stepped_back] += self._calls - calls - (in_eager.total() - of_these)
         elif isinstance(fast, Optimized):
             in_eager, seconds = in_eager + fast.in_eager, seconds + fast.seconds
-        return HybridReport(name, self._calls, in_eager, seconds, reports)
+        return HybridReport(name_of(self.model), self._calls, in_eager, seconds, reports)
 
     def _warn(self, text: str, stacklevel: int = 5) -> None:
-        name = getattr(self.model, "__name__", type(self.model).__name__)
-        warnings.warn(f"tsopt: {name}{text}", stacklevel=stacklevel)
+        warnings.warn(f"tsopt: {name_of(self.model)}{text}", stacklevel=stacklevel)
 
 
 def _is_eager(fast: Optimized | Partitioned) -> bool:

@@ -236,7 +236,7 @@ class Request:
     def in_parts(self, because: GraphBreakError | None, *examples: Example) -> Partitioned:
         """The model split at graph breaks, because it is not one graph or because that was requested."""
         if self.int8.are_given:
-            warn(f"tsopt: {type(self.model).__name__}: {ONLY_FP32_IN_PARTS}", UserWarning)
+            warn(f"tsopt: {name_of(self.model)}: {ONLY_FP32_IN_PARTS}", UserWarning)
         script = None
         if self.frontend == "torchscript":
             with training_flags(self.model if self.eval_mode else None, False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -329,3 +331,11 @@ def test_calls_with_an_iterator_are_those_of_the_model():
     scales = iter([2.0, 3.0])
     assert fast.difference((X.abs(), scales), {}) is None
     assert list(scales) == [2.0, 3.0]
+
+
+@pytest.mark.usefixtures("parts_win")
+def test_the_report_has_the_name_of_the_model():
+    model = Branches().train()
+    assert optimized(model, frontend="parts", eval_mode=True).report.model == "Branches"
+    assert optimized(partial(Branches().eval(), scale=2.0), frontend="parts").report.model == "Branches"
+    assert model.training

@@ -12,6 +12,7 @@ from torch import nn
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.capture.lowering import unique
 from tsopt.compiler.capture.scripted import Scripted
+from tsopt.compiler.protect import InEvalMode
 
 
 def name_of(model: object, nameless: str = "Model") -> str:
@@ -20,8 +21,8 @@ def name_of(model: object, nameless: str = "Model") -> str:
     Args:
         nameless: what stands for the name of a lambda, which has none.
     """
-    while isinstance(model, partial):
-        model = model.func
+    while isinstance(model, partial | InEvalMode):
+        model = model.func if isinstance(model, partial) else model.module
     own = type(model).__name__
     name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
     name = str(getattr(model, "original_name", name))  # of TorchScript

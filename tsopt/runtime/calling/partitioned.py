@@ -18,6 +18,7 @@ from torch import fx, nn
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
+from tsopt.compiler.capture.names import name_of
 from tsopt.compiler.protect import InEvalMode, modules_of, protected, training_of
 from tsopt.compiler.quiet import silent
 from tsopt.compiler.script_state import attributes_written
@@ -247,7 +248,7 @@ def _report(model: Any, rows: list[Row], graphs: Sequence[Graph], because: Captu
         else "; ".join(filter(None, (because.what, because.where)))
     )
     return Report(
-        model=getattr(model, "__name__", type(model).__name__),
+        model=name_of(model),
         rows=tuple(rows),
         winner_key=rows[1].key if wins else MODEL,
         why=f"{gain} as fast as eager" if wins else f"{title} is not significantly faster",
