@@ -14,7 +14,7 @@ from torch import nn
 
 import tsopt
 from tsopt import sweeps
-from tsopt.sweeps import COLUMNS, batch_of, resized
+from tsopt.sweeps import COLUMNS, Result, Setting, Sweep, batch_of, resized
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
 X = torch.arange(8.0).reshape(2, 4)
@@ -62,6 +62,14 @@ def test_the_table_marks_the_winner_and_names_a_setting_once(found):
     assert "torch" in str(found).splitlines()[-1]
     assert " threads" not in found.machine[0], "each setting has its own"
     assert found.markdown.startswith("| device | threads | batch |")
+
+
+def test_the_machine_is_no_part_of_a_reason_in_markdown(found):
+    failed = Result(Setting("cpu", 1, 9), None, "it fails")
+    _, reasons, machine = Sweep((*found.results, failed)).markdown.split("\n\n")
+    assert reasons == "- eager: it fails"
+    assert [machine] == found.machine
+    assert found.markdown.split("\n\n")[1:] == found.machine
 
 
 def test_json_and_csv_hold_the_same(found):

@@ -24,7 +24,7 @@ from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
 from tsopt.runtime.page.table import page_of
-from tsopt.runtime.rendering import markdown_table, milliseconds, ranked, text_table
+from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.thread_count import check_threads
 from tsopt.runtime.untrusted_text import markdown_cell, printable
@@ -92,8 +92,8 @@ class Sweep:
     @property
     def markdown(self) -> str:
         """The table as GitHub markdown."""
-        lines = markdown_table(COLUMNS, self.cells())
-        return "\n".join([*lines, "", *(f"- {markdown_cell(reason)}" for reason in self.reasons), *self.machine])
+        reasons = [f"- {markdown_cell(reason)}" for reason in self.reasons]
+        return markdown_blocks(markdown_table(COLUMNS, self.cells()), reasons, self.machine)
 
     @property
     def charts(self) -> list[Chart]:

@@ -254,6 +254,14 @@ def test_it_can_be_read_in_a_terminal_in_a_pull_request_and_by_programs(model, b
     assert (data["verdict"], data["ok"], data["max_slowdown"]) == ("slower", False, 0.05)
 
 
+def test_a_cell_with_a_line_across_is_escaped_once_in_markdown(model, baseline, paces):
+    paces(now=5.6)
+    found = tsopt.check(model, X, baseline, **OPTIONS)
+    named = replace(found, now=replace(found.now, winner="a | b"))
+    assert "a \\| b" in named.markdown
+    assert "a \\\\| b" not in named.markdown
+
+
 def test_a_model_that_no_front_end_captures_is_checked_too(paces, tmp_path):
     class Looks(nn.Module):
         def forward(self, x):

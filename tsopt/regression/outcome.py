@@ -116,9 +116,8 @@ class Check:
     @property
     def markdown(self) -> str:
         """The comparison as GitHub markdown, for the summary of a pull request."""
-        cells = [tuple(markdown_cell(cell) for cell in row) for row in self.cells()]
         said = [*filter(None, [self.stopped]), *self.remarks, f"on {self.now.machine}; {self.now.versions}"]
-        lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, cells), ""]
+        lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, self.cells()), ""]
         return printable("\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)]))
 
     def to_json(self) -> dict[str, Any]:

@@ -284,6 +284,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
     return [f"| {' | '.join(map(markdown_cell, cells))} |" for cells in [header, ["---"] * len(header), *rows]]
 
 
+def markdown_blocks(*blocks: Sequence[str]) -> str:
+    """Blocks of lines with a blank line between them: what follows a table or a list without one is part of it."""
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
 def _wrapped(text: str, width: int | None) -> list[str]:
     """A line in pieces of a width; what follows the first is indented further."""
     if width is None or len(text) <= width:

@@ -23,6 +23,7 @@ from tsopt.runtime.rendering import (
     COLUMNS,
     PASS_COLUMNS,
     Line,
+    markdown_blocks,
     markdown_table,
     pass_cells,
     ranked,
@@ -30,7 +31,7 @@ from tsopt.runtime.rendering import (
     row_cells,
     text_table,
 )
-from tsopt.runtime.untrusted_text import printable
+from tsopt.runtime.untrusted_text import markdown_cell
 
 Event = TypeVar("Event", Done, Declined)
 
@@ -202,15 +203,13 @@ class Report:
     @property
     def markdown(self) -> str:
         """The table, the passes and the layers in int8 as GitHub markdown."""
-        lines = [
-            printable(f"### {self.model}: {self.winner} wins, {self.why}"),
-            "",
-            *markdown_table(COLUMNS, [row.cells() for row in ranked(self)]),
-        ]
-        lines += ["", *markdown_table(PASS_COLUMNS, pass_cells(self.passes))] if self.passes else []
-        if self.quantization:
-            lines += ["", *markdown_table(*layer_table(self.quantization))]
-        return "\n".join([*lines, "", str(self.environment)])
+        return markdown_blocks(
+            [f"### {markdown_cell(f'{self.model}: {self.winner} wins, {self.why}')}"],
+            markdown_table(COLUMNS, [row.cells() for row in ranked(self)]),
+            markdown_table(PASS_COLUMNS, pass_cells(self.passes)) if self.passes else [],
+            markdown_table(*layer_table(self.quantization)) if self.quantization else [],
+            [str(self.environment)],
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -338,3 +338,11 @@ def test_charts_have_a_point_for_each_layer_and_the_limit_of_the_machine(made):
 def test_a_profile_is_a_page(made):
     assert made.model in made.html
     assert "iframe" in made._repr_html_()
+
+
+def test_remarks_are_no_rows_of_the_table_in_markdown(made):
+    remarks = ("no layer | can be timed", "a name\nof two lines\x1b[2J")
+    table, rest = replace(made, notes=remarks).markdown.split("\n\n")[1:]
+    assert all(line.startswith("| ") for line in table.splitlines())
+    assert rest.splitlines() == ["- no layer \\| can be timed", "- a name of two lines?[2J"]
+    assert made.markdown.endswith(" |")

@@ -20,8 +20,8 @@ from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.training import TrainingEstimate
 from tsopt.runtime.profiling.work import OpWork, Work
-from tsopt.runtime.rendering import markdown_table, milliseconds, text_table
-from tsopt.runtime.untrusted_text import printable
+from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, text_table
+from tsopt.runtime.untrusted_text import markdown_cell, printable
 
 ELSEWHERE = "elsewhere in the engine"
 WHOLE = "the whole call"
@@ -163,9 +163,9 @@ class Profile:
     @property
     def markdown(self) -> str:
         """All layers as a GitHub markdown table."""
-        return "\n".join(
-            [printable(f"### {self.model}"), "", *markdown_table(self.header, self.cells()), *self.remarks]
-        )
+        heading = f"### {markdown_cell(self.model)}"
+        table = markdown_table(self.header, self.cells())
+        return markdown_blocks([heading], table, [f"- {markdown_cell(remark)}" for remark in self.remarks])
 
     @property
     def charts(self) -> list[Chart]:
