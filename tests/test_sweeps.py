@@ -72,6 +72,11 @@ def test_the_machine_is_no_part_of_a_reason_in_markdown(found):
     assert found.markdown.split("\n\n")[1:] == found.machine
 
 
+def test_a_reason_of_several_lines_is_one_line():
+    failed = Sweep((Result(Setting("cpu", 1, 9), None, "it fails\n* eager"),))
+    assert failed.text.splitlines()[-1] == "eager: it fails * eager"
+
+
 def test_json_and_csv_hold_the_same(found):
     results = json.loads(json.dumps(found.to_json()))["results"]
     assert [result["setting"]["batch"] for result in results] == [1, 1, 3, 3]

@@ -27,7 +27,7 @@ from tsopt.runtime.page.table import page_of
 from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.thread_count import check_threads
-from tsopt.runtime.untrusted_text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
 DEFAULTS = {"cache": False, "time_all": True}  # a sweep compares all candidates
@@ -81,13 +81,14 @@ class Sweep:
 
     @property
     def reasons(self) -> list[str]:
-        """Why candidates are missing, each reason once."""
-        return list(dict.fromkeys(f"{row['candidate']}: {row['reason']}" for row in self.records() if row["reason"]))
+        """Why candidates are missing, each reason once and on one line."""
+        said = (f"{row['candidate']}: {row['reason']}" for row in self.records() if row["reason"])
+        return list(dict.fromkeys(map(on_one_line, said)))
 
     @property
     def text(self) -> str:
         lines = text_table(COLUMNS, self.cells())
-        return printable("\n".join([*lines, *(["", *self.reasons] if self.reasons else []), *self.machine]))
+        return "\n".join([*lines, *(["", *self.reasons] if self.reasons else []), *self.machine])
 
     @property
     def markdown(self) -> str:

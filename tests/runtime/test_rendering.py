@@ -18,6 +18,7 @@ from tsopt.runtime.rendering import (
     pass_cells,
     pass_lines,
     rule_cells,
+    text_table,
 )
 from tsopt.runtime.report import Row, rule_records
 
@@ -239,3 +240,18 @@ def test_a_backend_of_the_users_own_is_not_int8_by_its_name():
     assert "int8 was not chosen: OpenVINO, precision int8-static takes 1.50 ms, my_int8.fast:Backend 1.00 ms" in found
     found = replace(FULL, rows=(BASE, GOOD, replace(own, timing=Timing((1.2,) * 3)), slow), quantization=LAYERS).text
     assert "int8 was not chosen: OpenVINO" in found
+
+
+@pytest.mark.parametrize("width", [None, 60])
+def test_a_reason_of_several_lines_does_not_pose_as_rows(width):
+    posing = "RuntimeError: failed\n* eager            0.001  ########## 99.00x [98.00, 99.00]  faster"
+    found = replace(FULL, rows=(*FULL.rows[:2], replace(WRONG, reason=posing)))
+    lines = [line.text for line in found.lines(width=width)]
+    assert not any("\n" in line for line in lines)
+    assert [line.split("  ")[0] for line in lines if line.startswith("* ")] == ["* ONNX Runtime"]
+    first = next(i for i, line in enumerate(lines) if "RuntimeError" in line)
+    assert lines[first].startswith("    RuntimeError: failed * eager")
+
+
+def test_a_cell_of_a_table_is_on_one_line():
+    assert text_table(("name",), [("a\nb",)]) == ["name", "----", "a b"]

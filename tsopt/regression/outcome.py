@@ -11,7 +11,7 @@ from tsopt.regression.baseline import Baseline
 from tsopt.regression.slowdown import OK, SLOWER, UNDECIDED, Slowdown
 from tsopt.runtime.checking.criterion import ROUNDING
 from tsopt.runtime.rendering import markdown_table, text_table
-from tsopt.runtime.untrusted_text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 COLUMNS = ("", "baseline", "now", "change", "limit", "verdict")
 LESS_ACCURATE, MORE_WORK, NOT_TRIED = "less accurate", "more work", "no candidate could be tried"
@@ -111,14 +111,15 @@ class Check:
         """The comparison for a terminal."""
         said = [*filter(None, [self.stopped]), *self.remarks]
         table = text_table(COLUMNS, self.cells())
-        return printable("\n".join([self.sentence, "", *table, *(["", *said] if said else [])]))
+        lines = [self.sentence, "", *table, *(["", *said] if said else [])]
+        return "\n".join(map(on_one_line, lines))
 
     @property
     def markdown(self) -> str:
         """The comparison as GitHub markdown, for the summary of a pull request."""
         said = [*filter(None, [self.stopped]), *self.remarks, f"on {self.now.machine}; {self.now.versions}"]
         lines = [f"### {markdown_cell(self.sentence)}", "", *markdown_table(COLUMNS, self.cells()), ""]
-        return printable("\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)]))
+        return "\n".join([*lines, *(f"- {markdown_cell(item)}" for item in said)])
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tsopt.compiler.precision_names import INT8_VARIANTS
 from tsopt.runtime.backends.candidate import precision_in
 from tsopt.runtime.layer_table import lines as layer_lines
-from tsopt.runtime.untrusted_text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 if TYPE_CHECKING:
     from tsopt.compiler.rewriting.pipeline import PassRecord
@@ -79,9 +79,9 @@ def report_lines(report: Report, *, width: int | None = None, bar: str = "#") ->
         bar: the character that bars are drawn with.
     """
     return [
-        Line(printable(part), line.verdict)
+        Line(part, line.verdict)
         for line in _report_lines(report, width, bar)
-        for part in _wrapped(line.text, width)
+        for part in _wrapped(on_one_line(line.text), width)
     ]
 
 
@@ -268,10 +268,11 @@ def _counted(names: Iterable[str]) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = _widths([header, *rows], range(len(header)))
+    table = [[on_one_line(cell) for cell in row] for row in [header, *rows]]
+    widths = _widths(table, range(len(header)))
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [header, *rows]
+        for row in table
     ]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 

@@ -8,6 +8,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
+def on_one_line(text: str) -> str:
+    """The same on one line, so that no message can pose as another line of a report."""
+    return printable(text).replace("\n", " ").replace("\t", " ")
+
+
 def markdown_cell(text: str) -> str:
     """The text for one cell of a markdown table."""
-    return printable(text).replace("|", "\\|").replace("\n", " ").replace("\t", " ")
+    return on_one_line(text).replace("|", "\\|")

@@ -21,7 +21,7 @@ from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.training import TrainingEstimate
 from tsopt.runtime.profiling.work import OpWork, Work
 from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, text_table
-from tsopt.runtime.untrusted_text import markdown_cell, printable
+from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 ELSEWHERE = "elsewhere in the engine"
 WHOLE = "the whole call"
@@ -152,8 +152,8 @@ class Profile:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is said below the table."""
-        return (*self.notes, *([] if self.training is None else [str(self.training)]))
+        """What is said below the table, a line each."""
+        return tuple(map(on_one_line, (*self.notes, *([] if self.training is None else [str(self.training)]))))
 
     def by_place(self, engine: str) -> dict[str, float]:
         """Milliseconds in an engine, by where the layer is; of several ops on one line, of the most expensive one."""
@@ -225,7 +225,7 @@ class Profile:
         }
 
     def __str__(self) -> str:
-        return "\n".join(printable(line) for line in (*text_table(self.header, self.cells(TOP)), *self.remarks))
+        return "\n".join([*text_table(self.header, self.cells(TOP)), *self.remarks])
 
 
 @dataclass
