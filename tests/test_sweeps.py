@@ -85,6 +85,13 @@ def test_json_and_csv_hold_the_same(found):
     assert [float(row["p50_ms"]) for row in rows] == [record["p50_ms"] for record in found.records()]
 
 
+def test_names_that_no_file_can_hold_do_not_lose_the_races(found):
+    failed = Result(Setting("cpu", 1, 9), None, "no float8 (mod\udce8le.py:12)\x1b[2J")
+    made = Sweep((*found.results, failed)).to_csv()
+    assert list(csv.DictReader(io.StringIO(made)))[-1]["reason"] == "no float8 (mod?le.py:12)?[2J"
+    assert made.encode()
+
+
 def test_frames_need_pandas(found, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     for made in (found, found.results[0].report):

@@ -27,7 +27,7 @@ from tsopt.runtime.page.table import page_of
 from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.thread_count import check_threads
-from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
+from tsopt.runtime.untrusted_text import markdown_cell, on_one_line, printable
 
 COLUMNS = ("device", "threads", "batch", "candidate", "p50 ms", "p90 ms", "samples/s", "speed-up [95 %]", "verdict")
 DEFAULTS = {"cache": False, "time_all": True}  # a sweep compares all candidates
@@ -164,11 +164,12 @@ class Sweep:
         }
 
     def to_csv(self) -> str:
-        """The records as CSV with a header line."""
+        """The records as CSV with a header line; texts without control characters."""
         out, rows = io.StringIO(), self.records()
         writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({name: printable(item) if isinstance(item, str) else item for name, item in row.items()})
         return out.getvalue()
 
     def to_frame(self) -> Any:
