@@ -173,8 +173,8 @@ def optimize(
         audit: the fraction of serving time that audits may take. An audit repeats a real call in eager, on copies of
             the inputs, and compares the results; the first comes within 100 calls. If they differ, a warning is issued
             and the model runs in eager from then on. 0 turns audits off.
-        progress: True shows the stages and their times, on stderr or in a notebook; a function is called with the
-            name of each step.
+        progress: True shows the stages and their times, as a table on a terminal and in a notebook with ipywidgets,
+            otherwise as lines on stderr; a function is called with the name of each step.
 
     Returns:
         An `Optimized`, or a `Partitioned` if the model was split at graph breaks. A model that cannot be captured in

@@ -1,4 +1,4 @@
-"""Shows what `optimize` is doing: a live table of its stages on a terminal or in a notebook, lines in a log."""
+"""Shows what `optimize` is doing: a live table of its stages where one can be redrawn, otherwise lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from tsopt.runtime.racing.environment import is_installed
 from tsopt.runtime.stages import Stages, stage_of, step_of
 from tsopt.runtime.untrusted_text import printable
 
@@ -29,10 +30,10 @@ def shown(title: str, console: Console | None = None) -> Iterator[Callable[[str]
     """
     console = console or Console(stderr=True, highlight=False)
     title = printable(title)
-    if not (console.is_terminal or console.is_jupyter):
+    if not _can_redraw(console):
         yield _stage_lines(title, time.perf_counter(), console)
         return
-    table = _StageTable(title)
+    table = _StageTable(title, console.encoding.startswith("utf"))
     with Live(console=console, transient=True, refresh_per_second=REFRESH, get_renderable=table.render) as live:
 
         def show(text: str) -> None:
@@ -42,13 +43,26 @@ def shown(title: str, console: Console | None = None) -> Iterator[Callable[[str]
         yield show
 
 
-class _StageTable:
-    """The stages in the order in which they began, with their seconds, and what is being done in the one that is on."""
+def _can_redraw(console: Console) -> bool:
+    """Whether a table can take the place of the one before: not in a log, even if a variable asks for colours there."""
+    if console.is_jupyter:
+        return is_installed("ipywidgets")
+    is_tty = getattr(console.file, "isatty", lambda: False)
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal and bool(is_tty())
 
-    def __init__(self, title: str) -> None:
+
+class _StageTable:
+    """The stages in the order in which they began, with their seconds, and what is being done in the one that is on.
+
+    Args:
+        is_unicode: whether it may consist of more than ASCII; each replaced character would make a line longer.
+    """
+
+    def __init__(self, title: str, is_unicode: bool) -> None:
         self._title, self._start, self._step = title, time.perf_counter(), ""
         self._stages = Stages()
-        self._spinner = Spinner("dots")
+        self._spinner = Spinner("dots" if is_unicode else "line")
+        self._overflow = "ellipsis" if is_unicode else "crop"
 
     def step(self, text: str) -> None:
         self._stages.step(text)
@@ -59,7 +73,7 @@ class _StageTable:
         table = Table.grid(padding=(0, 1))
         # NOTE: one line each, however narrow the terminal: a wrapped line would make the table jump.
         for name, justify in (("", "left"), ("stage", "left"), ("seconds", "right"), ("step", "left")):
-            table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+            table.add_column(name, justify=justify, no_wrap=True, overflow=self._overflow)  # type: ignore[arg-type]
         table.add_row("", Text(self._title), Text(f"{time.perf_counter() - self._start:.0f} s"), "")
         current = stage_of(self._step)
         for stage, seconds in self._stages.spent()[-ROWS:]:
@@ -71,6 +85,8 @@ class _StageTable:
 
 
 def _stage_lines(title: str, start: float, console: Console) -> Callable[[str], None]:
+    if console.is_jupyter:  # lines need no widgets, and no display
+        console = Console(file=console.file, force_jupyter=False, highlight=False)
     begun: set[str] = set()  # candidates are compiled and checked in turn: each stage is said once
 
     def show(text: str) -> None:
