@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.reports import BASE, FULL, GOOD
 from tsopt import sweeps
+from tsopt.runtime.racing.speedup import Speedup
 from tsopt.sweeps import COLUMNS, Result, Setting, Sweep, batch_of, resized
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
@@ -90,6 +94,20 @@ def test_names_that_no_file_can_hold_do_not_lose_the_races(found):
     made = Sweep((*found.results, failed)).to_csv()
     assert list(csv.DictReader(io.StringIO(made)))[-1]["reason"] == "no float8 (mod?le.py:12)?[2J"
     assert made.encode()
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(None, None), (0, 0.0), (4, 4000.0)])
+def test_samples_are_counted_where_the_batch_is_known(batch, rate):
+    made = Sweep((Result(Setting("cpu", 1, batch), FULL),))
+    assert made.records()[0]["samples_per_second"] == rate
+    assert made.cells()[0][6] == {None: "-", 0.0: "0.0"}.get(rate, "4,000")
+    assert len(made.charts[1].series[0].points) == (rate is not None)
+
+
+def test_an_interval_without_an_end_is_no_error():
+    row = replace(GOOD, speedup=Speedup(2.0, 1.5, math.inf))
+    made = Sweep((Result(Setting("cpu", 1, 1), replace(FULL, rows=(BASE, row))),))
+    assert made.cells()[0][7:] == ("-", "undecided")
 
 
 def test_frames_need_pandas(found, monkeypatch):

@@ -24,7 +24,8 @@ from tsopt.errors import CaptureError, TsoptError, UsageError
 from tsopt.runtime.page.chart import Chart, Series
 from tsopt.runtime.page.document import framed
 from tsopt.runtime.page.table import page_of
-from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table
+from tsopt.runtime.racing.speedup import Speedup
+from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, ranked, text_table, three_digits
 from tsopt.runtime.report import Report, Row, data_frame
 from tsopt.runtime.thread_count import check_threads
 from tsopt.runtime.untrusted_text import markdown_cell, on_one_line, printable
@@ -55,12 +56,13 @@ class Result:
     reason: str = ""
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """One flat record per candidate."""
+        """One flat record per candidate; without samples per second where the batch is not known."""
         report, setting = self.report, asdict(self.setting)
         rows = (Row("eager", "failed", self.reason),) if report is None else ranked(report)
         for row in rows:
             record = row.record()
-            rate = record["p50_ms"] and 1e3 / record["p50_ms"] * (self.setting.batch or 1)
+            ms, batch = record["p50_ms"], setting["batch"]
+            rate = None if batch is None or not ms else 1e3 / ms * batch
             wins = report is not None and row.key == report.winner_key
             yield setting | {"wins": wins, "samples_per_second": rate} | record
 
@@ -101,7 +103,7 @@ class Sweep:
         """Milliseconds of a call and samples per second, over what differs between the settings."""
         settings = [result.setting for result in self.results]
         over_batches = len({setting.batch for setting in settings}) > 1
-        lines: dict[str, list[tuple[float, float, float]]] = {}
+        lines: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for record in self.records():
             if record["p50_ms"] is not None and (record["batch"] is not None or not over_batches):
                 kept = [record["candidate"]]
@@ -110,18 +112,18 @@ class Sweep:
                 if len({setting.device for setting in settings}) > 1:
                     kept.append(record["device"])
                 x = record["batch"] if over_batches else record["threads"]
-                lines.setdefault(", ".join(kept), []).append((x, record["p50_ms"], record["samples_per_second"]))
+                lines.setdefault(", ".join(kept), []).append((x, record))
         axis = "batch size" if over_batches else "threads"
         made = []
-        for title, unit, column in (("Latency", "ms of a call", 1), ("Throughput", "samples/s", 2)):
-            series = (
-                Series(
-                    name,
-                    tuple((p[0], p[column], f"{name}: {p[column]:.4g} {unit}, {axis} {p[0]}") for p in points),
-                    True,
-                )
-                for name, points in lines.items()
-            )
+        for title, unit, column in (
+            ("Latency", "ms of a call", "p50_ms"),
+            ("Throughput", "samples/s", "samples_per_second"),
+        ):
+            series = []
+            for name, points in lines.items():
+                known = [(x, record[column]) for x, record in points if record[column] is not None]
+                told = ((x, y, f"{name}: {three_digits(y)} {unit}, {axis} {x}") for x, y in known)
+                series.append(Series(name, tuple(told), True))
             made.append(Chart(f"{title} over {axis}", axis, unit, tuple(series)))
         return made
 
@@ -321,13 +323,13 @@ def _check(
 
 def _cells(row: dict[str, Any], first: bool) -> tuple[str, ...]:
     setting = (row["device"], str(row["threads"]), "-" if row["batch"] is None else str(row["batch"]))
-    rate, gain = row["samples_per_second"], row["speedup"]
+    rate, gain = row["samples_per_second"], [row[name] for name in ("speedup", "speedup_low", "speedup_high")]
     return (
         *(setting if first else ("", "", "")),
         f"{row['candidate']}{' *' if row['wins'] else ''}",
         "-" if row["p50_ms"] is None else milliseconds(row["p50_ms"]),
         "-" if row["p90_ms"] is None else milliseconds(row["p90_ms"]),
         "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}",
-        "-" if gain is None else f"{gain:.2f}x [{row['speedup_low']:.2f}, {row['speedup_high']:.2f}]",
+        "-" if None in gain else str(Speedup(*gain)),
         row["verdict"],
     )

@@ -65,3 +65,7 @@ def test_attention_is_counted_apart():
     assert summary([GOOD, attention, replace(attention, kept="why")]) == (
         "1 of 1 layers in int8, 1 of 2 calls of attention; lowest SQNR 41.3 dB (stem)"
     )
+
+
+def test_layers_that_take_seconds_have_no_exponent():
+    assert replace(GOOD, ms_float=1234.5, ms_int8=99.96).cells()[6:8] == ("1234", "100")

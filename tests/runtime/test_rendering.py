@@ -19,6 +19,7 @@ from tsopt.runtime.rendering import (
     pass_lines,
     rule_cells,
     text_table,
+    three_digits,
 )
 from tsopt.runtime.report import Row, rule_records
 
@@ -183,6 +184,7 @@ def test_a_rule_has_a_row_for_each_reason():
     [
         (0, "0 B"),
         (999, "999 B"),
+        (999_960, "1.0 MB"),
         (1000, "1.0 kB"),
         (44_600_000, "44.6 MB"),
         (2 * 10**9, "2.0 GB"),
@@ -197,6 +199,14 @@ def test_an_arrow_only_where_something_changed():
     assert arrow(3, 2) == "3 -> 2"
     assert arrow(3, 3) == "3"
     assert arrow(1_000_001, 1_000_002, amount) == "1.0 MB"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01234, "0.0123"), (99.96, "100"), (999.7, "1,000"), (123456.7, "123,457"), (30e-6, "3e-05")],
+)
+def test_three_digits(value, text):
+    assert three_digits(value) == text
 
 
 LAYERS = (LayerRecord("fc", "fc, m.py:3", "linear", 30.0, 8, 4),)
@@ -255,3 +265,12 @@ def test_a_reason_of_several_lines_does_not_pose_as_rows(width):
 
 def test_a_cell_of_a_table_is_on_one_line():
     assert text_table(("name",), [("a\nb",)]) == ["name", "----", "a b"]
+
+
+def test_a_long_name_is_whole_where_there_is_room_and_keeps_its_ends_where_there_is_none():
+    name = "OpenVINO, other ops bf16, precision int8-weights"
+    found = replace(FULL, rows=(BASE, replace(GOOD, name=name)))
+    assert f"\n* {name}  " in found.text
+    assert any(line.text.startswith(f"* {name}  ") for line in found.lines(width=200))
+    (cut,) = (line.text for line in found.lines(width=90) if line.text.startswith("* "))
+    assert cut.startswith("* OpenVINO, other ...on int8-weights  ")

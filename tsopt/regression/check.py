@@ -42,6 +42,7 @@ from tsopt.runtime.checking.criterion import check_metric
 from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
+from tsopt.runtime.rendering import three_digits
 from tsopt.runtime.thread_count import check_threads
 
 SESSIONS_OF_A_BASELINE = 10
@@ -289,13 +290,14 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
     again = "check again later, or against a bundle, which is timed in the same moments"
     if is_same and then.meeting_us and now.meeting_us and _is_another(now.meeting_us / then.meeting_us):
         speed = UNDECIDED
+        took, takes = three_digits(then.meeting_us), three_digits(now.meeting_us)
         remarks.append(
-            f"threads take {now.meeting_us:.3g} us to meet, and took {then.meeting_us:.3g} us for the baseline: this"
+            f"threads take {takes} us to meet, and took {took} us for the baseline: this"
             f" machine is in another state than then; {again}"
         )
     if is_same and is_as_large and then.eager_ms and now.eager_ms:
-        times = now.eager_ms / then.eager_ms
-        calls = f"a call in eager mode takes {now.eager_ms:.3g} ms, and took {then.eager_ms:.3g} ms for the baseline"
+        times, took, takes = now.eager_ms / then.eager_ms, three_digits(then.eager_ms), three_digits(now.eager_ms)
+        calls = f"a call in eager mode takes {takes} ms, and took {took} ms for the baseline"
         if _is_another(times):
             speed = UNDECIDED
             remarks.append(f"{calls}: this machine is in another state than then; {again}")

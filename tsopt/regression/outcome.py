@@ -154,4 +154,4 @@ def _growth(growth: float | None) -> str:
 
 
 def _millions(count: int) -> str:
-    return f"{count / 1e6:,.4g}" if count < 1e10 else f"{count / 1e6:,.0f}"
+    return f"{count / 1e6:,.4g}" if count < 1e9 else f"{count / 1e6:,.0f}"

@@ -45,7 +45,7 @@ class LayerRecord:
         """The record under COLUMNS."""
         losses = ("-" if loss is None else f"{loss:.1f}" for loss in (self.sqnr, self.output_sqnr))
         sizes = (f"{self.bytes_float / 1e3:.1f}", f"{self.bytes_int8 / 1e3:.1f}")
-        times = ("-" if ms is None else f"{ms:.3g}" for ms in (self.ms_float, self.ms_int8))
+        times = map(_milliseconds, (self.ms_float, self.ms_int8))
         return (self.name, self.op, *losses, *sizes, *times, "fp32" if self.kept else "int8", self.kept)
 
     def record(self) -> dict[str, Any]:
@@ -54,6 +54,10 @@ class LayerRecord:
         return asdict(self) | {
             key: loss if loss is not None and math.isfinite(loss) else None for key, loss in losses.items()
         }
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def layer_table(records: Iterable[LayerRecord]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -23,7 +23,8 @@ TIME = "time"
 EXPENDABLE = ("first ms", "compile s", "p90 ms", "max diff", TIME)
 BAR = 10  # characters of the longest bar
 MARK = "* "  # in front of the winner
-LONGEST_NAME = 34
+LONGEST_NAME = 34  # where the whole table is too wide with longer ones
+CUT = "..."
 PASS_COLUMNS = ("pass", "nodes", "weights", "peak", "rewrites", "near misses", "ms")
 RULE_COLUMNS = ("rule", "in", "rewrites", "near misses", "because")
 SHOWN = 3  # names in a cell; `tsopt inspect --passes` has a row for each
@@ -103,26 +104,37 @@ def _report_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]
 def _race_lines(report: Report, width: int | None, bar: str) -> Iterator[Line]:
     rows = ranked(report)
     slowest = max((_median(row) for row in rows), default=0.0)
-    header, *cells = [
-        (f"{' ' * len(MARK)}{COLUMNS[0]}", *COLUMNS[1:], TIME),
-        *((*_marked(report, row), *row_cells(row)[1:], _bar(row, slowest, bar)) for row in rows),
-    ]
+    header = (f"{' ' * len(MARK)}{COLUMNS[0]}", *COLUMNS[1:], TIME)
     names = (*COLUMNS, TIME)
     shown = [*range(2), len(COLUMNS), *range(2, len(COLUMNS))] if slowest else list(range(len(COLUMNS)))
+
+    def cells(longest: int | None) -> list[tuple[str, ...]]:
+        return [(_marked(report, row, longest), *row_cells(row)[1:], _bar(row, slowest, bar)) for row in rows]
+
+    def fits(table: Sequence[Sequence[str]]) -> bool:
+        return width is None or sum(_widths([header, *table], shown)) + 2 * (len(shown) - 1) <= width
+
+    made = cells(None)
+    if not fits(made):
+        made = cells(LONGEST_NAME)
     for name in EXPENDABLE:
-        if width is None or sum(_widths([header, *cells], shown)) + 2 * (len(shown) - 1) <= width:
+        if fits(made):
             break
         shown = [i for i in shown if names[i] != name]
-    table = text_table([header[i] for i in shown], [[row[i] for i in shown] for row in cells])
+    table = text_table([header[i] for i in shown], [[row[i] for i in shown] for row in made])
     yield from map(Line, table[:2])
     for row, text in zip(rows, table[2:], strict=True):
         yield Line(text, row.verdict)
         yield from (Line(f"    {said}") for said in said_of(report, row))
 
 
-def _marked(report: Report, row: Row) -> tuple[str]:
-    name = row.name if len(row.name) <= LONGEST_NAME else f"...{row.name[3 - LONGEST_NAME :]}"
-    return (f"{MARK if row.key == report.winner_key else ' ' * len(MARK)}{name}",)
+def _marked(report: Report, row: Row, longest: int | None) -> str:
+    """The name of a row, marked if it wins; a longer one without its middle."""
+    name, mark = row.name, MARK if row.key == report.winner_key else " " * len(MARK)
+    if longest is not None and len(name) > longest:
+        kept = longest - len(CUT)
+        name = f"{name[: kept - kept // 2]}{CUT}{name[-(kept // 2) :]}"
+    return f"{mark}{name}"
 
 
 def _bar(row: Row, slowest: float, bar: str) -> str:
@@ -270,10 +282,7 @@ def _counted(names: Iterable[str]) -> str:
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     table = [[on_one_line(cell) for cell in row] for row in [header, *rows]]
     widths = _widths(table, range(len(header)))
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
@@ -307,7 +316,7 @@ def amount(count: int) -> str:
     """A number of bytes: `512 B`, `1.5 kB`, `44.6 MB`."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
+        if round(size, 1) < 1000:  # as it is written
             break
         size, unit = size / 1000, larger
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
@@ -315,3 +324,8 @@ def amount(count: int) -> str:
 
 def milliseconds(value: float) -> str:
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """Three digits, or all of a larger whole number: `1.5`, `0.0123`, `1,234`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -303,6 +303,11 @@ def test_large_numbers_are_written_out():
     assert made.cells()[-1][2:4] == ("11,174", "1.23")
 
 
+def test_no_number_needs_an_exponent():
+    made = replace(profile_of("Cnn", {"engine": Timed((), 1.0)}), work=Work(macs=999_700_000))
+    assert made.cells()[-1][2] == "1,000"
+
+
 def test_what_is_not_shown_is_one_row(made):
     rows = made.cells(top=1)
     assert [row[0] for row in rows] == ["block", "2 more layers", ELSEWHERE, WHOLE]

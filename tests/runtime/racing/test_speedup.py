@@ -110,3 +110,17 @@ def test_the_order_is_that_of_rounds_in_which_both_were_timed():
     order = fastest_first({name: Timing(tuple(samples)) for name, samples in timings.items()})
     assert order == ["fast", "stayed", "left early", "eager", "gave up"]
     assert fastest_first({"only": Timing((1.0,))}) == ["only"]
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Speedup(1.003, 1.001, 1.004), "1.003x [1.001, 1.004]"),
+        (Speedup(0.9999, 0.9998, 0.99996), "0.9999x [0.9998, 1.0000]"),
+        (Speedup(1.002, 0.999, 1.004), "1.00x [1.00, 1.00]"),
+        (Speedup(2.0, 1.8, 2.2), "2.00x [1.80, 2.20]"),
+        (Speedup(math.nan, math.nan, math.nan), "nanx [nan, nan]"),
+    ],
+)
+def test_what_is_faster_or_slower_looks_so(found, text):
+    assert str(found) == text

@@ -20,7 +20,7 @@ from tsopt.runtime.profiling.kernels import Kernel, Timed, op_of, rank
 from tsopt.runtime.profiling.limits import Limits
 from tsopt.runtime.profiling.training import TrainingEstimate
 from tsopt.runtime.profiling.work import OpWork, Work
-from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, text_table
+from tsopt.runtime.rendering import markdown_blocks, markdown_table, milliseconds, text_table, three_digits
 from tsopt.runtime.untrusted_text import markdown_cell, on_one_line
 
 ELSEWHERE = "elsewhere in the engine"
@@ -311,12 +311,12 @@ def _roof(limits: Limits, intensities: Sequence[float]) -> Series:
     ridge = limits.macs / bandwidth
     places = sorted({min([*known, ridge]) / 2, ridge, 2 * max([*known, ridge])})
     rates = ((place, min(limits.macs, place * bandwidth) / 1e9) for place in places)
-    return Series("limit of this machine", tuple((x, y, f"at most {y:.4g} GMAC/s") for x, y in rates), is_line=True)
+    points = tuple((x, y, f"at most {three_digits(y)} GMAC/s") for x, y in rates)
+    return Series("limit of this machine", points, is_line=True)
 
 
 def _millions(count: int) -> str:
-    millions = count / 1e6
-    return "-" if not count else f"{millions:,.0f}" if millions >= 1000 else f"{millions:.3g}"
+    return three_digits(count / 1e6) if count else "-"
 
 
 def _percent(share: float | None) -> str:

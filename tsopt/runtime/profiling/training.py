@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tsopt.errors import UsageError
+from tsopt.runtime.rendering import three_digits
 
 # A backward pass multiplies about twice as much as a forward pass: for gradients of inputs, and of weights. See section
 # 2.1 of Kaplan et al., "Scaling Laws for Neural Language Models", 2020, arXiv:2001.08361.
@@ -73,16 +74,11 @@ def parse_training(text: str) -> tuple[int, int]:
 def _duration(seconds: float) -> str:
     for name, size in UNITS:
         if seconds >= LEAST * size:
-            return f"{_short(seconds / size)} {name}"
-    return f"{_short(seconds)} seconds"
+            return f"{three_digits(seconds / size)} {name}"
+    return f"{three_digits(seconds)} seconds"
 
 
 def _scaled(count: float) -> str:
     """`1.81 G` of 1,814,000,000."""
     prefix, size = next((item for item in PREFIXES if count >= item[1]), PREFIXES[-1])
-    return f"{_short(count / size)} {prefix}"
-
-
-def _short(value: float) -> str:
-    """Three digits, or all of a larger whole number."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{three_digits(count / size)} {prefix}"

@@ -35,7 +35,7 @@ from tsopt.runtime.racing.contenders import (
 )
 from tsopt.runtime.racing.interrupt import first_interrupt_noted
 from tsopt.runtime.racing.preparation import prepare
-from tsopt.runtime.racing.speedup import Timing, speedup
+from tsopt.runtime.racing.speedup import Timing, decimals, speedup
 from tsopt.runtime.racing.timing import ratio_of_single_calls, seconds_of
 from tsopt.runtime.racing.tournament import measure
 from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
@@ -155,7 +155,7 @@ def _slow_at_new_sizes(
             return ""
         pairs = ((item.clone(), item.clone()) for item in calls)
         ratio = ratio_of_single_calls(model, executable, pairs, device_wait(example))
-    return "" if ratio >= 1 else f"{ratio:.2f}x as fast as eager when each call has new sizes"
+    return "" if ratio >= 1 else f"{ratio:.{decimals(ratio)}f}x as fast as eager when each call has new sizes"
 
 
 def _takes(model: Callable[..., Any], call: Example) -> bool:

@@ -91,7 +91,13 @@ class Speedup:
         return ""
 
     def __str__(self) -> str:
-        return f"{self.ratio:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        digits = decimals(self.low if self.low > 1 else self.high if self.high < 1 else math.nan)
+        return f"{self.ratio:.{digits}f}x [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def decimals(times: float) -> int:
+    """How many decimals show on which side of 1 a number is, which is not 1: `1.00x` would be neither."""
+    return next((digits for digits in (2, 3) if round(times, digits) != 1), 4)
 
 
 def speedup(candidate: Timing, baseline: Timing, *, seed: int = 0, confidence: float = 95.0) -> Speedup:
