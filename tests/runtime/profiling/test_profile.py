@@ -218,7 +218,13 @@ def test_torch_is_timed_with_the_threads_that_were_asked_for(engine, cnn, asked_
 def test_the_threads_of_the_winner_are_not_those_of_torch(asked_for, torch_threads, monkeypatch):
     torch_threads(2)
     fast_timings(monkeypatch, wins="ONNX Runtime, 1 thread")
-    options = {"backends": ("onnxruntime?threads=1",), "seconds": 0.02, "isolate": False, "cache": False}
+    options = {
+        "backends": ("onnxruntime?threads=1",),
+        "seconds": 0.02,
+        "isolate": False,
+        "time_all": True,
+        "cache": False,
+    }
     fast = tsopt.optimize(nn.Linear(4, 4).eval(), torch.ones(1, 4), **options)
     assert fast.report.winner == "ONNX Runtime, 1 thread"
     fast.profile()
@@ -247,18 +253,21 @@ def test_a_model_elsewhere_than_on_the_cpu_is_refused(cnn):
 
 
 @pytest.mark.parametrize("engine", ["openvino", "openvino?precision=bf16", "eager?precision=bf16"])
-def test_the_limits_in_float32_are_those_of_engines_in_float32(engine, cnn, asked_for):
+def test_limits_and_bytes_in_float32_are_those_of_engines_in_float32(engine, cnn, asked_for):
     program, inputs = cnn
     winner = Candidate.parse(engine)
     programs = {"fp32": program, winner.variant: in_precision(program, winner.variant)}
     found = profile("Cnn", programs, winner, inputs, None)
     assert found.engines[-1] == winner.title
     assert (found.limits is None) == (winner.precision == "bf16")
+    said = f"MB and the charts count bytes as in full precision; {winner.title} reads and writes fewer"
+    assert found.notes == ((said,) if winner.precision == "bf16" else ())
 
 
 def test_where_the_winner_cannot_be_timed_the_limits_are_those_of_what_is(cnn, asked_for):
     program, inputs = cnn
-    found = profile("Cnn", {"fp32": program}, Candidate.parse("tests.runtime.racing.helpers:FaultyBackend?precision=bf16"), inputs, None)
+    winner = Candidate.parse("tests.runtime.racing.helpers:FaultyBackend?precision=bf16")
+    found = profile("Cnn", {"fp32": program}, winner, inputs, None)
     assert found.engines == ("eager + passes",)
     assert found.limits is not None
 

@@ -58,6 +58,8 @@ def profile(
                 f"{candidate.title} does not say which layer a kernel belongs to, so all of its time is {ELSEWHERE}"
             )
     last = [candidate for candidate in candidates if candidate.title in timed][-1]
+    if last.precision != FP32:
+        said.append(f"MB and the charts count bytes as in full precision; {last.title} reads and writes fewer")
     known = limits.measured(dict(last.options).get("threads", threads)) if last.precision == FP32 else None
     made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
     program = programs[last.variant]

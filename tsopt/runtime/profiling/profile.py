@@ -38,7 +38,7 @@ class LayerTime:
         where: module path and source line.
         ms: for a call, by engine; none where the engine has fused it into another layer.
         kernels: the engine's names of what it runs, by engine.
-        work: in a call.
+        work: in a call in full precision, whatever the engines compute in.
         at_best: milliseconds that this machine needs for it at least; None where that has not been measured.
     """
 
@@ -64,7 +64,7 @@ class Profile:
         engines: their titles; the last one is the one that runs.
         elsewhere: milliseconds between kernels, and in kernels that belong to no known layer, by engine.
         calls: milliseconds of the whole call while the engine's profiler is on, by engine.
-        work: of the whole call.
+        work: of the whole call, in full precision.
         limits: of this machine, in float32; None where the engine that runs computes in another precision.
         batch: samples in a call: the size of the first axis of all inputs; None where they do not agree on it.
         notes: what is missing, and why.
