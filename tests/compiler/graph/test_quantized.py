@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.passes.quantize.models import OwnInput, OwnScores, OwnWeight
 from tsopt.compiler.graph import quantized
 from tsopt.compiler.graph.quantized import in_float, largest_weight, quantized_layer
+from tsopt.compiler.graph.quantized_attention import with_float_scores
 from tsopt.compiler.graph.serialize import read_program, write_program
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.passes.lower_precision import in_precision
@@ -150,3 +152,21 @@ def test_a_layer_that_reads_signed_integers_is_another_form(program):
     signed = quantized.quantize_value(program, layers(program)[0].x, quantized.QParams.symmetric(4.0))
     first.replace_input_with(first.args[0], signed)
     assert len(layers(program)) == 1
+
+
+@pytest.mark.parametrize(
+    "model", [OwnWeight().eval(), OwnInput().eval(), OwnScores().eval()], ids=lambda m: type(m).__name__
+)
+def test_what_the_users_own_model_rounds_is_not_taken_for_ours(model):
+    x = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+    program = tsopt.transform(tsopt.capture(model, x))
+    assert any("quantized_decomposed" in str(node.target) for node in program.calls())
+    assert not layers(program)
+    assert not quantized.rounded_values(program)
+    assert in_float(program) is quantized.without_rounded_values(program) is with_float_scores(program) is program
+
+
+def test_the_largest_weight_is_looked_for_whoever_wrote_it_where_values_are_rounded():
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    of_input, of_weight = (tsopt.transform(tsopt.capture(m.eval(), x)) for m in (OwnInput(), OwnWeight()))
+    assert (quantized.largest_magnitude(of_input), quantized.largest_magnitude(of_weight)) == (127, 0)

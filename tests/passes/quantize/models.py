@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.ao.quantization.fx._decomposed  # it registers the ops
 import torch.nn.functional as F
 from torch import nn
 
@@ -14,6 +15,8 @@ from tsopt.compiler.graph.program import Program
 from tsopt.passes.quantize.layers import layers_of, readers_of_integers
 from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.static import StaticInt8
+
+own = torch.ops.quantized_decomposed
 
 
 def calibrated_pass(program: Program, calls: Sequence[Sequence[torch.Tensor]], **options: Any) -> StaticInt8:
@@ -131,3 +134,39 @@ def mlp(*sizes: int, seed: int = 0) -> nn.Sequential:
     for size, following in pairwise(sizes):
         layers += [nn.Linear(size, following), nn.GELU()]
     return nn.Sequential(*layers[:-1]).eval()
+
+
+class OwnWeight(nn.Module):
+    """A user's own int8 weight, in the form that tsopt writes, read by a layer with an input in float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(64, 64)
+        self.register_buffer("integers", torch.randint(-127, 128, (64, 64), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(64) * 1e-3 + 1e-4)
+        self.register_buffer("zeros", torch.zeros(64, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = (0, -127, 127, torch.int8)
+        weight = own.dequantize_per_channel.default(self.integers, self.scales, self.zeros, *kind)
+        return F.linear(self.first(x).relu(), weight)
+
+
+class OwnInput(OwnWeight):
+    """The same, and the input of the layer is rounded by the user's own parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = (0.05, 128, 0, 255, torch.uint8)
+        x = own.dequantize_per_tensor.default(own.quantize_per_tensor.default(x, *kind), *kind)
+        weight = own.dequantize_per_channel.default(self.integers, self.scales, self.zeros, 0, -127, 127, torch.int8)
+        return F.linear(x, weight)
+
+
+class OwnScores(nn.Module):
+    """Attention with queries and keys that the user has rounded."""
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        kind = (0.5, 0, -128, 127, torch.int8)
+        k = own.dequantize_per_tensor.default(own.quantize_per_tensor.default(q, *kind), *kind)
+        return F.scaled_dot_product_attention(k, k, q)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tsopt
+from tests.passes.quantize.models import OwnWeight
 from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain
 from tsopt.passes.lower_precision import in_precision
@@ -337,3 +338,19 @@ def test_a_bundle_runs_in_float_where_integers_are_no_gain(model, saved, monkeyp
     loaded = tsopt.load(saved)
     assert loaded.backend == "eager"
     assert (loaded(X) - model(X)).norm() < 0.02 * model(X).norm()
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_an_input_that_the_program_does_not_round_stays_in_float(model):
+    program = in_precision(tsopt.capture(model, X), "int8-weights")
+    lowered = lower(program)
+    assert (lowered.on_integers, lowered.quantized, lowered.layers) == (0, 0, 2)
+    torch.testing.assert_close(lowered.program.module()(X)[0], program.module()(X)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_an_int8_weight_of_the_users_own_model_is_read_as_it_says():
+    model = OwnWeight().eval()
+    lowered = lower(tsopt.transform(tsopt.capture(model, X)))
+    assert lowered.quantized == 0
+    torch.testing.assert_close(lowered.program.module()(X)[0], model(X), rtol=1e-4, atol=1e-5)

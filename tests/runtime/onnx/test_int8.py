@@ -11,7 +11,20 @@ import torch.nn.functional as F
 
 import tsopt
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Attention, Bounds, Residual, Sequences, Video, images, mlp, seeded, sequences
+from tests.passes.quantize.models import (
+    Attention,
+    Bounds,
+    OwnInput,
+    OwnScores,
+    OwnWeight,
+    Residual,
+    Sequences,
+    Video,
+    images,
+    mlp,
+    seeded,
+    sequences,
+)
 from tests.passes.quantize.test_scores import answer, rounded, with_rounded_scores
 from tests.passes.quantize.test_static import calibrated
 from tsopt.compiler.graph.program import Numerics
@@ -364,3 +377,20 @@ def test_engines_in_processes_of_their_own_know_the_ops_of_int8():
     rows = [row for row in fast.report.rows if "int8-static" in row.key]
     assert len(rows) >= 2
     assert not any(row.status in ("failed", "unsupported") for row in rows), rows
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "model", [OwnWeight().eval(), OwnInput().eval(), OwnScores().eval()], ids=lambda m: type(m).__name__
+)
+def test_what_the_users_own_model_rounds_is_computed_as_it_says(engine, model):
+    """Without the user's rounding, or with rounding of ours, the error would be 1 % and more; infinities are cut."""
+    x = torch.randn(1, 2, 64, 64, generator=seeded(0))
+    own = compiled(tsopt.transform(tsopt.capture(model, x)), engine)
+    odd = x.clone()
+    odd[0, 0, 0, 0] = math.inf
+    with torch.no_grad():
+        for given in (x, odd) if isinstance(model, OwnInput) else (x,):
+            wanted = model(given)
+            assert wanted.isfinite().all()
+            assert float((own(given) - wanted).norm() / wanted.norm()) < 1e-4

@@ -19,7 +19,7 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.edit import fresh_name, new_call, new_weight
 from tsopt.compiler.graph.ops import aten
-from tsopt.compiler.graph.program import Program
+from tsopt.compiler.graph.program import Numerics, Program
 
 quantized = torch.ops.quantized_decomposed
 HIGHEST = 255
@@ -31,6 +31,10 @@ SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / sc
 
 CONVOLUTIONS = {aten.conv1d.default: 3, aten.conv2d.default: 4, aten.conv3d.default: 5}  # dimensions of a weight
 DIMENSIONS = {aten.linear.default: 2, **CONVOLUTIONS}
+DEQUANTIZING = (
+    *(quantized.dequantize_per_channel.default, quantized.dequantize_per_tensor.default),
+    quantized.dequantize_per_tensor.tensor,
+)
 LARGEST = 127  # of a weight
 # Without VNNI instructions, two products of an unsigned and a signed byte are added in 16 bits, which saturate
 # silently: 2 * 255 * 64 is below 2^15.
@@ -166,9 +170,14 @@ def _by_output(scales: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return scales.view(-1, *[1] * (weight.dim() - 1))
 
 
+def may_be_ours(program: Program) -> bool:
+    """Whether tsopt may have quantized what a program has in integers. Else the user has, and wants just that."""
+    return program.numerics == Numerics.LOSSY
+
+
 def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     """The layer that a call is, if it has exactly this form. A stored program may have any other."""
-    if node.target not in DIMENSIONS:
+    if node.target not in DIMENSIONS or not may_be_ours(program):
         return None
     call = ops.bind(node)
     dequantized, weight, bias = call["input"], call["weight"], call["bias"]
@@ -213,9 +222,12 @@ def quantized_layers(program: Program) -> Iterator[QuantizedLayer]:
 
 
 def largest_magnitude(program: Program) -> int:
-    """The largest magnitude of an int8 weight in any quantized layer; 0 if there is none."""
-    weights = {layer.weight for layer in quantized_layers(program)}
-    return max((int(program.weights[name].int().abs().max()) for name in weights), default=0)
+    """The largest magnitude of an int8 weight, whoever quantized it; 0 without any, or if no values are rounded too."""
+    if not has_float_inputs(program) and not any(_rounds(node) for node in program.calls()):
+        return 0
+    read = {item for node in program.calls() if node.target in DEQUANTIZING for item in node.all_input_nodes}
+    weights = [program.weights[str(item.target)] for item in read if item.op == "get_attr"]
+    return max((int(w.int().abs().max()) for w in weights if w.dtype == torch.int8 and w.numel()), default=0)
 
 
 def has_float_inputs(program: Program) -> bool:
@@ -235,7 +247,7 @@ def in_float(program: Program) -> Program:
 
 
 def without_rounded_values(program: Program) -> Program:
-    """A copy in which only weights are quantized, which shares these; the program itself if nothing is rounded."""
+    """A copy in which only weights are quantized, which shares these; the program itself if tsopt rounds nothing."""
     if not rounded_values(program):
         return program
     made = program.copy()
@@ -249,7 +261,9 @@ def without_rounded_values(program: Program) -> Program:
 
 
 def rounded_values(program: Program) -> list[fx.Node]:
-    """The float32 values that are rounded, by the program or by the engine."""
+    """The float32 values that tsopt rounds, in the program or in the engine."""
+    if not may_be_ours(program):
+        return []
     by_layers = [layer.x for layer in quantized_layers(program)]
     others = [found[0] for node in program.calls() if (found := calibrated_input(node))]
     return list(dict.fromkeys(by_layers + others))
@@ -354,6 +368,10 @@ def _float_input(x: Any) -> fx.Node | None:
     """The input, if it is not quantized in another form."""
     others = (quantized.dequantize_per_tensor.default, quantized.dequantize_per_tensor.tensor)
     return x if isinstance(x, fx.Node) and x.target not in others else None
+
+
+def _rounds(node: fx.Node) -> bool:
+    return ops.name_of(node).startswith(("quantized_decomposed.quantize_", "aten.fake_quantize_"))
 
 
 def _calls(value: Any, target: Any) -> bool:

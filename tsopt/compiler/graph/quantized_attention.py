@@ -10,7 +10,7 @@ from torch import fx
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import calibrated_input, erase_dead
+from tsopt.compiler.graph.quantized import calibrated_input, erase_dead, may_be_ours
 
 OPERANDS = ("query", "key")
 
@@ -46,9 +46,10 @@ def read_operands(attention: fx.Node, operands: Iterable[fx.Node]) -> None:
 def with_float_scores(program: Program) -> Program:
     """The program with attention that reads queries and keys as they are, for engines without integer kernels for it.
 
-    A copy if there is any that does not. Those that are rounded for a layer stay so.
+    A copy if there is any that does not. Those that are rounded for a layer, or by the user's own model, stay so.
     """
-    if not any(_rounded(operand) for node in attentions_of(program) for operand in operands_of(node)):
+    operands = (operand for node in attentions_of(program) for operand in operands_of(node))
+    if not may_be_ours(program) or not any(map(_rounded, operands)):
         return program
     made = program.copy()
     for node in attentions_of(made):

@@ -92,6 +92,9 @@ def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> tuple[int
         layer = quantized_layer(program, node)
         if layer is None or layer.by is not None:
             continue
+        if layer.has_float_input:  # the program rounds nothing there, and the kernel has to
+            restore(program, layer)
+            continue
         found += 1
         site = _site(layer)
         packed = _packed(program, site, faster)
