@@ -170,3 +170,17 @@ def test_the_largest_weight_is_looked_for_whoever_wrote_it_where_values_are_roun
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     of_input, of_weight = (tsopt.transform(tsopt.capture(m.eval(), x)) for m in (OwnInput(), OwnWeight()))
     assert (quantized.largest_magnitude(of_input), quantized.largest_magnitude(of_weight)) == (127, 0)
+
+
+@pytest.mark.parametrize("end", [torch.finfo(torch.float32).max, float("inf")])
+def test_no_integer_stands_for_an_infinity(end):
+    for by in (
+        quantized.QParams.of_range(-end, end),
+        quantized.QParams.of_range(-end, 1.0),
+        quantized.QParams.of_range(0.0, end),
+        quantized.QParams.symmetric(end),
+    ):
+        low, high, _ = by.integers
+        near = torch.fake_quantize_per_tensor_affine(torch.tensor([-3e38, 3e38]), by.scale, by.zero, low, high)
+        assert near.isfinite().all()
+        assert torch.tensor(by.range).isfinite().all()

@@ -126,3 +126,19 @@ def test_progress_counts_the_calls_of_both_rounds():
     observe(program, [(x,) for x in images(3)], list(readers_of_integers(layers_of(program))), said.append)
     assert said == [f"{number} of 6" for number in range(1, 7)]
     assert BINS == 2048
+
+
+@pytest.mark.parametrize("end", [1e36, torch.finfo(torch.float32).max])
+def test_values_near_the_end_of_float32_are_counted(end):
+    value = torch.tensor([-end, -1.0, 2.0, end / 2, end])
+    found = seen(value)
+    assert [float(found.counts[place]) for place in (0, BINS // 2, -BINS // 4, -1)] == [1, 2, 1, 1]
+    assert all(torch.tensor(found.qparams(symmetric=odd).range).isfinite().all() for odd in (False, True))
+
+
+def test_a_call_without_rows_says_nothing():
+    rows = torch.randn(4, 8, generator=seeded(0))
+    with_empty, without = seen(rows, rows[:0]), seen(rows)
+    assert (with_empty.low, with_empty.high) == (without.low, without.high)
+    assert torch.equal(with_empty.counts, without.counts)
+    assert not seen(rows[:0]).is_finite

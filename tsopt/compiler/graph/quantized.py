@@ -28,6 +28,7 @@ SIGNED = (-127, 127, torch.int8)
 SYMMETRIC = (-128, 127, torch.int8)
 GROUP = 128  # elements of a row that share a scale where an engine rounds them itself
 SMALLEST = torch.finfo(torch.float32).smallest_normal  # scale: below it, 1 / scale would be infinite
+LARGEST_END = torch.finfo(torch.float32).max * 127 / 128  # of a range: one step beyond it is finite too
 
 CONVOLUTIONS = {aten.conv1d.default: 3, aten.conv2d.default: 4, aten.conv3d.default: 5}  # dimensions of a weight
 DIMENSIONS = {aten.linear.default: 2, **CONVOLUTIONS}
@@ -60,14 +61,14 @@ class QParams:
     @classmethod
     def of_range(cls, low: float, high: float) -> QParams:
         """The parameters that cover a range, which is extended to include 0.0."""
-        low, high = min(low, 0.0), max(high, 0.0)
+        low, high = max(min(low, 0.0), -LARGEST_END), min(max(high, 0.0), LARGEST_END)
         scale = max((high - low) / HIGHEST, SMALLEST)
         return cls(scale, min(max(round(-low / scale), 0), HIGHEST))
 
     @classmethod
     def symmetric(cls, largest: float) -> QParams:
         """The parameters that cover all values up to a magnitude."""
-        return cls(max(largest / SYMMETRIC[1], SMALLEST), 0, is_symmetric=True)
+        return cls(max(min(largest, LARGEST_END) / SYMMETRIC[1], SMALLEST), 0, is_symmetric=True)
 
     @property
     def integers(self) -> tuple[int, int, torch.dtype]:

@@ -57,6 +57,8 @@ class Observed:
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     def widen(self, value: torch.Tensor) -> None:
+        if not value.numel():
+            return
         low, high = map(float, torch.aminmax(value))
         if math.isnan(low) or math.isnan(self.low):  # once NaN, always NaN: `min` and `max` may drop it
             low = high = self.low = self.high = math.nan
@@ -64,7 +66,9 @@ class Observed:
 
     def count(self, value: torch.Tensor) -> None:
         if self.is_finite and self.low < self.high:
-            found = torch.histc(value[value != 0].float(), BINS, self.low, self.high).double()
+            # NOTE: histc multiplies by BINS before it divides. Large values would overflow, and be out of bounds.
+            shares = value[value != 0].double().sub_(self.low).div_(self.high - self.low)
+            found = torch.histc(shares, BINS, 0, 1)
             self.counts = found if self.counts is None else self.counts + found
 
     def qparams(self, *, symmetric: bool = False) -> QParams:
