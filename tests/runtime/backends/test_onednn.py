@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tests.compiler.helpers import Net
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.backends.onednn import OneDnnBackend, lower
@@ -47,6 +48,7 @@ ACTIVATIONS = [
     nn.ReLU(), nn.ReLU6(), nn.Hardtanh(-0.5, 0.25), nn.Sigmoid(), nn.Tanh(), nn.SiLU(), nn.Hardswish(), nn.GELU(),
     nn.GELU("tanh"), nn.LeakyReLU(0.3),
 ]  # fmt: skip
+IMAGES = torch.randn(2, 3, 6, 7, generator=torch.Generator().manual_seed(0))
 CONVOLUTIONS = [
     (nn.Conv2d(3, 4, 3), (2, 3, 7, 7)),
     (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2, bias=False), (1, 4, 7, 8)),
@@ -157,6 +159,32 @@ def test_outputs_leave_in_the_layout_of_eager():
     model = net(nn.Conv2d(3, 4, 3), nn.ReLU())
     found = tsopt.compile(tsopt.capture(model, torch.randn(1, 3, 6, 6)), "onednn")(torch.randn(1, 3, 6, 6))
     assert found.is_contiguous()
+
+
+VIEWED = {
+    "flattened": lambda y: y.flatten(2),
+    "of one image": lambda y: y[0],
+    "transposed": lambda y: y.transpose(1, 3),
+    "sliced": lambda y: y[:, :3],
+    "tokens": lambda y: y.flatten(2).transpose(1, 2),
+    "expanded": lambda y: y[:, :, :1].expand(-1, -1, 4, -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWED.values(), ids=VIEWED)
+@pytest.mark.parametrize("x", [IMAGES, IMAGES.contiguous(memory_format=torch.channels_last)], ids=["NCHW", "NHWC"])
+def test_an_output_has_its_axes_in_memory_in_the_order_of_eager(view, x):
+    """So that a view that a caller takes of it is the one that eager allows."""
+    model = Net(lambda self, x: view(self.layer(x)), layer=nn.Conv2d(3, 4, 3))
+    found, wanted = tsopt.compile(tsopt.capture(model, x), "onednn")(x), model(x)
+    torch.testing.assert_close(found, wanted)
+    if 0 not in wanted.stride():
+        assert order_of(found) == order_of(wanted)
+        assert found.is_contiguous() or not wanted.is_contiguous()
+
+
+def order_of(value):
+    return sorted(range(value.dim()), key=lambda axis: -value.stride()[axis])
 
 
 def test_views_of_a_channels_last_value_are_taken():

@@ -25,7 +25,7 @@ from tsopt.compiler.graph.serialize import write_program
 from tsopt.errors import NoGain
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
-from tsopt.runtime.backends.onednn_int8 import lower_int8
+from tsopt.runtime.backends.onednn_int8 import is_integer_convolution, lower_int8, run_layer
 from tsopt.runtime.backends.onednn_sites import LAYERS, LOSES_NAN, Site, each, sample, site_of
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.profiling.kernels import Timed
@@ -271,12 +271,40 @@ def _is_faster(site: Site, call: dict[str, Any], weight: torch.Tensor, packed: t
 
 
 def _restore_outputs(program: Program) -> None:
-    """Outputs leave in the layout that eager gives them."""
+    """Outputs leave in the order in memory that eager gives them, for what callers view is a matter of it."""
     graph, output = program.graph, program.output_node
-    values = list(program.outputs)
+    values, may_differ = list(program.outputs), _behind_convolutions(program)
     for position, (value, item) in enumerate(zip(values, program.signature.outputs, strict=True)):
-        if len(item.type.shape) < 4 or not item.type.contiguous or not ops.is_call(value):
+        steps = item.type.stride
+        if value not in may_differ or (not item.type.contiguous and 0 in steps):
             continue
         with graph.inserting_before(output):
-            values[position] = graph.call_function(aten.contiguous.default, (value,))
+            if item.type.contiguous:
+                made = graph.call_function(aten.contiguous.default, (value,))
+            else:
+                order = sorted(range(len(steps)), key=lambda axis: -steps[axis])
+                made = graph.call_function(in_order, (value, order))
+        made.meta = dict(value.meta)
+        values[position] = made
     output.args = (tuple(values),)
+
+
+def _behind_convolutions(program: Program) -> set[fx.Node]:
+    """The values that may be channels-last where eager's are not: those behind convolutions, up to linear layers."""
+    found: set[fx.Node] = set()
+    for node in program.calls():
+        name = ops.name_of(node)
+        is_convolution = is_integer_convolution(node) or name.startswith("mkldnn._convolution_pointwise")
+        is_linear = node.target is run_layer or name.startswith(("aten.linear", "mkldnn._linear_pointwise"))
+        if is_convolution or (not is_linear and not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def in_order(value: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """A value whose axes lie in memory in an order, the outermost first; itself where they do."""
+    turned = value.permute(order)
+    steps = [step for size, step in zip(turned.shape, turned.stride(), strict=True) if size > 1]
+    if steps == sorted(steps, reverse=True):
+        return value
+    return turned.contiguous().permute([order.index(axis) for axis in range(len(order))])

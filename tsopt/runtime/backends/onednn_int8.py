@@ -193,6 +193,11 @@ def run_layer(
     return found  # type: ignore[no-any-return]
 
 
+def is_integer_convolution(node: fx.Node) -> bool:
+    """Whether a call of a lowered program is a convolution of `run_layer`."""
+    return node.target is run_layer and bool(node.args[-2])  # its geometry
+
+
 def _in_float(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, geometry: Geometry, activation: Attribute
 ) -> torch.Tensor:
