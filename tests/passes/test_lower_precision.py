@@ -139,6 +139,74 @@ def test_a_number_that_the_low_precision_has_not_stays_beside_float32():
     assert dtypes(program)["masked_fill"] == ["float32"]
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda self, x, hidden: (x @ W @ x.t()).masked_fill(hidden, -1000000000).softmax(-1) @ x,
+        lambda self, x, hidden: torch.where(hidden, -1000000000, x @ W @ x.t()).softmax(-1) @ x,
+        lambda self, x, hidden: (x @ W @ x.t() + 100000).softmax(-1) @ x,
+        lambda self, x, hidden: (x @ W).clamp(-100000, 100000) @ W,
+    ],
+    ids=["masked_fill", "where", "sum", "clamp"],
+)
+def test_so_does_a_whole_number(model):
+    hidden = torch.tensor([[True, False, False], [True, True, False], [False, False, True]])
+    program = lowered(model, X, hidden, precision="fp16")
+    with torch.no_grad():
+        (found,), wanted = program.module()(X, hidden), model(None, X, hidden)
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+
+
+def test_sizes_are_no_such_numbers():
+    rows = torch.randn(70_000, 8, generator=torch.Generator().manual_seed(0))
+    program = lowered(lambda self, x: (x @ W).reshape(1, 70_000, 8).relu() @ W, rows, precision="fp16")
+    assert set(dtypes(program)["relu"]) == {"float16"}
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+
+def seen_by(scores, x):
+    return scores.softmax(-1) @ x
+
+
+MASKED = {
+    "sum": lambda self, x, m: seen_by(x @ W @ x.t() + (1.0 - m.float()) * LOWEST, x),
+    "moved": lambda self, x, m: seen_by(x @ W @ x.t() + ((1.0 - m.float()) * LOWEST)[None].expand(1, 3, 3)[0], x),
+    "filled": lambda self, x, m: seen_by(x @ W @ x.t() + torch.zeros_like(x[:, :3]).masked_fill(m == 0, LOWEST), x),
+    "chosen": lambda self, x, m: seen_by(x @ W @ x.t() + torch.where(m == 0, LOWEST, 0.0), x),
+    "a constant": lambda self, x, m: seen_by(x @ W @ x.t() + (1.0 - m.float()) * torch.tensor(LOWEST), x),
+    "attention": lambda self, x, m: F.scaled_dot_product_attention(
+        *(y[None, None] for y in (x @ W, x, x)), attn_mask=(1.0 - m.float()) * LOWEST
+    ),
+}
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("model", MASKED.values(), ids=MASKED)
+def test_computed_masks_of_the_lowest_number_stay_finite(precision, model):
+    m = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 0]])
+    program = lowered(model, X, m, precision=precision)
+    with torch.no_grad():
+        (found,), wanted = program.module()(X, m), model(None, X, m)
+    assert wanted.isfinite().all()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[..., [0, 2], :], wanted[..., [0, 2], :], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_computed_mask_keeps_its_infinities(precision):
+    """Where all that is left is hidden by the lowest number, what is hidden by -inf stays so."""
+
+    def model(self, x, m):
+        return seen_by(x @ W @ x.t() + ((1.0 - m.float()) * LOWEST).masked_fill(m == 2, -torch.inf), x)
+
+    m = torch.tensor([[2, 2, 0], [1, 1, 2], [0, 2, 2]])
+    program = lowered(model, X, m, precision=precision)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(X, m)[0], model(None, X, m), rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("precision", LOW)
 def test_masks_of_the_lowest_number_stay_finite(precision):
     """-inf in a whole row would be NaN after softmax."""

@@ -8,6 +8,7 @@ and their angles, stay in float32.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -45,17 +46,24 @@ SENSITIVE = frozenset(
     | {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "lgamma"}
     | {"digamma", "logit", "floor", "ceil", "round", "trunc", "fmod", "remainder", "frac", "cumsum"}
 )
-# Beside pointwise ops: their kernels add up in float32, or they move values.
-FOLLOWING = frozenset(
-    {"softmax", "_softmax", "layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm", "mean"}
-    | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
-    | {"max_pool1d", "max_pool2d", "max_pool3d", "amax", "cat", "stack", "pad", "constant_pad_nd", "roll", "flip"}
-    | {"index_select", "gather", "index", "repeat", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "glu"}
-    | {"upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "tril", "triu", "clone", "contiguous"}
+# Ops that move values.
+MOVING = frozenset(
+    {"cat", "stack", "pad", "constant_pad_nd", "roll", "flip", "index_select", "gather", "index", "repeat"}
+    | {"pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "tril", "triu", "clone", "contiguous"}
     | {"split", "split_with_sizes", "chunk", "unbind", "tensor_split", "to", "_to_copy"}
     | {"reshape", "view", "_unsafe_view", "permute", "transpose", "t", "expand", "slice", "select", "unsqueeze"}
     | {"squeeze", "flatten", "unflatten", "unfold", "movedim", "narrow", "alias", "diagonal"}
 )
+# Beside pointwise ops and these: their kernels add up in float32, or they choose among values.
+FOLLOWING = MOVING | frozenset(
+    {"softmax", "_softmax", "layer_norm", "group_norm", "rms_norm", "batch_norm", "instance_norm", "mean", "glu"}
+    | {"avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"}
+    | {"max_pool1d", "max_pool2d", "max_pool3d", "amax"}
+    | {"upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d"}
+)
+# Results of these can be as large as their operands.
+CARRYING = MOVING | {"add", "sub", "rsub", "mul", "neg", "where", "masked_fill", "maximum", "minimum"}
+NUMBERS = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")  # as schemas call their types
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class _Lowering:
         self.program, self.low, self.limits, self.kept = program, low, limits, kept
         self.products: list[str] = []  # where they are in the user's model
         self._was = {node: _dtype(node) for node in program.graph.nodes}
+        self._wide: set[fx.Node] = set()  # float32, and larger than the low precision allows, as masks are
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def run(self) -> None:
@@ -149,10 +158,24 @@ class _Lowering:
             self.products += [origin_of(node)] * is_product
         elif floats or name == "":
             self._retyped(node, floats, torch.float32)
+        if _dtype(node) == torch.float32 and self._is_wide(node, name, floats):
+            self._wide.add(node)
+
+    def _is_wide(self, node: fx.Node, name: str, floats: set[fx.Node]) -> bool:
+        """Whether a result may be finite and too large for the low precision: a number in the program says so."""
+        carried = name in CARRYING and any(value in self._wide or self._holds_wide(value) for value in floats)
+        return carried or not _fits(node, self.low)
+
+    def _holds_wide(self, value: fx.Node) -> bool:
+        weight = self.program.weights[str(value.target)] if value.op == "get_attr" else None
+        if weight is None or not weight.numel():
+            return False
+        ends = (abs(float(end)) for end in torch.aminmax(weight.detach()))
+        return any(torch.finfo(self.low).max < end < math.inf for end in ends)
 
     def _retyped(self, node: fx.Node, floats: set[fx.Node], dtype: torch.dtype) -> bool:
         """The call on operands of a dtype; False where it takes none such, and is left as it was."""
-        if not _fits((node.args, dict(node.kwargs)), dtype):
+        if not _fits(node, dtype):
             return False
         cast = {value: self._cast(value, dtype, node) for value in floats}
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda value: cast.get(value, value))
@@ -184,7 +207,17 @@ class _Lowering:
 
     def _call(self, value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
         # NOTE: before its first user: further ones come later, and placeholders stay together.
-        return new_call(self.program, before, value, aten.to.dtype, (value, dtype), {})
+        def made(target: Any, *args: Any) -> fx.Node:
+            return new_call(self.program, before, value, target, args, {})
+
+        if value not in self._wide or dtype != self.low:
+            return made(aten.to.dtype, value, dtype)
+        # What is finite stays so, as in a weight; at half of the largest number, sums with it do so too.
+        end = torch.finfo(dtype).max / 2
+        bounded = made(
+            aten.where.self, made(aten.isinf.default, value), value, made(aten.clamp.default, value, -end, end)
+        )
+        return made(aten.to.dtype, bounded, dtype)
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -192,13 +225,24 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _fits(value: object, dtype: torch.dtype) -> bool:
-    """Whether a dtype has the numbers that are written in a call, such as the -3e38 of a mask."""
+def _fits(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a dtype has the numbers that are written in a call, such as the -3e38 of a mask; sizes do not count."""
+    kinds = _kinds(node.target)
+    return all(_has(dtype, value, whole=kinds.get(name) in NUMBERS) for name, value in ops.bind(node).items())
+
+
+@functools.cache
+def _kinds(target: Any) -> dict[str, str]:
+    """The types of the arguments of an op, by name."""
+    return {item.name: str(item.type) for item in target._schema.arguments} if ops.is_overload(target) else {}
+
+
+def _has(dtype: torch.dtype, value: object, *, whole: bool) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(_fits(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return all(_fits(item, dtype) for item in value.values())
-    return not isinstance(value, float) or not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
+        return all(_has(dtype, item, whole=whole) for item in value)
+    if not isinstance(value, float) and not (whole and isinstance(value, int)):
+        return True
+    return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
 
 
 def _follows(node: fx.Node, name: str) -> bool:
