@@ -139,6 +139,8 @@ KERNEL = torch.randn(8, 8, 1, 1, generator=torch.Generator().manual_seed(4))
         lambda self, x: F.linear(x[0], W),
         lambda self, x: F.linear(x.double(), W.double()),
         lambda self, x: F.linear(x[:0], W),
+        lambda self, x: F.linear(x, W, W[:1]),
+        lambda self, x: F.linear(x, W, W[0, :1]),
         lambda self, x: F.linear(x, torch.cat([W[:7], W[7:] * float("inf")])),
     ],
     ids=[
@@ -150,6 +152,8 @@ KERNEL = torch.randn(8, 8, 1, 1, generator=torch.Generator().manual_seed(4))
         "vector",
         "float64",
         "empty",
+        "bias of two axes",
+        "bias for all outputs",
         "infinite weight",
     ],
 )

@@ -33,7 +33,10 @@ def layers_of(program: Program) -> list[fx.Node]:
 
 
 def is_layer(program: Program, node: fx.Node) -> bool:
-    """Whether a call is a linear layer or a convolution on the CPU, for a batch, with a finite constant weight."""
+    """Whether a call is a linear layer or a convolution on the CPU, for a batch, with a finite constant weight.
+
+    Its bias, if any, has an element for each output and no other axis, as in `quantized_layer`.
+    """
     if node.target not in DIMENSIONS:
         return False
     call = ops.bind(node)
@@ -43,7 +46,16 @@ def is_layer(program: Program, node: fx.Node) -> bool:
     dimensions, value = DIMENSIONS[node.target], call["input"].meta["val"]
     batched = value.dim() == dimensions if node.target in CONVOLUTIONS else value.dim() > 1
     filled = value.numel() and node.meta["val"].numel() and weight.numel()
-    return bool(batched and weight.dim() == dimensions and filled and weight.isfinite().all())
+    if not (batched and weight.dim() == dimensions and filled and _takes_bias(weight, call["bias"])):
+        return False
+    return bool(weight.isfinite().all())
+
+
+def _takes_bias(weight: torch.Tensor, bias: fx.Node | None) -> bool:
+    if bias is None:
+        return True
+    value = bias.meta["val"]
+    return (value.dtype, value.shape) == (torch.float32, weight.shape[:1])
 
 
 def multiplications(program: Program, layer: fx.Node) -> int:
