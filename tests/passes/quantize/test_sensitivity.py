@@ -12,7 +12,7 @@ import tsopt
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tsopt.compiler.graph.quantized import QParams
 from tsopt.passes.quantize.layers import layers_of
-from tsopt.passes.quantize.sensitivity import Loss, by_qparams, by_tensor, losses_of
+from tsopt.passes.quantize.sensitivity import Loss, by_group, by_qparams, by_tensor, losses_of
 
 
 def losses(model, calls, rounding=by_tensor, largest=127):
@@ -86,3 +86,12 @@ def test_a_layer_whose_input_is_not_finite_in_one_call_is_left_out():
             progress=lambda text: None,
         )
         assert found == {}
+
+
+@pytest.mark.parametrize("rounding", [by_tensor, by_group])
+def test_a_call_without_rows_loses_nothing(rounding):
+    rows = torch.randn(4, 16, generator=seeded(0))
+    model = mlp(16, 8)
+    _, found = losses(model, [rows, rows[:0]], rounding)
+    _, wanted = losses(model, [rows], rounding)
+    assert found["0"].sqnr == wanted["0"].sqnr

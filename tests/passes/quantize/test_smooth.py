@@ -224,3 +224,33 @@ def test_layers_that_read_one_value_are_one_group():
     assert [len(layers) for layers in readers(layers_of(program)).values()] == [2]
     deep = tsopt.capture(mlp(8, 8, 8), torch.ones(1, 8))
     assert [len(layers) for layers in readers(layers_of(deep)).values()] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["a bias of two axes", "a weight of one row", "a bias for all"])
+def test_a_layer_that_broadcasts_is_divided_after_it(kind):
+    weight = torch.randn(SIZE, SIZE, generator=seeded(2))
+    weight[5] = 60 * weight[5].sign()
+    bias = torch.randn(1 if kind == "a bias for all" else SIZE, generator=seeded(3))
+
+    def forward(self, x):
+        if kind == "a weight of one row":
+            y = F.linear(x[..., None] * weight, weight[0]) * SCALES
+        else:
+            y = F.linear(x, weight, bias[None] if kind == "a bias of two axes" else bias)
+        return F.linear(y.relu(), W)
+
+    model, x = Net(forward), rows()[:, None] if kind == "a weight of one row" else rows()
+    _, after, factors = smoothed(model, x)
+    assert len(factors) == 1
+    assert close(after, model, x)
+
+
+def test_a_call_without_rows_says_nothing():
+    model, x = two_layers(nn.ReLU()), rows()
+    program = tsopt.transform(tsopt.capture(model, x))
+    found, wanted = (
+        factors_for(program, layers_of(program), calls, largest=127, progress=lambda text: None)
+        for calls in ([(x,), (x[:0],)], [(x,), (x,)])
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)

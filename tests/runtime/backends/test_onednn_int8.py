@@ -354,3 +354,16 @@ def test_an_int8_weight_of_the_users_own_model_is_read_as_it_says():
     lowered = lower(tsopt.transform(tsopt.capture(model, X)))
     assert lowered.quantized == 0
     torch.testing.assert_close(lowered.program.module()(X)[0], model(X), rtol=1e-4, atol=1e-5)
+
+
+def test_an_empty_input_is_left_as_it_is():
+    """It has no range: the rows that a mask selects may be none."""
+    assert quantize(X[:0])[1:] == (0.0, 0)
+
+
+@pytest.mark.usefixtures("integers_win")
+def test_a_sequence_leaves_in_the_order_in_memory_of_eager():
+    x = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(5))
+    lowered = lower(in_precision(tsopt.capture(nn.Sequential(nn.Conv1d(6, 8, 3, padding=1)).eval(), x), "int8"))
+    assert lowered.on_integers == 1
+    assert lowered.program.module()(x)[0].is_contiguous()

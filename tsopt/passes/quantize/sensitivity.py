@@ -81,7 +81,7 @@ class LayerErrors(fx.Interpreter, ABC):
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)
         layer = self.layers.get(node.name)
-        if layer is not None:
+        if layer is not None and value.numel():
             args, kwargs = self.fetch_args_kwargs_from_env(node)
             if bool(args[0].isfinite().all()):
                 with torch.no_grad():

@@ -106,9 +106,14 @@ def _divided_layer(
     if layer is not value and len(layer.users) > 1:
         return None
     affine = _affine(program, layer)
-    rows = [factors.reshape(-1, *[1] * (weight.dim() - 1)) for weight in affine.values()]
-    _divide(program, layer, {held: weight / by for (held, weight), by in zip(affine.items(), rows, strict=True)})
-    return value if affine else None
+    if not affine:
+        return None
+    weight, *bias = affine.values()
+    if weight.dim() != 2 or any(held.shape != factors.shape for held in bias):  # torch takes others, and broadcasts
+        return None
+    rows = [factors.reshape(-1, *[1] * (held.dim() - 1)) for held in affine.values()]
+    _divide(program, layer, {node: held / by for (node, held), by in zip(affine.items(), rows, strict=True)})
+    return value
 
 
 def _affine(program: Program, call: fx.Node) -> dict[fx.Node, torch.Tensor]:
@@ -147,6 +152,8 @@ class _Seen:
     def add(self, value: torch.Tensor, count: int) -> None:
         """Takes in one more call, and keeps about so many of its rows."""
         rows = value.detach().flatten(0, -2)
+        if not len(rows):
+            return
         low, high = torch.aminmax(rows, dim=0)
         self.low, self.high = torch.minimum(self.low, low), torch.maximum(self.high, high)
         self.rows.append(rows[:: max(1, len(rows) // count)][:count].clone())

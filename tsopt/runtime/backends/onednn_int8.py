@@ -152,9 +152,11 @@ def _replace(program: Program, site: Int8Site, packed: torch.Tensor, values: dic
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, float, int]:
     """A value as unsigned 8-bit integers, with its scale and its zero point.
 
-    One that holds NaN, infinities, values near the end of float32, or outliers that leave the others too few steps, is
-    returned as it is, with scale 0.
+    One that is empty, or holds NaN, infinities, values near the end of float32, or outliers that leave the others too
+    few steps, is returned as it is, with scale 0.
     """
+    if not x.numel():
+        return x, 0.0, 0
     # NOTE: of channels-last values, reductions would make a copy first.
     nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
     flat = x.permute(0, 2, 3, 1) if nhwc else x
