@@ -128,7 +128,7 @@ class Quantizer:
     def _weights(self) -> Made:
         """The variant with int8 weights."""
         if self.largest < LARGEST:
-            return NoGain("int8 weights need a processor with VNNI instructions (or ARM dot products)"), ()
+            return NoGain("int8 weights need a processor with VNNI instructions (AVX-512 VNNI)"), ()
         share = share_of_linear(self.program, self.layers)
         if share < WORTHWHILE:
             return NoGain(f"linear layers account for only {share:.1%} of the work and weights"), ()

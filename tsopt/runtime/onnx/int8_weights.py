@@ -38,5 +38,5 @@ def check(options: Mapping[str, Any]) -> None:
     raise BackendError(
         "the int8 weights of this bundle are not safe on this processor",
         why=f"they go up to {largest}, and without VNNI instructions sums of products above {NARROW} saturate",
-        fix="export the model again on this kind of machine, where tsopt uses 7-bit weights",
+        fix="export it again on this kind of machine: tsopt uses 7-bit weights here; a model's own must have 7 bits",
     )
