@@ -9,6 +9,7 @@ import types
 import torch
 from torch import nn
 
+import tsopt
 from tsopt.compiler.model_reads import reads_of
 
 SCALE, UNUSED = 2.0, 1.0
@@ -98,6 +99,40 @@ def test_hooks_are_read_as_well():
 
     net.layer.register_forward_hook(hook)
     assert gain is next(cell.cell_contents for cell in reads_of(net).cells if cell.cell_contents is gain)
+
+
+class Irrep(tuple):
+    """A tuple that says nothing of its length, as e3nn has them."""
+
+    __slots__ = ()
+
+    def __len__(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        raise NotImplementedError
+
+    def __getitem__(self, place):
+        raise NotImplementedError
+
+
+class Equivariant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kinds = [Irrep((0, helper)), {Irrep((1, 2)): Irrep((torch.full((2,), 3.0),))}]
+
+    def forward(self, x):
+        _, told = self.kinds
+        (scale,) = told.values()
+        return tuple.__getitem__(scale, 0) * x
+
+
+def test_containers_whose_class_refuses_to_be_read_are_read(always_faster):
+    model, x = Equivariant().eval(), torch.ones(2)
+    assert inner in reads_of(model).functions
+    fast, net = tsopt.optimize(model, x, cache=False, isolate=False), tsopt.hybridize(model, cache=False, isolate=False)
+    for _ in range(2):
+        assert fast(x).tolist() == net(x).tolist() == [3.0, 3.0]
 
 
 def test_cycles_and_large_objects_come_to_an_end():

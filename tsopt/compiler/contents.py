@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import dict_class, items_of
+from tsopt.compiler.calls.snapshot import dict_class, elements_of, items_of
 
 CONTAINERS = (dict, list, set, deque)  # and subclasses, which may override any method: those of these are called
 MOST = 2048  # values below the first ones that are looked at: what lies deeper belongs to more than the model
@@ -60,7 +60,7 @@ class Contents:
                 inner = content.values() if isinstance(content, dict) else content
                 todo.extend((item, of_object) for item in inner)
             if issubclass(kind, tuple):
-                todo.extend((item, of_object) for item in value)
+                todo.extend((item, of_object) for item in elements_of(value))
             elif (state := _state_of(value)) is not None:
                 self._states.append((*state, state[1]()))
             elif is_plain(value):
@@ -111,7 +111,8 @@ def is_library(module: str | None) -> bool:
 def holds_tensor(value: Any, depth: int = 3) -> bool:
     """Whether it is a tensor, or a container with one in it, or in one of its containers, so many levels deep."""
     if isinstance(value, (list, tuple, set, deque, dict)) and depth:
-        return any(holds_tensor(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
+        items = items_of(value).values() if isinstance(value, dict) else elements_of(value)
+        return any(holds_tensor(item, depth - 1) for item in items)
     return isinstance(value, torch.Tensor)
 
 
@@ -143,8 +144,7 @@ def _content(held: Any) -> Any:
     """A plain copy of a container, made in one step: other threads may change it."""
     if isinstance(held, dict):
         return items_of(held)
-    kind: Any = next(kind for kind in CONTAINERS if isinstance(held, kind))
-    return kind(held)
+    return set(elements_of(held)) if isinstance(held, set) else elements_of(held)
 
 
 def _same(held: Any, content: Any) -> bool:

@@ -15,6 +15,7 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
+from tsopt.compiler.calls.snapshot import elements_of
 from tsopt.compiler.contents import HEAP_TYPE, is_library
 
 SEARCHED = 4000  # containers and objects that are looked through
@@ -125,12 +126,11 @@ class _Search:
         if isinstance(value, LEAVES) or self._searched >= SEARCHED:
             return
         is_container = isinstance(value, (list, tuple, set, dict))
-        if (is_container and not value) or not self._is_new(value):
+        parts = list(dict.values(value)) if isinstance(value, dict) else elements_of(value) if is_container else []
+        if (is_container and not parts) or not self._is_new(value):
             return
         self._searched += 1
-        if is_container:
-            parts = list(dict.values(value) if isinstance(value, dict) else value)
-        else:
+        if not is_container:
             if not is_library(type(value).__module__):
                 if isinstance(vars(type(value)).get("__call__"), FunctionType):
                     self._class_name(type(value), "__call__")

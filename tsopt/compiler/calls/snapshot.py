@@ -93,12 +93,12 @@ def set_attribute(item: Any, name: str, value: Any) -> None:
 def _elements(item: Any) -> list[Any] | dict[Any, Any] | None:
     if isinstance(item, dict):
         return items_of(item)
-    return list(item) if isinstance(item, (*ORDERED, *UNORDERED)) else None
+    return elements_of(item) if isinstance(item, (*ORDERED, *UNORDERED)) else None
 
 
 def _parts(item: Any) -> list[Any]:
     elements = _elements(item)
-    found = list(item) if isinstance(item, (tuple, frozenset)) else []
+    found = elements_of(item) if isinstance(item, (tuple, frozenset)) else []
     found += elements.values() if isinstance(elements, dict) else elements or []
     return [*found, *attributes_of(item).values()]
 
@@ -152,7 +152,7 @@ def told(item: Any) -> str:
         if isinstance(part, SCALARS):
             return repr(part)
         if isinstance(part, (tuple, frozenset)):
-            return f"({', '.join(map(said, part))})"
+            return f"({', '.join(map(said, elements_of(part)))})"
         return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '') if is_leaf(part) else ''}"
 
     def line(holder: Any) -> str:
@@ -237,6 +237,12 @@ def dict_class(item: dict[Any, Any]) -> Any:
 def items_of(item: dict[Any, Any]) -> dict[Any, Any]:
     """What a dict holds, in its order, past whatever its class does when it is read."""
     return dict(OrderedDict.items(item)) if isinstance(item, OrderedDict) else dict.copy(item)
+
+
+def elements_of(item: Any) -> list[Any]:
+    """What a tuple, list, set, frozenset, deque or bytearray holds, past whatever its class does when it is read."""
+    kind = next(kind for kind in (tuple, frozenset, *ORDERED, *UNORDERED) if isinstance(item, kind))
+    return list(kind.__iter__(item))
 
 
 def refill_items(target: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -24,7 +24,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import FIXED, SCALARS, attributes_of, items_of, refill_items, set_attribute
+from tsopt.compiler.calls.snapshot import (
+    FIXED,
+    SCALARS,
+    attributes_of,
+    elements_of,
+    items_of,
+    refill_items,
+    set_attribute,
+)
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 
@@ -127,9 +135,9 @@ class Shadow:
         if isinstance(item, dict):
             refill_items(made, {self._copy(key): self._copy(value) for key, value in items_of(item).items()})
         elif isinstance(item, (list, deque)):
-            made.extend(map(self._copy, item))
+            (list if isinstance(item, list) else deque).extend(made, map(self._copy, elements_of(item)))
         elif isinstance(item, set):
-            made.update(map(self._copy, item))
+            set.update(made, map(self._copy, elements_of(item)))
         for name, value in attributes_of(item).items():
             set_attribute(made, name, self._copy(value))
         return made
@@ -150,9 +158,9 @@ class Shadow:
         elif isinstance(item, weakref.ref):
             made = weakref.ref(self._copy(item()))
         elif isinstance(item, tuple):
-            made = tuple.__new__(type(item), map(self._copy, item))
+            made = tuple.__new__(type(item), map(self._copy, elements_of(item)))
         else:
-            made = type(item)(map(self._copy, item))
+            made = type(item)(map(self._copy, elements_of(item)))
         if id(item) in self._copies:  # what it holds holds it as well, and has come here first
             return self._copies[id(item)]
         self._enter(item, made)
@@ -261,12 +269,12 @@ def _parts(item: Any) -> Iterator[Any]:
     elif isinstance(item, weakref.ref):
         yield item()
     elif isinstance(item, (tuple, frozenset)):
-        yield from item
+        yield from elements_of(item)
     else:
         if isinstance(item, dict):
             yield from (*items_of(item), *items_of(item).values())
         elif isinstance(item, CONTAINERS):
-            yield from item
+            yield from elements_of(item)
         yield from attributes_of(item).values()
 
 

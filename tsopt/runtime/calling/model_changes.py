@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import slot_names
+from tsopt.compiler.calls.snapshot import elements_of, slot_names
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
 from tsopt.compiler.protect import same_bytes, training_of
 from tsopt.runtime.calling import unseen_writes
@@ -325,7 +325,7 @@ class _Found:
                     self.keyed += [value] if isinstance(value, dict) else []
                     self.sized += [value]
             elif isinstance(value, tuple):
-                todo += value[:CONTENTS]
+                todo += elements_of(value)[:CONTENTS]
             elif not isinstance(value, (FunctionType, *LEAVES)):
                 attributes = _attributes_of(value)
                 # Flags may be read by names that are computed, such as those of transformers' configurations.
@@ -389,7 +389,7 @@ def _alike(value: Any, before: Any) -> bool:
     if type(value) is not type(before) or isinstance(value, torch.Tensor):  # a tensor has a place, and may be written
         return False
     if isinstance(value, (tuple, list)):
-        return _all_alike([*value], [*before])
+        return _all_alike(elements_of(value), elements_of(before))
     if isinstance(value, dict):
         return _all_alike([*value], [*before]) and _all_alike([*value.values()], [*before.values()])
     if isinstance(value, (float, complex)):
