@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import tsopt
-from tsopt.compiler import outside
 from tsopt.compiler.outside import Outside, kept_outside
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -82,12 +81,6 @@ def state():
 
 
 WAYS = [in_a_list, in_a_dict, in_a_defaultdict, in_a_queue, in_an_ordered_dict, in_an_object, in_a_global]
-
-
-@pytest.fixture
-def single_threaded(monkeypatch):
-    """No other threads, such as those of whatever runs the tests."""
-    monkeypatch.setattr(outside, "_is_other", lambda thread: False)
 
 
 @pytest.mark.usefixtures("single_threaded")
@@ -167,9 +160,7 @@ def test_generators_of_the_model_draw_what_they_would_have_drawn(how):
     torch.testing.assert_close(found, expected)
 
 
-def test_among_threads_only_what_has_brought_tensors_is_taken_back():
-    go = threading.Event()
-    other = threading.Thread(target=go.wait)
+def test_among_threads_only_what_has_brought_tensors_is_taken_back(another_thread):
     seen, counts = [1], {"calls": 0}
 
     def function(x):
@@ -177,14 +168,9 @@ def test_among_threads_only_what_has_brought_tensors_is_taken_back():
         counts["calls"] += 1
         return x
 
-    other.start()
-    try:
-        with kept_outside(function):
-            function(X)
-            seen.append(2)
-    finally:
-        go.set()
-        other.join()
+    with kept_outside(function):
+        function(X)
+        seen.append(2)
     assert (seen, counts) == ([1, 2], {"calls": 1})
 
 

@@ -215,6 +215,7 @@ class Messy(nn.Module):
         return self.linear(x) + torch.zeros(3)
 
 
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_everything_is_left_as_it_was(fails):
     model = Messy(fails).eval()
@@ -225,6 +226,13 @@ def test_everything_is_left_as_it_was(fails):
     else:
         capture(model, X)
     assert not changed(before, state_of(model, example(X)))
+
+
+def test_what_another_thread_sets_of_the_process_stays(monkeypatch, another_thread):
+    monkeypatch.setenv("TSOPT_MESS", "1")
+    with protected(None):
+        os.environ["TSOPT_MESS"] = "2"
+    assert os.environ["TSOPT_MESS"] == "2"
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])

@@ -6,13 +6,13 @@ a counter, a table. Capturing and racing call a model hundreds of times.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tsopt.compiler.contents import Contents, holds_tensor, is_library
 from tsopt.compiler.model_reads import ABSENT, content_of, reads_of
+from tsopt.compiler.other_threads import others_run
 
 
 class Outside:
@@ -23,7 +23,7 @@ class Outside:
 
     def __init__(self, model: Any) -> None:
         reads = reads_of(model)
-        self._among_threads = any(map(_is_other, threading.enumerate()))
+        self._among_threads = others_run()
         self._globals = [(place, name, place.get(name, ABSENT)) for place, name in reads.places]
         self._classes = [
             (base, name, vars(base).get(name, ABSENT))
@@ -37,7 +37,7 @@ class Outside:
 
     def put_back(self) -> bool:
         """Restores what has changed. Returns whether anything was."""
-        self._among_threads |= any(map(_is_other, threading.enumerate()))
+        self._among_threads |= others_run()
         changed = False
         for place, name, value in self._globals:
             if self._is_ours(value, place.get(name, ABSENT)):
@@ -65,8 +65,3 @@ def kept_outside(model: Any) -> Iterator[None]:
         yield
     finally:
         outside.put_back()
-
-
-def _is_other(thread: threading.Thread) -> bool:
-    """Whether it may run code of the user's; tqdm, which torch imports, starts one that only redraws bars."""
-    return thread is not threading.current_thread() and type(thread).__name__ != "TMonitor"

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from tsopt.compiler.calls.snapshot import in_slots, set_attribute, slot_names
 from tsopt.compiler.contents import Contents
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.random_state import RandomState
 from tsopt.compiler.script_state import ScriptState
 
@@ -29,7 +30,8 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
 
     Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the memory of
     parameters (a model may convert its own), the values of buffers, random number generators, default dtype, thread
-    count, grad mode, warning filters, environment variables (torch's compiler sets one), working directory.
+    count, grad mode, warning filters; and, where no other thread may have changed them, environment variables (torch's
+    compiler sets one) and the working directory.
 
     Args:
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
@@ -43,7 +45,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
     random_state = RandomState.now()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    variables, directory = dict(os.environ), _directory()
+    variables, directory, alone = dict(os.environ), _directory(), not others_run()
     try:
         with warnings.catch_warnings(), torch.set_grad_enabled(not inference and torch.is_grad_enabled()):
             warnings.simplefilter("ignore")
@@ -55,8 +57,10 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
             torch.set_default_dtype(dtype)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        _put_back(variables)
-        if directory and _directory() != directory:
+        alone = alone and not others_run()
+        if alone:
+            _put_back(variables)
+        if alone and directory and _directory() != directory:
             with contextlib.suppress(OSError):  # it may be gone
                 os.chdir(directory)
         attributes.put_back()
