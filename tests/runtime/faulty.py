@@ -104,6 +104,13 @@ def _leak() -> None:
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 
+def _leave_one_behind() -> None:
+    """And says which."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
+    os.write(1, str(child.pid).encode())
+    ctypes.string_at(0)
+
+
 def _change_everything() -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -184,6 +191,7 @@ Spins = _faulty(_spin)
 Hungry = _faulty(_allocate)
 Noisy = _faulty(_print)
 Leaks = _faulty(_leak)
+LeavesOneBehind = _faulty(_leave_one_behind)
 Changes = _faulty(_change_everything)
 Meets, MeetsToo = _faulty(_meet), _faulty(_meet)
 NoFile = _faulty(lambda: os.stat("/no/such/compiler"))

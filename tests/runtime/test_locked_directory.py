@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
@@ -43,3 +44,18 @@ def test_without_locks_nobody_is_known_to_be_dead(tmp_path, monkeypatch):
     os.close(lock)
     with owner_is_dead(made) as dead:
         assert not dead
+
+
+def test_a_sweep_before_the_lock_is_another_try(tmp_path, monkeypatch):
+    made, real = [], tempfile.mkdtemp
+
+    def swept_at_once(**options):
+        made.append(real(**options))
+        if len(made) == 1:
+            locked_directory.sweep(tmp_path, "a-", ".b")
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", swept_at_once)
+    found, lock = create(tmp_path, "a-", ".b")
+    os.close(lock)
+    assert [str(found)] == made[1:]

@@ -2,6 +2,7 @@
 
 A process, because tracers temporarily replace parameters, streams and warning filters of the process they run in, so
 that no other thread could call the model. It is `python -m tsopt.background.worker DIRECTORY` and ends with its caller.
+A fork of the caller has no part in it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import Structure, with_own_leaves
 from tsopt.errors import CaptureError, TsoptError
+from tsopt.runtime import locked_directory
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.report import Report
-from tsopt.runtime.sandbox.processes import descendants, environment_of_child, kill
+from tsopt.runtime.sandbox.processes import descendants, environment_of_child, kill, python, why_none
 
 REQUEST, ANSWER, BUNDLE, OUTPUT = "request", "answer", "model.tsopt", "output"
+OURS, JOB = "tsopt-", ".job"  # begin and end the names of directories
 TAIL = 300  # characters of what a process that has failed has printed
 
 
@@ -57,22 +60,32 @@ class Job:
 
     def __init__(self, model: Callable[..., Any], examples: Sequence[Example], options: dict[str, Any]) -> None:
         """Raises TsoptError when the model cannot be sent."""
+        none = why_none()
+        if none:
+            raise CaptureError(
+                "the model cannot be compiled in another process",
+                why=none,
+                fix="pass background=False to compile it in this process",
+            )
         # As they are now: the call that follows may change their contents.
         self.examples, self.watch = [example.renewed() for example in examples], Watch(model)
-        self.directory = Path(tempfile.mkdtemp(prefix=f"tsopt-{os.getpid()}-"))
-        self._forget = weakref.finalize(self, _remove, self.directory, os.getpid())
+        self._tensors = named_tensors(model)
+        place, self._owner = Path(tempfile.gettempdir()), os.getpid()
+        locked_directory.sweep(place, OURS, JOB)  # left by callers that were killed
+        self.directory, lock = locked_directory.create(place, f"{OURS}{self._owner}-", JOB)
+        self._forget = weakref.finalize(self, _remove, self.directory, lock, self._owner)
         ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()
         write(self.directory / REQUEST, ambient, (model, self.examples, options))
         with (self.directory / OUTPUT).open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tsopt.background.worker", str(self.directory)],
+                python("tsopt.background.worker", str(self.directory)),
                 stdin=subprocess.PIPE,  # never written to: its end tells that this process has ended
                 stdout=output,
                 stderr=output,
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller
                 env=environment_of_child(),
             )
-        self._stop = weakref.finalize(self, _end, self._process, os.getpid())
+        self._stop = weakref.finalize(self, _end, self._process, self._owner)
 
     def wait(self, seconds: float | None) -> bool:
         """Whether it has ended, after at most this many seconds."""
@@ -83,6 +96,26 @@ class Job:
     @property
     def ended(self) -> bool:
         return self._process.poll() is not None
+
+    def state(self, model: Callable[..., Any], written: Sequence[str]) -> list[torch.Tensor] | None:
+        """The tensors of the model that calls write, by name; None where it no longer has the weights that were sent.
+
+        The watch leaves them out from now on.
+        """
+        held = named_tensors(model)
+        others = self._tensors.keys() - set(written)
+        if any(name not in held for name in written) or any(
+            held.get(name) is not self._tensors[name] for name in others
+        ):
+            return None
+        found = [held[name] for name in written]
+        self.watch.leave_out(found)
+        return None if self.watch.changed() else found
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started it, not the one that this is a fork of."""
+        return os.getpid() == self._owner
 
     def answer(self) -> Answer:
         """The result.
@@ -127,15 +160,14 @@ def write(path: Path, *values: Any) -> None:
         ) from error
 
 
-def _remove(directory: Path, owner: int) -> None:
+def _remove(directory: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # a fork of the owner has the same finalizers
         shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    if process.poll() is None:
+    if os.getpid() == owner and process.poll() is None:
         for pid in (*descendants(process.pid), process.pid):
             kill(pid)
         process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 from tsopt.api import optimize
 from tsopt.background.job import ANSWER, BUNDLE, REQUEST, Answer, named_tensors, write
+from tsopt.compiler.other_threads import OURS
 from tsopt.errors import GraphBreakError, TsoptError
 from tsopt.runtime.bundles.store import save
 from tsopt.runtime.calling.optimized import Optimized
@@ -22,7 +24,9 @@ from tsopt.runtime.sandbox.processes import descendants, kill
 
 
 def main(directory: Path) -> None:
-    threading.Thread(target=_end_with_the_caller, args=(directory,), daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=(directory,), name=f"{OURS}caller", daemon=True).start()
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how compilers have ended
     found: Answer | TsoptError
     with (directory / REQUEST).open("rb") as file:
         sys.path[:], threads, dtype = pickle.load(file)

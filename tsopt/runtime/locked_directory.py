@@ -28,8 +28,11 @@ def create(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
     """
     while True:
         made = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=parent))
-        handle = os.open(made, os.O_RDONLY)
-        # `sweep` of another process may have come before the lock.
+        # `sweep` of another process may come before the lock.
+        try:
+            handle = os.open(made, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         if _lock(handle) is not False and made.exists():
             return made, handle
         os.close(handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import nn
 
 import tsopt
 from tests.runtime.faulty import SLOW
-from tests.runtime.sandbox.helpers import FAULTY
+from tests.runtime.sandbox.helpers import FAULTY, running
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import contenders
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.report import MODEL
+from tsopt.runtime.sandbox import isolated
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
@@ -150,6 +152,23 @@ def test_what_a_lost_candidate_printed_last_is_told(sandbox):
     assert caught.value.kind == "crashed"
     with pytest.raises(CandidateDied):
         lost.begin()
+
+
+def test_no_signal_goes_to_the_number_of_a_process_that_has_ended(sandbox, monkeypatch):
+    """It may be that of another process by then; what has remained in its group is ended before."""
+    signals = []
+    for name in ("kill", "kill_group"):
+        monkeypatch.setattr(isolated, name, lambda pid: signals.append(pid))
+    lost = sandbox.contender(Candidate(FAULTY + "LeavesOneBehind"))
+    lost.begin()
+    with pytest.raises(CandidateDied, match="SIGSEGV"):
+        lost.finish()
+    lost.end()
+    assert signals == []
+    end = time.monotonic() + 60
+    while running([int(lost.printed)]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert running([int(lost.printed)]) == []
 
 
 class Nested(nn.Module):

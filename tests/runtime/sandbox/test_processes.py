@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +37,48 @@ def test_a_child_imports_what_this_process_does(monkeypatch, tmp_path):
     assert (first, second) == ("here", str(tmp_path))
 
 
+def test_a_child_gets_what_imports_use_of_the_import_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["first", Path("skipped"), "", "last"])
+    assert environment_of_child()["PYTHONPATH"].split(":") == ["first", str(tmp_path), "last"]
+
+
+def test_a_working_directory_that_is_gone_is_in_no_import_path(monkeypatch):
+    def gone():
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    monkeypatch.setattr(sys, "path", ["first", ""])
+    assert environment_of_child()["PYTHONPATH"] == "first"
+
+
+def test_in_a_frozen_application_no_process_is_started(monkeypatch, mlp, mlp_input):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with isolation.Sandbox() as sandbox, pytest.raises(tsopt.BackendError, match="a frozen application"):
+        sandbox.open({"fp32": tsopt.capture(mlp, mlp_input)}, threads=1)
+    with pytest.raises(tsopt.CaptureError, match="a frozen application"):
+        job.Job(mlp, [job.Example((mlp_input,), {})], {})
+    with pytest.raises(tsopt.BundleError, match="a frozen application"):
+        probe.try_out(Path(), "eager", {}, tsopt.capture(mlp, mlp_input).signature, {}, False)
+
+
+def test_files_of_background_processes_whose_caller_was_killed_are_removed(monkeypatch, mlp, mlp_input, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(job, "python", lambda *_: ["/no/such/file"])
+    (tmp_path / "tsopt-1-left.job").mkdir()
+    (tmp_path / "tsopt-1-left.job" / "model.tsopt").write_text("")
+    with pytest.raises(FileNotFoundError):
+        job.Job(mlp, [job.Example((mlp_input,), {})], {})
+    assert not list(tmp_path.glob("tsopt-1-*"))
+
+
 @pytest.mark.parametrize("module", [isolation, probe, job])
 def test_every_process_of_ours_is_started_so(module, monkeypatch, mlp, mlp_input, tmp_path):
     seen = []
 
     def started(command, *args, env, **options):
+        assert command[1] == "-P", "a file of the working directory could stand in for a module"
         seen.append(env)
         raise OSError("enough")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +26,7 @@ from tsopt.runtime.racing.contenders import Maker, RaceSettings, retire
 from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.sandbox import sandbox as isolation
+from tsopt.runtime.sandbox.isolated import CandidateDied
 from tsopt.runtime.sandbox.processes import descendants
 from tsopt.runtime.sandbox.sandbox import Sandbox, can_isolate, is_on_cpu
 
@@ -91,6 +93,20 @@ def test_one_that_is_not_needed_any_more_has_ended_and_is_made_again_when_it_is(
         retire(contender)
         assert sandbox.ended(contender._pid, 60.0) is not None
         assert torch.allclose(maker.here(contender, candidate)(mlp_input), mlp(mlp_input), atol=1e-5)
+
+
+def test_how_a_candidate_has_ended_is_known_where_signals_of_children_are_ignored(mlp_program):
+    with Sandbox(at_once=False) as sandbox:
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which processes inherit
+        try:
+            sandbox.start()
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        sandbox.open({"fp32": mlp_program}, threads=1)
+        lost = sandbox.contender(Candidate("eager"))
+        os.kill(lost._pid, signal.SIGSEGV)
+        with pytest.raises(CandidateDied, match="SIGSEGV"):
+            lost.saved()
 
 
 @pytest.mark.parametrize(("many", "ended"), [(0, True), (1 << 30, False)])

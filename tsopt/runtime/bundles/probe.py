@@ -31,6 +31,8 @@ from tsopt.runtime.sandbox.processes import (
     kill,
     limit_memory,
     prctl,
+    python,
+    why_none,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +66,14 @@ def try_out(
         TsoptError: as opening it does there.
         BundleError: it crashes its process, does not finish, takes too much memory, or fails on its inputs.
     """
+    none = why_none()
+    if none:
+        raise BundleError(
+            "the bundle cannot be probed, because no separate process can be started",
+            where=str(directory),
+            why=none,
+            fix="if you trust its source, use tsopt.load(path, probe=False)",
+        )
     on_cpu = all(device == "cpu" for _, device in signature.devices)
     size = sum(sizes.values())
     cpu = math.ceil((CPU_SECONDS if on_cpu else GPU_SECONDS) + size / BYTES_A_SECOND)
@@ -107,8 +117,7 @@ def _run(request: bytes, seconds: float, *, sees_gpus: bool) -> tuple[bytes, int
     nothing = subprocess.DEVNULL
     environment = environment_of_child(OWN, sees_gpus=sees_gpus)
     environment |= {"OMP_NUM_THREADS": str(THREADS), "PYTHONWARNINGS": "ignore"}
-    # NOTE: -P, or a file of the working directory could stand in for a module.
-    command = [sys.executable, "-P", "-m", "tsopt.runtime.bundles.probe"]
+    command = python("tsopt.runtime.bundles.probe")
     try:
         process = subprocess.Popen(
             command,

@@ -20,11 +20,12 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
+from tsopt.compiler.other_threads import OURS
 from tsopt.errors import BackendError, NoGain
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import bit_equal
 from tsopt.runtime.racing.outcomes import LOST
-from tsopt.runtime.sandbox.processes import kill
+from tsopt.runtime.sandbox.processes import kill, kill_group
 from tsopt.runtime.sandbox.transfer import Described, Gone, Message, read_tensors, receive, send, write_tensors
 from tsopt.runtime.untrusted_text import printable
 
@@ -69,10 +70,11 @@ class Isolated:
         self.notes: tuple[str, ...] = ()
         self._connection, self._pid = connection, pid
         self._printed: deque[bytes] = deque(maxlen=4)
-        self._reader = threading.Thread(target=self._drain, args=(out,), daemon=True)
+        self._reader = threading.Thread(target=self._drain, args=(out,), name=f"{OURS}output of {pid}", daemon=True)
         self._reader.start()
         self._sent: list[Example] = []
         self._deadline = math.inf
+        self._is_reaped = False  # then its number may be that of another process
         self.lost: CandidateDied | None = None
         self.retired = False
         self.files: Path | None = None  # once they have been saved
@@ -204,6 +206,7 @@ class Isolated:
 
     def _how_it_ended(self, doing: str) -> tuple[str, str]:
         status = self.sandbox.ended(self._pid, 5.0)
+        self._is_reaped = status is not None
         if status is None:
             return "crashed", f"its process stopped answering during {doing!r}"
         if os.WIFSIGNALED(status):
@@ -233,9 +236,9 @@ class Isolated:
 
     def end(self) -> None:
         """Ends the process, and all that it started in its group."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
-        kill(self._pid)
+        if not self._is_reaped:
+            kill_group(self._pid)
+            kill(self._pid)
         self._connection.close()
         self._reader.join(timeout=1.0)
 

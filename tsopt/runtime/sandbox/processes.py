@@ -18,6 +18,30 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}  # an empty
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
+def why_none() -> str:
+    """Why no process of tsopt's own can be started; empty if one can."""
+    if getattr(sys, "frozen", False):
+        return "this is a frozen application: sys.executable would start it again, not Python"
+    return "" if sys.executable else "sys.executable does not say where Python is"
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of tsopt.
+
+    NOTE: -P, or a file of the working directory could stand in for a module.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def import_path() -> list[str]:
+    """`sys.path` as another process can be given it: without what imports skip, and with a name for where we are."""
+    found = []
+    for entry in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+            found += [entry or os.getcwd()] if isinstance(entry, str) else []
+    return found
+
+
 def environment_of_child(*first: str, sees_gpus: bool = True) -> dict[str, str]:
     """Environment variables for a process that tsopt starts: those of this one, its import path, no telemetry.
 
@@ -25,7 +49,7 @@ def environment_of_child(*first: str, sees_gpus: bool = True) -> dict[str, str]:
         first: directories to put before the import path.
         sees_gpus: whether the process may use the GPUs.
     """
-    path = os.pathsep.join([*first, *filter(None, sys.path)])
+    path = os.pathsep.join([*first, *import_path()])
     return {**NO_TELEMETRY, **os.environ, "PYTHONPATH": path, **({} if sees_gpus else NO_GPU)}
 
 
@@ -49,6 +73,12 @@ def kill(pid: int) -> None:
     """Ends a process at once; one that has ended already is no matter."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_group(pid: int) -> None:
+    """Ends a process group at once, if it has any members."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def limit_memory(size: int | None) -> None:

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +30,14 @@ from tsopt.runtime import locked_directory
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing.outcomes import SYSTEM_ERROR
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, CandidateDied, Isolated, state_of
-from tsopt.runtime.sandbox.processes import available_memory, descendants, environment_of_child, kill
+from tsopt.runtime.sandbox.processes import (
+    available_memory,
+    descendants,
+    environment_of_child,
+    kill,
+    python,
+    why_none,
+)
 from tsopt.runtime.sandbox.transfer import Gone, Message, receive, send, write_tensors
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
@@ -84,13 +90,17 @@ class Sandbox:
         if self._process is not None:
             return
         self._refused, self._is_ready = "", False
+        why = why_none()
+        if why:
+            self._refused = f"cannot start a process: {why}"
+            return
         try:
             self._connection, theirs = socket.socketpair()
         except OSError as error:
             self._refused = f"cannot start a process: {error}"
             return
         with theirs:
-            command = [sys.executable, "-m", "tsopt.runtime.sandbox", str(theirs.fileno())]
+            command = python("tsopt.runtime.sandbox", str(theirs.fileno()))
             nothing = subprocess.DEVNULL
             try:
                 self._process = subprocess.Popen(

@@ -41,6 +41,7 @@ from tsopt.runtime.sandbox.processes import (
     die_first,
     give_back_memory,
     kill,
+    kill_group,
     limit_memory,
     prctl,
 )
@@ -60,6 +61,7 @@ HELPER_DIES, CANDIDATE_DIES = 500, 1000
 
 def main(connection: socket.socket) -> None:
     """Serves the process that races: forks children for it, reads programs, says how children ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, as a daemon may have it, no status is kept
     torch.set_num_threads(1)  # NOTE: a pool of threads does not survive a fork; children make their own
     die_first(HELPER_DIES)
     prctl(SET_SUBREAPER, 1)  # what a candidate leaves running becomes ours to end
@@ -120,15 +122,23 @@ def _prepare_exports() -> None:
 
 
 def _reap(pid: int, seconds: float) -> int | None:
-    """How a child ended, as `waitpid` says it; None when it is still running."""
+    """How a child ended, as `waitpid` says it; None when it is still running. Ends what it has left in its group."""
     end = time.monotonic() + seconds
     while True:
+        if _has_ended(pid):
+            kill_group(pid)  # until its status is taken, no other process or group can have its number
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
             return status
         if time.monotonic() > end:
             return None
         time.sleep(0.01)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child is known to have ended; its status can still be taken."""
+    look = getattr(os, "waitid", None)  # macOS has had it since Python 3.13
+    return look is not None and look(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _become_candidate(files: list[int], message: Message, programs: Mapping[str, Program]) -> NoReturn:
