@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,8 +33,10 @@ from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
 from tsopt.runtime.calling.partitioned import Partitioned
 from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
+from tsopt.runtime.calling.settings import Settings
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.racing.rehearsal import stand_in
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -41,11 +44,8 @@ log = logging.getLogger("tsopt")
 # library that makes many calls once.
 OPTIONS: dict[str, Any] = {"seconds": 2.0, "share_weights": True, "warmup": 1}
 CHANGES = 3  # times that the model may change between compiled calls before it stays in eager
-# Queries whose answer depends on how code is called, not on its arguments.
-MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
 # Called on every call: a global of this module is looked up faster than an attribute of torch.
-_interferes, _gradients, _default_dtype = watcher(), torch.is_grad_enabled, torch.get_default_dtype
-_number_of_threads, _function_modes = torch.get_num_threads, torch._C._len_torch_function_stack
+_interferes, _gradients = watcher(), torch.is_grad_enabled
 _recording = fast_names()["recording"]
 
 
@@ -66,6 +66,7 @@ class Compiled:
         self.why_eager = ""
         self._audits = Audits(0)
         self._watch: Watch | InBackground | None = None
+        self._searched: Watch | None = None  # for tensors that require gradients, while nothing is compiled
         self._ambient = self._ambient_now()
         self._refused_in: list[bool] | None = None  # the training flags with which it could not be captured
         self._changes = 0
@@ -75,7 +76,7 @@ class Compiled:
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock, self._owner = threading.RLock(), os.getpid()
 
     @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
@@ -93,6 +94,12 @@ class Compiled:
         if fast is None or self._reason(args, kwargs) or self._changed() or self.fast is not fast:
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
+
+    def _alone(self) -> threading.RLock:
+        """A lock. In a fork another one: no thread is there that may have held it."""
+        if self._owner != os.getpid():
+            self._owner, self._lock = os.getpid(), threading.RLock()
+        return self._lock
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -122,7 +129,7 @@ class Compiled:
         """Whether inputs are so much larger than those of the last race that there will be another one."""
         if size_of(args, kwargs) < LARGER * self._size:
             return False
-        with self._lock:
+        with self._alone():
             if self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other thread was faster
                 self._calls -= 1  # this one is not among those that have been served
                 self._drop(changes=0)
@@ -146,7 +153,7 @@ class Compiled:
 
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
-        with self._lock:
+        with self._alone():
             self._drop()
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
@@ -163,7 +170,7 @@ class Compiled:
         if self.why_eager and self._other_flags():
             self.why_eager, self._refused_in = "", None
         if self._ambient.was_renumbered():
-            with self._lock:
+            with self._alone():
                 if self.fast is not None:
                     self._drop()
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
@@ -173,7 +180,7 @@ class Compiled:
             self._doubt()
             self._declined(reason)
             return None
-        with self._lock:
+        with self._alone():
             if self.fast is not None and self._changed():
                 if self._trains():
                     self._doubt()
@@ -191,7 +198,7 @@ class Compiled:
 
     def _optimize(self, example: Example) -> None:
         self._ambient, audits = self._ambient_now(), Audits(self.options.get("audit", SHARE))
-        start = time.perf_counter()
+        start, before, self._searched = time.perf_counter(), Watch(self.model), None
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
@@ -210,7 +217,12 @@ class Compiled:
             return
         fast.unwatched()
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
-        outside, inside = call_effects(self.model, watch, example)
+        before.leave_out(watch.written)
+        if isinstance(fast, Optimized) and before.was_overwritten():  # by another thread
+            self._in_eager["its weights were changed while it was compiled"] += 1
+            self._drop()
+            return
+        outside, inside = call_effects(self.model, watch, example, knows_state=isinstance(fast, Optimized))
         if outside and not _is_eager(fast):
             self.why_eager = why_eager(outside)
             self._declined(self.why_eager)
@@ -229,11 +241,14 @@ class Compiled:
         def served(*args: Any, **kwargs: Any) -> Any:
             return fast(*args, **kwargs) if not self._reason(args, kwargs) and not self._changed() else None
 
-        with kept_outside(self.model), protected(self.model, written=watch.written):
-            return loss(self.model, served, InputSet("example", example).clone())
+        # A part of a model in parts is the model's own code, whose state nobody knows.
+        shadow = None if isinstance(fast, Partitioned) else stand_in(self.model, watch.written)
+        eager, touched = (self.model, self.model) if shadow is None else (shadow.called, None)
+        with kept_outside(self.model), protected(touched, written=watch.written):
+            return loss(eager, served, InputSet("example", example).clone())
 
-    def _ambient_now(self) -> _Ambient:
-        return _Ambient(follows_threads=self.options.get("threads") is None)
+    def _ambient_now(self) -> Settings:
+        return Settings(follows_threads=self.options.get("threads") is None)
 
     def _begin(self) -> None:
         self._ambient = self._ambient_now()
@@ -248,7 +263,7 @@ class Compiled:
         if made is not None:
             outside, inside = call_effects(self.model, watch, example)
             if outside:
-                with self._lock:
+                with self._alone():
                     self._drop(changes=0)
                     self.why_eager = why_eager(outside)
                 self._say(self.why_eager)
@@ -293,14 +308,23 @@ class Compiled:
 
     def _wants_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         watch = self._watch if self.fast is not None else None
-        known = Watch(self.model).tensors if watch is None else watch.tensors
-        if any(tensor.requires_grad for tensor in known):
+        own = self.model.parameters() if watch is None and self._is_module else ()  # type: ignore[attr-defined]
+        if any(tensor.requires_grad for tensor in own):  # of most models, the first one says it
+            return True
+        if any(tensor.requires_grad for tensor in (watch or self._search()).tensors):
             return True
         try:
             leaves, _ = flatten((args, kwargs))
         except CaptureError:  # it contains itself: whatever it holds, it is a call for eager
             return True
         return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+
+    def _search(self) -> Watch:
+        """The model as it is, looked through again only after a change."""
+        found = self._searched
+        if found is None or found.changed():
+            found = self._searched = Watch(self.model)
+        return found
 
     def _declined(self, reason: str) -> None:
         """A call that the model itself serves."""
@@ -334,45 +358,3 @@ class Compiled:
 def _is_eager(fast: Optimized | Partitioned) -> bool:
     """Whether eager has won the race."""
     return fast.executable is None if isinstance(fast, Optimized) else fast.backend == "eager"
-
-
-class _Ambient:
-    """The process-wide settings that a model may query, as they are when it is compiled.
-
-    Args:
-        follows_threads: whether engines were compiled for torch's number of threads.
-    """
-
-    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_thread", "_threads")
-
-    def __init__(self, *, follows_threads: bool) -> None:
-        self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
-        self._device = _default_device()
-        self._threads, self._thread = torch.get_num_threads() if follows_threads else None, threading.get_ident()
-        self._asked = False
-
-    def ask(self, names: Container[str]) -> None:
-        """Takes the names that a model reads: most models query no modes and behave the same in each."""
-        self._asked = any(name in names for name in MODES)
-
-    def was_renumbered(self) -> bool:
-        """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each."""
-        here = self._threads is not None and threading.get_ident() == self._thread
-        return here and _number_of_threads() != self._threads
-
-    def differs(self) -> str:
-        """Why this call is served by eager, if a process-wide setting has changed."""
-        if _default_dtype() is not self._dtype:
-            return "the default dtype has changed since it was compiled"
-        if self._threads is not None and _number_of_threads() != self._threads:
-            return "torch's number of threads has changed since it was compiled"
-        if (_function_modes() or self._device is not None) and _default_device() != self._device:
-            return "the default device has changed since it was compiled"
-        if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
-            return "it queries the grad mode, which has changed since it was compiled"
-        return ""
-
-
-def _default_device() -> torch.device | None:
-    """The device that torch makes tensors on; None if none was chosen."""
-    return torch.get_default_device() if _function_modes() else None

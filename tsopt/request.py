@@ -304,7 +304,8 @@ class Request:
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)
         rehearsed = apart and not isinstance(self.model, ExportedProgram)
-        return program, rehearsal_of(called, program) if rehearsed else Rehearsal(called)
+        state = program.state.values()
+        return program, rehearsal_of(called, program.signature, state) if rehearsed else Rehearsal(called)
 
     def _transformed(self, validated: ValidatedRanges) -> tuple[Program, list[PassRecord], ValidatedRanges]:
         """The program after the passes; a program for many sizes is correct at all sizes that were tried."""

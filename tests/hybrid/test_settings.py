@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import tsopt
 from tests.hybrid.models import QUICK, Net, X, close, eager
+from tsopt import hybrid_state
 from tsopt.runtime.calling.audit import difference
 
 
@@ -133,3 +135,58 @@ def test_what_another_thread_loads_during_an_audit_stays(always_faster):
     finally:
         waiting.set()
         thread.join()
+
+
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def normed():
+    """A model with statistics, and others to load into it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval()
+    return model, {name: value + 2 for name, value in model.state_dict().items()}
+
+
+def test_what_another_thread_loads_while_calls_are_compared_stays(always_faster, monkeypatch, normed):
+    model, loaded = normed
+    net = tsopt.hybridize(model, **QUICK)
+    monkeypatch.setattr(hybrid_state, "loss", lambda *_: in_a_thread(lambda: net.load_state_dict(loaded)) or "")
+    with torch.no_grad():
+        net(X)
+        close(net[1].running_mean, loaded["1.running_mean"])
+        close(net(X), eager(net))
+
+
+def test_what_another_thread_loads_while_it_is_compiled_is_used(always_faster, monkeypatch, normed):
+    model, loaded = normed
+    net, real = tsopt.hybridize(model, **QUICK), hybrid_state.optimize
+
+    def optimize(*args, **options):
+        made = real(*args, **options)
+        in_a_thread(lambda: net.load_state_dict(loaded))
+        monkeypatch.setattr(hybrid_state, "optimize", real)
+        return made
+
+    monkeypatch.setattr(hybrid_state, "optimize", optimize)
+    with torch.no_grad():
+        for _ in range(2):
+            close(net(X), eager(net))
+    report = tsopt.report(net)
+    assert (report.calls, report.in_eager) == (2, {"its weights were changed while it was compiled": 1})
+
+
+def test_the_model_itself_is_called_no_more_often_than_to_optimize_it(always_faster):
+    called = SimpleQueue()  # a list would be an effect
+
+    class Told(nn.Module):
+        def forward(self, x):
+            called.put(self)
+            return x.relu() + 1
+
+    model = Told().eval()
+    with torch.no_grad():
+        tsopt.hybridize(model, **QUICK, audit=0)(X)
+    assert sum(called.get() is model for _ in range(called.qsize())) == 1

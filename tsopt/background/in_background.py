@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tsopt.background.job import Answer, Job, named_tensors
+from tsopt.background.job import Job
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.snapshot import iterator_in
 from tsopt.compiler.model_reads import reads_of
@@ -28,6 +29,7 @@ from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of
 from tsopt.runtime.checking.accuracy import Oracle
+from tsopt.runtime.racing.rehearsal import rehearsal_of
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -74,8 +76,9 @@ class InBackground:
         self._counts: Counter[CallKey] = Counter()  # of calls that nothing serves yet
         self.seconds, self.in_eager = 0.0, Counter[str]()
         self._refused: UsageError | None = None
-        self._lock = threading.Lock()
+        self._lock, self._owner = threading.Lock(), os.getpid()
         self._watch: Watch | None = None
+        self._searched: Watch | None = None  # for tensors, while nothing is compiled
         self._learning: Watch | None = None
         self.asks = reads_of(model).names
 
@@ -95,8 +98,10 @@ class InBackground:
         learning, self._learning = self._learning, None
         found = served(*args, **kwargs)
         if learning is not None and served is self.model:
-            learning.leave_out_changes()  # what the model itself changes when it is called does not count
-            learning.renew()
+            # What the model itself changes when it is called does not count. Of tensors, the answer says which:
+            # others may have been written by another thread.
+            learning.leave_out_changes()
+            learning.renew(but_writes=True)
         return found
 
     def _why_eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -130,7 +135,11 @@ class InBackground:
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """The tensors that the model computes with, wherever its code finds them."""
-        return (self._watch or Watch(self.model)).tensors
+        job = self._job
+        watch = self._watch or (self._searched if job is None else job.job.watch)
+        if watch is None or (watch is self._searched and watch.changed()):
+            watch = self._searched = Watch(self.model)
+        return watch.tensors
 
     def training_changed(self) -> bool:
         """Whether a training flag of a module has changed."""
@@ -158,12 +167,23 @@ class InBackground:
     def wait(self, seconds: float | None) -> bool:
         """Whether nothing is being compiled any more, after at most this many seconds."""
         end = None if seconds is None else time.monotonic() + seconds
-        with self._lock:
+        self._leave_to_the_parent()
+        if not self._lock.acquire(timeout=-1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)):
+            return False
+        try:
             job = self._job
             if job is not None and not job.job.wait(None if end is None else max(0.0, end - time.monotonic())):
                 return False
             self._take_over()
+        finally:
+            self._lock.release()
         return True
+
+    def _leave_to_the_parent(self) -> None:
+        """In a fork: neither the job is its own, nor is a thread there that may have held the lock."""
+        if self._owner != os.getpid():
+            self._owner, self._lock = os.getpid(), threading.Lock()
+            self._job = self._learning = None
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         try:
@@ -173,6 +193,7 @@ class InBackground:
             return self.model
         if found is None and iterator_in(args, kwargs) is not None:  # which is not to be sent, nor called twice
             return self.model
+        self._leave_to_the_parent()
         # Where another thread is at it, it does so for all.
         if found is None and self._lock.acquire(blocking=False):
             try:
@@ -239,9 +260,12 @@ class InBackground:
         self.seconds += time.monotonic() - self._begun
         try:
             answer = job.answer()
+            state = job.state(self.model, answer.written)
+            if state is None:
+                return  # it was made of other weights: the next call of this key begins again
             executable = None
             if answer.signature is not None:
-                executable = self._checked(job, answer, job.made(answer.signature, running.key[0]))
+                executable = self._checked(job, state, job.made(answer.signature, running.key[0]))
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding
@@ -251,17 +275,14 @@ class InBackground:
         except Exception as error:  # of files, of engines: eager serves
             self._failed(running.key, running.partner, error)
             return
-        if executable is None:
-            held = named_tensors(self.model)
-            job.watch.leave_out(held[name] for name in answer.written)
         # Recorded again, with what calls have changed by now.
         watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
-            return  # it was made of other weights: the next call of this key begins again
+            return
         if not self._may_serve(executable, watch, job.examples[0]):
             executable = None
         if executable is not None:
-            self._files[executable], self._watch = job, watch
+            self._files[executable], self._watch, self._searched = job, watch, None
             self._specializations.used(executable)
         self._keep(running, executable)
         self.reports.append(answer.report)
@@ -289,23 +310,23 @@ class InBackground:
         seen.failures, seen.partner = seen.failures + 1, key
         log.info("calls are not compiled for several sizes in the background: %s", error)
 
-    def _checked(self, job: Job, answer: Answer, executable: Executable) -> Executable:
+    def _checked(self, job: Job, state: list[torch.Tensor], executable: Executable) -> Executable:
         """Checks that it computes what the model computes here: globals and modes are not sent.
 
-        The other process has checked how exactly; here it only has to be the same model.
+        The other process has checked how exactly; here it only has to be the same model. A shadow of it is called,
+        because other threads call the model, or load weights.
         """
-        held = named_tensors(self.model)
-        executable.state[:] = [held[name] for name in answer.written]  # those of the file are copies
-        job.watch.leave_out(executable.state)
-        if not job.watch.changed():
-            for example in job.examples if executable.signature.dims else job.examples[:1]:
-                tolerance = SAME_MODEL if executable.precision == FP32 else None
-                with kept_outside(self.model):
-                    oracle = Oracle(self.model, example, None, state=executable.state, few=True)
-                    verdict = oracle.judge(executable, precision="bf16", tolerance=tolerance)
-                if not verdict.ok:
-                    why = verdict.reason
-                    raise AccuracyError("the model computes different values in the background process", why=why)
+        rehearsal = rehearsal_of(self.model, executable.signature, state, is_apart=False)
+        executable.state[:] = map(rehearsal.twin, state)  # those of the file are copies
+        for example in job.examples if executable.signature.dims else job.examples[:1]:
+            tolerance = SAME_MODEL if executable.precision == FP32 else None
+            with kept_outside(self.model):
+                oracle = Oracle(rehearsal.model, example, None, state=executable.state, few=True)
+                verdict = oracle.judge(executable, precision="bf16", tolerance=tolerance)
+            if not verdict.ok:
+                why = verdict.reason
+                raise AccuracyError("the model computes different values in the background process", why=why)
+        executable.state[:] = state
         return executable
 
     def _fail(self, key: CallKey, error: Exception) -> None:

@@ -42,7 +42,7 @@ def drained(queue):
 def rehearsed(model):
     program, apart = capture_apart(model, X)
     assert apart
-    return rehearsal_of(model, program), program
+    return rehearsal_of(model, program.signature, program.state.values()), program
 
 
 WINNERS = pytest.mark.parametrize("wins", ["eager", "eager + passes"])

@@ -7,28 +7,44 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from tsopt.compiler.calls.example import Example
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import Outside, kept_outside
-from tsopt.compiler.protect import protected
+from tsopt.compiler.protect import kept, modules_of, protected
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.checking.inputs import InputSet
+from tsopt.runtime.racing.rehearsal import stand_in
 
 
-def call_effects(model: Callable[..., Any], watch: Watch, example: Example) -> tuple[list[str], list[str]]:
+def call_effects(
+    model: Callable[..., Any], watch: Watch, example: Example, *, knows_state: bool = True
+) -> tuple[list[str], list[str]]:
     """What every call changes outside of the model, and which of its attributes. The watch ignores both from then on.
 
-    Calls the model. If that changes something outside, or raises, the changes are undone: eager will serve the user's
-    call.
+    Calls a shadow of the model, and the model itself only if that changes anything. If it is outside, or the model
+    raises, the changes are undone: eager will serve the user's call.
+
+    Args:
+        knows_state: `watch.written` are all the tensors that a call writes: others are left to other threads.
     """
+    shadow = stand_in(model, watch.written) if knows_state else None
+    if shadow is not None and _changes_nothing(shadow.called, list(map(shadow.twin, watch.written)), example):
+        return [], []
     outside, inside, complete = list[str](), list[str](), False
     before = Outside(model)
-    with protected(model, written=watch.written), contextlib.suppress(Exception):
+    if knows_state and others_run():
+        keeping = kept(modules_of(model), watch.written, among_threads=True)
+    else:
+        keeping = protected(model, written=watch.written)
+    with keeping, torch.no_grad(), contextlib.suppress(Exception):
         outside, inside = watch.changes_of(partial(_call_once, model, example), partial(kept_outside, model))
         watch.leave_out_changes()
         complete = True
     if outside or not complete:
         before.put_back()
-    watch.renew()
+    watch.renew(but_writes=knows_state)
     return outside, inside
 
 
@@ -41,6 +57,14 @@ def not_changed(inside: list[str]) -> str:
     """What to tell of attributes that compiled calls leave as they are."""
     names = f"its attribute{'s' * (len(inside) > 1)} {', '.join(inside)}"
     return f"compiled calls do not change {names}, which each call of the model itself does"
+
+
+def _changes_nothing(shadow: Callable[..., Any], written: list[torch.Tensor], example: Example) -> bool:
+    """Whether calls of a shadow change nothing but its state."""
+    watch = Watch(shadow, written)
+    with kept_outside(shadow), protected(None), contextlib.suppress(Exception):
+        return not any(watch.changes_of(partial(_call_once, shadow, example), partial(kept_outside, shadow)))
+    return False
 
 
 def _call_once(model: Callable[..., Any], example: Example) -> None:

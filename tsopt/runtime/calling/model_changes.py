@@ -12,7 +12,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -21,8 +21,9 @@ from torch import nn
 
 from tsopt.compiler.calls.snapshot import elements_of, slot_names
 from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, content_of, reads_of
-from tsopt.compiler.protect import same_bytes, training_of
+from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
+from tsopt.runtime.calling.alike import alike, all_alike, differ
 from tsopt.runtime.calling.weights import has_place
 
 PLAIN = (list, dict, set, deque)
@@ -88,17 +89,27 @@ class Watch:
     def leave_out(self, written: Iterable[torch.Tensor]) -> None:
         """Tensors whose values do not count any more."""
         self.written += written
-        out = {id(tensor) for tensor in self.written}
-        kept = [i for i, tensor in enumerate(self._tensors) if id(tensor) not in out]
-        places = [self._places[i] for i in kept]
-        versions = {id(t): v for t, v in zip(self._counted, self._versions, strict=True)}
-        strides = {id(t): s for t, s in zip(self._shaped, self._strides, strict=True)}
-        self._tensors, self._places = [self._tensors[i] for i in kept], places
+        out, marks = {id(tensor) for tensor in self.written}, self._marks()
+        self._tensors = [tensor for tensor in self._tensors if id(tensor) not in out]
         self._counted = [tensor for tensor in self._counted if id(tensor) not in out]
         self._shaped = [tensor for tensor in self._shaped if id(tensor) not in out]
-        self._versions = [versions[id(tensor)] for tensor in self._counted]
+        self._as_marked(*marks)
+
+    def _marks(self) -> tuple[dict[int, int], dict[int, int], dict[int, tuple[int, ...]]]:
+        """The versions, places and strides of tensors as they count, by their ids."""
+        versions, places = (
+            zip(self._counted, self._versions, strict=True),
+            zip(self._tensors, self._places, strict=True),
+        )
+        strides = zip(self._shaped, self._strides, strict=True)
+        return {id(t): v for t, v in versions}, {id(t): p for t, p in places}, {id(t): s for t, s in strides}
+
+    def _as_marked(self, versions: dict[int, int], places: dict[int, int], strides: dict[int, tuple[int, ...]]) -> None:
+        """Tensors that have marks count as these say; others as they are."""
+        self._versions = [versions[id(t)] if id(t) in versions else _version(t) for t in self._counted]
+        self._places = [places[id(t)] if id(t) in places else _place(t) for t in self._tensors]
+        self._strides = [strides[id(t)] if id(t) in strides else _strides(t) for t in self._shaped]
         self._expected = None if self._doubted else self._versions
-        self._strides = [strides[id(tensor)] for tensor in self._shaped]
 
     def changed(self) -> bool:
         """Whether anything is not what it was. Microseconds, and one of them for each two or three tensors."""
@@ -110,9 +121,9 @@ class Watch:
                 and [*map(_strides, self._shaped)] == self._strides
                 and not any(found.empty)
                 and [*map(len, found.sized)] == self._lengths
-                and _all_alike([*chain.from_iterable(found.keyed)], self._keys)
+                and all_alike([*chain.from_iterable(found.keyed)], self._keys)
                 and [*map(len, found.tables)] == self._sizes
-                and _all_alike(
+                and all_alike(
                     [
                         *chain.from_iterable(self._views),
                         *[place[name] for place, name in found.slots],
@@ -162,7 +173,7 @@ class Watch:
         if not self._doubted:
             return False
         counted = {id(tensor) for tensor in self._counted}
-        if any(_differ(*pair) for pair in self._doubted if id(pair[0]) in counted):
+        if any(differ(*pair) for pair in self._doubted if id(pair[0]) in counted):
             return False
         self._expected, self._doubted = self._versions, []
         return not self.changed()
@@ -186,7 +197,7 @@ class Watch:
         if not self._changed_outside() and not self._changed_inside():
             return [], []
         self._found.add_new(self.asks)
-        self.renew()
+        self.renew(but_writes=True)
         with kept():
             call()
             return self._changed_outside(), self._changed_inside()
@@ -197,7 +208,7 @@ class Watch:
         names = [
             repr(name)
             for (place, name), before in zip(found.slots, self._values, strict=True)
-            if id(place) not in outside and not _alike(place.get(name, ABSENT), before)
+            if id(place) not in outside and not alike(place.get(name, ABSENT), before)
         ]
         for table, known in zip(found.tables, found.known, strict=True):
             names += [repr(name) for name in table if name not in known and name in self.asks]
@@ -212,7 +223,7 @@ class Watch:
         names = []
         for container, view in zip(found.containers, self._views, strict=True):
             before = [next(held) for _ in range(found.lengths[id(container)])]
-            if id(container) in outside and not _all_alike([*view], before):
+            if id(container) in outside and not all_alike([*view], before):
                 names.append(f"a {type(container).__name__}")
         names += [
             f"a {type(container).__name__}" for container in found.empty if container and id(container) in outside
@@ -220,10 +231,10 @@ class Watch:
         names += [
             repr(slot[1])
             for slot, before in zip(found.slots, self._values, strict=True)
-            if id(slot[0]) in outside and not _alike(slot[0].get(slot[1], ABSENT), before)
+            if id(slot[0]) in outside and not alike(slot[0].get(slot[1], ABSENT), before)
         ]
         cells = zip(found.cells, self._cells, strict=True)
-        names += ["a variable of a closure" for cell, before in cells if not _alike(content_of(cell), before)]
+        names += ["a variable of a closure" for cell, before in cells if not alike(content_of(cell), before)]
         return [*dict.fromkeys(names)]
 
     def leave_out_changes(self) -> None:
@@ -234,12 +245,12 @@ class Watch:
         for container, view in zip(found.containers, self._views, strict=True):
             # As many as there were: those that are there now may be more.
             before = [next(held) for _ in range(found.lengths[id(container)])]
-            if len(before) == len(container) and all(map(_alike, view, before)):
+            if len(before) == len(container) and all(map(alike, view, before)):
                 kept.append(container)
         slots = [
             slot
             for slot, before in zip(found.slots, self._values, strict=True)
-            if _alike(slot[0].get(slot[1], ABSENT), before)
+            if alike(slot[0].get(slot[1], ABSENT), before)
         ]
         tables = [
             (table, known)
@@ -253,13 +264,26 @@ class Watch:
         found.containers, found.slots = kept, slots
         found.tables, found.known = [table for table, _ in tables], [known for _, known in tables]
         found.empty = [table for table in found.empty if not table]
-        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if _alike(content_of(c), before)]
+        found.cells = [c for c, before in zip(found.cells, self._cells, strict=True) if alike(content_of(c), before)]
 
-    def renew(self) -> None:
-        """From now on what counts is how things are now."""
+    def was_overwritten(self) -> bool:
+        """Whether tensors have been written to, or have been given other memory."""
+        written = [*map(_version, self._counted)] != self._versions
+        return written or [*map(_place, self._tensors)] != self._places
+
+    def renew(self, *, but_writes: bool = False) -> None:
+        """From now on what counts is how things are now.
+
+        Args:
+            but_writes: what has been written to tensors meanwhile is still a change: other threads may have done it.
+        """
+        held, marks, doubted = self._tensors, self._marks(), self._doubted  # `held`: an id is that of one tensor
         self._flags = training_of(self.modules)
         self._found.measure()
         self._now()
+        if but_writes and held:
+            self._doubted = doubted
+            self._as_marked(*marks)
 
 
 class _Found:
@@ -371,30 +395,3 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
     if not isinstance(namespace, dict):
         return slots
     return ChainMap(namespace, cast("dict[str, Any]", slots)) if slots.names else namespace
-
-
-def _differ(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    same_kind = (tensor.shape, tensor.dtype, tensor.device) == (before.shape, before.dtype, before.device)
-    return not same_kind or not same_bytes(tensor, before)
-
-
-def _all_alike(values: list[Any], before: list[Any]) -> bool:
-    return len(values) == len(before) and (all(map(is_, values, before)) or all(map(_alike, values, before)))
-
-
-def _alike(value: Any, before: Any) -> bool:
-    """Whether code that computes with one computes the same with the other; 1, 1.0 and True are not alike."""
-    if value is before:
-        return True
-    if type(value) is not type(before) or isinstance(value, torch.Tensor):  # a tensor has a place, and may be written
-        return False
-    if isinstance(value, (tuple, list)):
-        return _all_alike(elements_of(value), elements_of(before))
-    if isinstance(value, dict):
-        return _all_alike([*value], [*before]) and _all_alike([*value.values()], [*before.values()])
-    if isinstance(value, (float, complex)):
-        return repr(value) == repr(before)  # 0.0 and -0.0 are not alike, NaN and NaN are
-    try:
-        return bool(value == before)
-    except Exception:  # of arrays, whose comparison is one for each element
-        return False

@@ -1,0 +1,56 @@
+"""The process-wide settings that a hybrid was compiled under."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container
+
+import torch
+
+# Queries whose answer depends on how code is called, not on its arguments.
+MODES = frozenset({"is_grad_enabled", "is_inference_mode_enabled", "is_inference", "inference_mode"})
+# Called on every call: a global of this module is looked up faster than an attribute of torch.
+_default_dtype, _number_of_threads = torch.get_default_dtype, torch.get_num_threads
+_function_modes = torch._C._len_torch_function_stack
+
+
+class Settings:
+    """The process-wide settings that a model may query, as they are when it is compiled.
+
+    Args:
+        follows_threads: whether engines were compiled for torch's number of threads.
+    """
+
+    __slots__ = ("_asked", "_device", "_dtype", "_inference", "_thread", "_threads")
+
+    def __init__(self, *, follows_threads: bool) -> None:
+        self._dtype, self._inference = torch.get_default_dtype(), torch.is_inference_mode_enabled()
+        self._device = _default_device()
+        self._threads, self._thread = torch.get_num_threads() if follows_threads else None, threading.get_ident()
+        self._asked = False
+
+    def ask(self, names: Container[str]) -> None:
+        """Takes the names that a model reads: most models query no modes and behave the same in each."""
+        self._asked = any(name in names for name in MODES)
+
+    def was_renumbered(self) -> bool:
+        """Whether the thread that compiled it has changed torch's number of threads since; torch has one for each."""
+        here = self._threads is not None and threading.get_ident() == self._thread
+        return here and _number_of_threads() != self._threads
+
+    def differs(self) -> str:
+        """Why this call is served by eager, if a process-wide setting has changed."""
+        if _default_dtype() is not self._dtype:
+            return "the default dtype has changed since it was compiled"
+        if self._threads is not None and _number_of_threads() != self._threads:
+            return "torch's number of threads has changed since it was compiled"
+        if (_function_modes() or self._device is not None) and _default_device() != self._device:
+            return "the default device has changed since it was compiled"
+        if self._asked and (torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference):
+            return "it queries the grad mode, which has changed since it was compiled"
+        return ""
+
+
+def _default_device() -> torch.device | None:
+    """The device that torch makes tensors on; None if none was chosen."""
+    return torch.get_default_device() if _function_modes() else None
