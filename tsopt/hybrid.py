@@ -112,19 +112,48 @@ def report(model: Any) -> Report | HybridReport:
 def original_of(model: Any) -> Any:
     """The original model of a hybrid; the model itself if it is not a hybrid."""
     compiled = compiled_of(model)
-    return model if compiled is None else compiled.model
+    return _plain(model) if compiled is None else compiled.model
 
 
 def compiled_of(model: Any) -> Compiled | None:
     """The state behind a hybrid, or behind the model of a pipeline; None for anything else."""
     inside = model_in(model)
     model = model if inside is None else inside
-    found = getattr(type(model) if isinstance(model, nn.Module) else model, "_tsopt_compiled", None)
-    return found if isinstance(found, Compiled) else None
+    if isinstance(model, nn.Module):
+        return _behind(model)
+    found = getattr(model, "_tsopt_compiled", None)  # which `functools.wraps` copies to what is around a hybrid
+    return found if isinstance(found, Compiled) and getattr(model, "__wrapped__", None) is found.model else None
+
+
+def _behind(module: Any) -> Compiled | None:
+    """The state behind a hybrid; None for any other object of its class, which `type(hybrid)(...)` makes as well."""
+    found = getattr(type(module), "_tsopt_compiled", None)
+    return found if isinstance(found, Compiled) and module.__dict__ is found.model.__dict__ else None
+
+
+def _plain(model: Any) -> Any:
+    """Another object of a hybrid's class as one of the model's, which shares its attributes; all else is itself."""
+    cls = type(model)
+    if "_tsopt_compiled" not in vars(cls):
+        return model
+    made: Any = object.__new__(_class_of_model(cls))
+    made.__dict__ = model.__dict__
+    for name in slot_names(type(made)):
+        if hasattr(model, name):
+            object.__setattr__(made, name, getattr(model, name))
+    return made
+
+
+def _class_of_model(cls: type) -> type:
+    """The class that a hybrid's class was made of; any other is itself."""
+    return cls.__bases__[-1] if "_tsopt_compiled" in vars(cls) else cls
 
 
 class _Hybrid:
-    """Mixin that intercepts the call of a module. Everything else is the module's own."""
+    """Mixin that intercepts the call of a module. Everything else is the module's own.
+
+    Other objects of its class, which `type(hybrid)(...)` and class methods make, are as those of the model's class.
+    """
 
     _tsopt_compiled: Compiled
 
@@ -133,19 +162,46 @@ class _Hybrid:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiled = self._tsopt_compiled
+        if self.__dict__ is not compiled.model.__dict__:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return compiled(args, kwargs, compiled.model)
 
     def __copy__(self) -> Any:
-        compiled = self._tsopt_compiled
+        compiled = _behind(self)
+        if compiled is None:
+            own = getattr(super(), "__copy__", None)
+            return _copied(self, copy.copy, {}) if own is None else own()
         return hybridize(copy.copy(compiled.model), background=compiled.background, **compiled.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        compiled = self._tsopt_compiled
+        compiled = _behind(self)
+        if compiled is None:
+            own = getattr(super(), "__deepcopy__", None)
+            return _copied(self, functools.partial(copy.deepcopy, memo=memo), memo) if own is None else own(memo)
         return hybridize(copy.deepcopy(compiled.model, memo), background=compiled.background, **compiled.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the original model: a compiled form belongs to its process."""
-        return original_of, (self._tsopt_compiled.model,)
+        compiled = _behind(self)
+        if compiled is not None:
+            return original_of, (compiled.model,)
+        found: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = found
+        cls = type(self)  # which nobody can import
+        return _called, tuple(_class_of_model(cls) if item is cls else item for item in (make, *arguments)), *state
+
+
+def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a pickle names instead of the function: of some, pickle checks the arguments."""
+    return function(*arguments)
+
+
+def _copied(module: Any, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """What `copy` makes of an object whose class has no method for it, as an object of the model's class."""
+    made: Any = object.__new__(_class_of_model(type(module)))
+    memo[id(module)] = made
+    made.__setstate__(copied(module.__getstate__()))
+    return made
 
 
 def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
@@ -155,7 +211,8 @@ def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
         names["forward"] = _forward(cls)
     slots = {name: getattr(cls, name) for name in slot_names(cls)}
     names |= {name: _shared(slot, model) for name, slot in slots.items() if isinstance(slot, MemberDescriptorType)}
-    made: nn.Module = object.__new__(type(cls.__name__, (_Hybrid, cls), names))
+    bases = (cls,) if issubclass(cls, _Hybrid) else (_Hybrid, cls)
+    made: nn.Module = object.__new__(type(cls.__name__, bases, names))
     made.__dict__ = model.__dict__  # shared: what is done to one is done to the other
     return made
 
@@ -163,10 +220,16 @@ def _module(model: nn.Module, compiled: Compiled) -> nn.Module:
 def _shared(slot: Any, model: nn.Module) -> property:
     """What `__slots__` has laid out, which is not in the `__dict__` that the two share."""
 
-    def write(_: Any, value: Any) -> None:
-        slot.__set__(model, value)
+    def owner(module: Any) -> Any:
+        return model if module.__dict__ is model.__dict__ else module  # another object of the class has its own
 
-    return property(lambda _: slot.__get__(model), write, lambda _: slot.__delete__(model), slot.__doc__)
+    def write(module: Any, value: Any) -> None:
+        slot.__set__(owner(module), value)
+
+    def delete(module: Any) -> None:
+        slot.__delete__(owner(module))
+
+    return property(lambda module: slot.__get__(owner(module)), write, delete, slot.__doc__)
 
 
 def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -175,6 +238,8 @@ def _forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = self._tsopt_compiled
+        if self.__dict__ is not compiled.model.__dict__:
+            return cls.forward(self, *args, **kwargs)
         eager = compiled.model.forward
         hooked = any(getattr(self, name, None) for name in HOOKS) or torch.nn.modules.module._has_any_global_hook()
         return eager(*args, **kwargs) if hooked else compiled(args, kwargs, eager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import pickle
 import warnings
@@ -15,6 +16,7 @@ import tsopt
 from tests.hybrid.models import QUICK, Net, X, close, eager
 from tsopt import hybrid_state
 from tsopt.hybrid import compiled_of
+from tsopt.runtime.calling.model_changes import Watch
 
 
 def test_it_is_compiled_at_the_first_call_and_once(net, calls):
@@ -298,3 +300,102 @@ def test_the_class_of_a_hybrid_is_not_registered_as_one_of_the_users():
     assert isinstance(net, Registered)
     with torch.no_grad():
         close(net(X), X + 1)
+
+
+class Makes(Net):
+    @classmethod
+    def with_shift(cls, value):
+        made = cls().eval()
+        made.shift.fill_(value)
+        return made
+
+
+@pytest.fixture
+def net_and_others(always_faster):
+    """A hybrid, and other objects of its class, which shift by 5 instead of 1."""
+    net = tsopt.hybridize(Makes().eval(), **QUICK)
+    replica = net._replicate_for_data_parallel()
+    replica._buffers["shift"] = torch.full((3,), 5.0)
+    with torch.no_grad():
+        net(X)
+        return net, (type(net).with_shift(5.0), net.with_shift(5.0), replica)
+
+
+def test_other_objects_of_its_class_have_weights_of_their_own(net_and_others):
+    net, others = net_and_others
+    with torch.no_grad():
+        for other in others:
+            assert isinstance(other, Makes)
+            assert compiled_of(other) is None
+            close(other(X), net(X) + 4)
+            close(other.forward(X), net(X) + 4)
+
+
+def test_copies_of_other_objects_of_its_class_are_of_the_models(net_and_others):
+    net, (other, *_) = net_and_others
+    with torch.no_grad():
+        for twin in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+            assert type(twin) is Makes
+            close(twin(X), net(X) + 4)
+
+
+def test_another_object_of_its_class_can_be_hybridized(net_and_others):
+    net, (other, *_) = net_and_others
+    again = tsopt.hybridize(other, **QUICK)
+    with torch.no_grad():
+        close(again(X), net(X) + 4)
+        other.shift.fill_(6.0)
+        close(again(X), net(X) + 5)
+    assert compiled_of(again).fast is not None
+    assert compiled_of(net).model.shift is not other.shift
+
+
+def test_a_class_derived_from_its_class_is_as_one_of_the_models(net_and_others):
+    net, _ = net_and_others
+
+    class More(type(net)):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    more = More.with_shift(5.0)
+    with torch.no_grad():
+        for made in (more, copy.deepcopy(more), tsopt.hybridize(more, **QUICK)):
+            close(made(X), net(X) + 5)
+
+
+def test_other_objects_of_its_class_have_slots_of_their_own():
+    net = tsopt.hybridize(Slotted().eval(), **QUICK)
+    other = type(net)().eval()
+    other.factor = 5.0
+    assert (net.factor, other.factor, tsopt.hybridize(other, active=False).factor) == (3.0, 5.0, 5.0)
+    del other.factor
+    assert net.factor == 3.0
+
+
+def test_a_function_around_a_hybrid_is_not_the_hybrid():
+    net = tsopt.hybridize(relu, **QUICK)
+
+    @functools.wraps(net)
+    def more(x):
+        return net(x) + 1
+
+    assert compiled_of(more) is None
+    assert tsopt.hybridize(more, active=False) is more
+
+
+def searched(monkeypatch):
+    """The models that are looked through."""
+    found = []
+    monkeypatch.setattr(hybrid_state, "Watch", lambda model, *args: found.append(model) or Watch(model, *args))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. .* runs in eager mode:UserWarning")
+def test_a_model_whose_gradients_are_wanted_is_not_looked_through_at_each_call(monkeypatch):
+    found, layer = searched(monkeypatch), nn.Linear(8, 3)
+    for model, times in ((Net().eval(), 0), (lambda x: layer(x).relu(), 1)):
+        found.clear()
+        net = tsopt.hybridize(model, **QUICK)
+        for _ in range(3):
+            assert net(X).requires_grad
+        assert len(found) == times
