@@ -33,11 +33,11 @@ from tsopt.runtime import locked_directory
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
+from tsopt.runtime.locked_directory import JOB, OURS
 from tsopt.runtime.report import Report
 from tsopt.runtime.sandbox.processes import descendants, environment_of_child, kill, python, why_none
 
 REQUEST, ANSWER, BUNDLE, OUTPUT = "request", "answer", "model.tsopt", "output"
-OURS, JOB = "tsopt-", ".job"  # begin and end the names of directories
 TAIL = 300  # characters of what a process that has failed has printed
 
 
@@ -71,7 +71,7 @@ class Job:
         self.examples, self.watch = [example.renewed() for example in examples], Watch(model)
         self._tensors = named_tensors(model)
         place, self._owner = Path(tempfile.gettempdir()), os.getpid()
-        locked_directory.sweep(place, OURS, JOB)  # left by callers that were killed
+        locked_directory.sweep_ours(place)
         self.directory, lock = locked_directory.create(place, f"{OURS}{self._owner}-", JOB)
         self._forget = weakref.finalize(self, _remove, self.directory, lock, self._owner)
         ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()

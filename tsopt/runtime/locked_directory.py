@@ -20,6 +20,10 @@ except ImportError:  # Windows: nobody knows which owners are alive, so nothing 
     fcntl = None  # type: ignore[assignment]
 
 
+# Begin and end the names of directories of tsopt's own processes: those of a race, and of a job in the background.
+OURS, RACE, JOB = "tsopt-", ".race", ".job"
+
+
 def create(parent: Path, prefix: str, suffix: str) -> tuple[Path, int]:
     """Creates a directory. Returns it with the file descriptor that holds its lock until it is closed.
 
@@ -57,6 +61,12 @@ def sweep(parent: Path, prefix: str, suffix: str) -> None:
         with contextlib.suppress(OSError), owner_is_dead(path) as dead:  # another user's, or already removed
             if dead:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_ours(parent: Path) -> None:
+    """Removes what processes of ours have left, that were killed together with those who had started them."""
+    for suffix in (RACE, JOB):
+        sweep(parent, OURS, suffix)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from tsopt.compiler.precision_names import FP32
 from tsopt.errors import BackendError, TsoptError
 from tsopt.runtime import locked_directory
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.locked_directory import OURS, RACE
 from tsopt.runtime.racing.outcomes import SYSTEM_ERROR
 from tsopt.runtime.sandbox.isolated import CANDIDATE_SECONDS, CandidateDied, Isolated, state_of
 from tsopt.runtime.sandbox.processes import (
@@ -42,7 +43,6 @@ from tsopt.runtime.sandbox.transfer import Gone, Message, receive, send, write_t
 
 START_SECONDS = 60.0  # to import torch and the engines; a cold disk takes long
 SHARED = Path("/dev/shm")
-OURS, RACE = "tsopt-", ".race"  # begin and end the names of directories
 
 
 CAN_FORK = hasattr(os, "fork") and hasattr(socket, "send_fds")
@@ -142,8 +142,8 @@ class Sandbox:
         while self._stored:
             shutil.rmtree(self._stored.pop(), ignore_errors=True)
         try:
-            for place in (SHARED, _usual()):  # left by races that were killed together with their helpers
-                locked_directory.sweep(place, OURS, RACE)
+            for place in (SHARED, _usual()):
+                locked_directory.sweep_ours(place)
             self.directory, lock = _directory(programs.values(), memory)
             self._directories.append((self.directory, lock))
             for name, program in programs.items():
