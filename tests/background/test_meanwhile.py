@@ -93,8 +93,12 @@ def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered, monkeypatch):
 def test_to_wait_for_who_waits_takes_no_longer_than_asked_for(answered):
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)
+    found = []
     with compiled_of(net).fast._lock:
-        assert not tsopt.wait(net, 0.01)
+        thread = threading.Thread(target=lambda: found.append(tsopt.wait(net, 0.01)), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert found == [False]
     assert tsopt.wait(net, float("inf"))
 
 
