@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.calls.snapshot import elements_of
 from tsopt.compiler.protect import same_bytes
 
 
@@ -22,7 +23,7 @@ def alike(value: Any, before: Any) -> bool:
     if type(value) is not type(before) or isinstance(value, torch.Tensor):  # a tensor has a place, and may be written
         return False
     if isinstance(value, (tuple, list)):
-        return all_alike([*value], [*before])
+        return all_alike(elements_of(value), elements_of(before))
     if isinstance(value, dict):
         return all_alike([*value], [*before]) and all_alike([*value.values()], [*before.values()])
     if isinstance(value, (float, complex)):
