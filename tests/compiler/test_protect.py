@@ -235,6 +235,7 @@ def test_what_another_thread_sets_of_the_process_stays(monkeypatch, another_thre
     assert os.environ["TSOPT_MESS"] == "2"
 
 
+@pytest.mark.usefixtures("single_threaded")
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_containers_inside_containers_are_left_as_they_were(fails):
     model = Messy(fails).eval()
