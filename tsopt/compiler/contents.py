@@ -144,7 +144,7 @@ def _content(held: Any) -> Any:
     """A plain copy of a container, made in one step: other threads may change it."""
     if isinstance(held, dict):
         return items_of(held)
-    return set(elements_of(held)) if isinstance(held, set) else elements_of(held)
+    return set().union(held) if isinstance(held, set) else elements_of(held)  # a union asks no element for its hash
 
 
 def _same(held: Any, content: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from enum import Enum
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import Snapshot, held_by, holders, is_python, iterator_in, told
+from tsopt.compiler.calls.snapshot import Snapshot, elements_of, held_by, holders, is_python, iterator_in, told
 
 
 class Slots:
@@ -161,3 +162,44 @@ def test_classes_whose_instances_are_their_attributes(cls):
 @pytest.mark.parametrize("cls", [partial, deque, type(i for i in ""), type(iter([])), ValueError, Several])
 def test_classes_whose_instances_are_more_than_their_attributes(cls):
     assert not is_python(cls)
+
+
+class Closed:
+    """Refuses to be read and written by the methods of its own class."""
+
+    def refuse(self, *_):
+        raise NotImplementedError
+
+    __len__ = __iter__ = __getitem__ = clear = extend = update = append = refuse
+
+
+class ClosedList(Closed, list):
+    pass
+
+
+class ClosedSet(Closed, set):
+    pass
+
+
+class ClosedDeque(Closed, deque):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "change"),
+    [(ClosedList, list, list.append), (ClosedSet, set, set.add), (ClosedDeque, deque, deque.append)],
+)
+def test_containers_are_read_and_put_back_past_their_class(cls, kind, change):
+    held = cls()
+    change(held, 1)
+    before = Snapshot([held])
+    change(held, 2)
+    assert before.changed()
+    before.restore()
+    assert list(kind.__iter__(held)) == [1]
+    assert not before.changed()
+
+
+def test_a_proxy_is_read_as_it_wants_to_be():
+    owner = deque([1, 2])
+    assert elements_of(weakref.proxy(owner)) == [1, 2]

@@ -88,7 +88,7 @@ def test_both_branches_are_right():
     assert seen == {True, False}
 
 
-@pytest.mark.usefixtures("parts_win")
+@pytest.mark.usefixtures("parts_win", "always_faster")
 def test_the_report_says_why_and_what_the_parts_are():
     fast = optimized()
     assert "2 of 3 parts optimized, the Python code between them is kept" in fast.report.frontend

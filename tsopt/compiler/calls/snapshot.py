@@ -222,8 +222,9 @@ def _refill(holder: Any, elements: Any) -> None:
     if isinstance(holder, dict):
         refill_items(holder, elements)
         return
-    holder.clear()
-    (holder.update if isinstance(holder, set) else holder.extend)(elements)
+    kind = _builtin(holder)
+    kind.clear(holder)
+    (kind.update if kind is set else kind.extend)(holder, elements)
 
 
 def dict_class(item: dict[Any, Any]) -> Any:
@@ -241,8 +242,13 @@ def items_of(item: dict[Any, Any]) -> dict[Any, Any]:
 
 def elements_of(item: Any) -> list[Any]:
     """What a tuple, list, set, frozenset, deque or bytearray holds, past whatever its class does when it is read."""
-    kind = next(kind for kind in (tuple, frozenset, *ORDERED, *UNORDERED) if isinstance(item, kind))
-    return list(kind.__iter__(item))
+    kind = _builtin(item)
+    return list(item if kind is None else kind.__iter__(item))
+
+
+def _builtin(item: Any) -> Any:
+    """The builtin class of a container; None if it only says that it is one, as a proxy does."""
+    return next((kind for kind in (tuple, frozenset, *ORDERED, *UNORDERED) if issubclass(type(item), kind)), None)
 
 
 def refill_items(target: dict[Any, Any], items: dict[Any, Any]) -> None:

@@ -160,7 +160,7 @@ class Shadow:
         elif isinstance(item, tuple):
             made = tuple.__new__(type(item), map(self._copy, elements_of(item)))
         else:
-            made = type(item)(map(self._copy, elements_of(item)))
+            made = frozenset.__new__(type(item), map(self._copy, elements_of(item)))
         if id(item) in self._copies:  # what it holds holds it as well, and has come here first
             return self._copies[id(item)]
         self._enter(item, made)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tsopt.compiler.calls.snapshot import elements_of
+from tsopt.compiler.calls.snapshot import elements_of, items_of
 from tsopt.compiler.protect import same_bytes
 
 
@@ -25,7 +25,8 @@ def alike(value: Any, before: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all_alike(elements_of(value), elements_of(before))
     if isinstance(value, dict):
-        return all_alike([*value], [*before]) and all_alike([*value.values()], [*before.values()])
+        mine, theirs = items_of(value), items_of(before)
+        return all_alike([*mine], [*theirs]) and all_alike([*mine.values()], [*theirs.values()])
     if isinstance(value, (float, complex)):
         return repr(value) == repr(before)  # 0.0 and -0.0 are not alike, NaN and NaN are
     try:

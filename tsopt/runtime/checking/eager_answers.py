@@ -282,7 +282,8 @@ class EagerAnswers:
             with self.frozen(None, self.state, kind):
                 mine = Values.on(self.program, laid_out(self.program, [leaf.clone() for leaf in leaves]))
                 found = mine.compute(self._outputs())
-            wide = Reference64(self.program).run(leaves)
+            with self.frozen(None, self.state, kind), at_most(self._patience):
+                wide = Reference64(self.program).run(leaves)
             # Float64 of a program that does not compute what the model does decides nothing.
             is_of_the_model = _are_equal(found, expected.leaves) or (
                 wide is not None and self._is_equal_in_float64(expected, wide)
@@ -295,15 +296,15 @@ class EagerAnswers:
 
         Eager may use other kernels than it does while it is captured: fused attention, for one.
         """
-        with self.frozen(self._model, self.state, expected.inputs.kind):
+        with self.frozen(self._model, self.state, expected.inputs.kind), at_most(self._patience):
             found = called_in_float64(self._model, expected.inputs.clone())
         return found is not None and _are_equal(found, [wide[node] for node in self._outputs()])
 
 
 def _are_equal(values: Sequence[Any], references: Sequence[Any]) -> bool:
-    return all(
+    return len(values) == len(references) and all(
         isinstance(value, torch.Tensor) and compare(value, reference).ok
-        for value, reference in zip(values, references, strict=False)
+        for value, reference in zip(values, references, strict=True)
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
@@ -42,7 +43,7 @@ class Reference64:
                         uses[source] -= 1
                         if not uses[source] and source not in keep:
                             values.pop(source, None)
-        except (RuntimeError, NotImplementedError, TypeError, IndexError):
+        except (RuntimeError, NotImplementedError, TypeError, IndexError, TimeoutError):
             return None  # no float64 kernel, or a value that float64 takes elsewhere: there is no better reference
         return values
 
@@ -72,7 +73,11 @@ def called_in_float64(model: Callable[..., Any], call: Example) -> list[torch.Te
 
 
 class _Wide(WatchingMode):
-    """Ops on float64 where they would be on other floating-point types."""
+    """Ops on float64 where they would be on other floating-point types. Writes to what the model holds are refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: list[weakref.ref[torch.Tensor]] = []  # of tensors of the model, and views of them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,10 +85,23 @@ class _Wide(WatchingMode):
             raise TypeError(f"{func} may write to what it is given")
         arguments = func._schema.arguments
         given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-        if any(argument.is_write and _is_narrow(given.get(argument.name)) for argument in arguments):
+        written = [given.get(argument.name) for argument in arguments if argument.is_write]
+        if any(_is_narrow(leaf) or self._is_copy(leaf) for leaf in tree_leaves(written)):
             raise TypeError(f"{func} writes to a tensor that is not float64")
         wide_args, wide_kwargs = _wide((args, kwargs))
-        return func(*wide_args, **wide_kwargs)
+        found = tree_map(lambda value: _widen(value) if _is_narrow(value) else value, func(*wide_args, **wide_kwargs))
+        viewed = [given.get(argument.name) for argument in arguments if argument.alias_info is not None]
+        if not written and any(_is_narrow(leaf) or self._is_copy(leaf) for leaf in tree_leaves(viewed)):
+            self._copies += [weakref.ref(leaf) for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return found
+
+    def _is_copy(self, value: Any) -> bool:
+        """Whether a write would reach a copy of the model's memory only."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        copies = (copy() for copy in self._copies)
+        memory = value.untyped_storage()._cdata
+        return any(copy is not None and copy.untyped_storage()._cdata == memory for copy in copies)
 
 
 def _is_narrow(value: Any) -> bool:
