@@ -215,6 +215,49 @@ def test_masks_of_the_lowest_number_stay_finite(precision):
     assert program.module()(X)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("precision", LOW)
+def test_so_do_sums_with_them(precision):
+    """Scores of -128, of rows that are hidden as a whole: in float16, -65504 - 128 would be -inf."""
+    mask, x = torch.full((3, 3), LOWEST), 4 * torch.ones(3, 8)
+    program = lowered(lambda self, x: (x @ -torch.eye(8) @ x.t() + mask).softmax(-1), x, precision=precision)
+    torch.testing.assert_close(program.module()(x)[0], torch.full((3, 3), 1 / 3), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_a_constant_mask_keeps_its_infinities_and_its_lowest_numbers(precision):
+    mask = torch.tensor([[-torch.inf, LOWEST, LOWEST], [0, LOWEST, -torch.inf], [0, 0, 0]])
+
+    def model(self, x, rows):
+        return seen_by(x @ W @ x.t() + mask.index_select(0, rows), x)
+
+    rows = torch.tensor([0, 1, 2])
+    program = lowered(model, X, rows, precision=precision)
+    (found,), wanted = program.module()(X, rows), model(None, X, rows)
+    assert wanted.isfinite().all()
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[1:], wanted[1:], rtol=0.05, atol=0.05)
+
+
+LIMIT = torch.tensor(100_000.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "unit"),
+    [
+        (lambda self, x: (x @ torch.eye(8)).clamp(-100_000, 100_000) @ (W / 64), 1),
+        (lambda self, x: (x * 70_000) @ (W / 64), 70_000),
+        (lambda self, x: torch.where(x > 50_000, 100_000.0, x) @ (W / 64), 1),
+        (lambda self, x: torch.minimum(x @ torch.eye(8), LIMIT) @ (W / 64), 1),
+    ],
+    ids=["clamp", "factor", "where", "constant"],
+)
+def test_what_float16_has_stays_where_larger_numbers_are_possible(model, unit):
+    """Larger than half of its largest number, 65504."""
+    x = torch.eye(3, 8) * torch.tensor([[40_000.0], [-60_000.0], [3.0]]) / unit
+    program = in_precision(tsopt.capture(Net(model), x), "fp16")
+    torch.testing.assert_close(program.module()(x)[0], model(None, x), rtol=0.01, atol=0.01)
+
+
 def test_whole_numbers_and_float64_stay():
     def model(self, x, i):
         return (x @ W).double() @ torch.eye(8, dtype=torch.float64), i * 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +64,7 @@ FOLLOWING = MOVING | frozenset(
 # Results of these can be as large as their operands.
 CARRYING = MOVING | {"add", "sub", "rsub", "mul", "neg", "where", "masked_fill", "maximum", "minimum"}
 NUMBERS = ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")  # as schemas call their types
+HIDING = 1e6  # the least magnitude of the numbers that masks hide scores with; what is smaller may be data
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ class _Lowering:
         self.products: list[str] = []  # where they are in the user's model
         self._was = {node: _dtype(node) for node in program.graph.nodes}
         self._wide: set[fx.Node] = set()  # float32, and larger than the low precision allows, as masks are
+        self._wide_weights: dict[str, bool] = {}  # by name: whether they hold such numbers
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
 
     def run(self) -> None:
@@ -167,11 +169,11 @@ class _Lowering:
         return carried or not _fits(node, self.low)
 
     def _holds_wide(self, value: fx.Node) -> bool:
-        weight = self.program.weights[str(value.target)] if value.op == "get_attr" else None
-        if weight is None or not weight.numel():
-            return False
-        ends = (abs(float(end)) for end in torch.aminmax(weight.detach()))
-        return any(torch.finfo(self.low).max < end < math.inf for end in ends)
+        """Whether a weight has finite numbers that are too large for the low precision."""
+        name = str(value.target)
+        if value.op == "get_attr" and name not in self._wide_weights:
+            self._wide_weights[name] = _exceeds(self.program.weights[name].detach(), torch.finfo(self.low).max)
+        return value.op == "get_attr" and self._wide_weights[name]
 
     def _retyped(self, node: fx.Node, floats: set[fx.Node], dtype: torch.dtype) -> bool:
         """The call on operands of a dtype; False where it takes none such, and is left as it was."""
@@ -200,24 +202,41 @@ class _Lowering:
     def _weight(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
         program = self.program
         name = fresh_name(f"{value.target}.{str(dtype).removeprefix('torch.')}", program.weights)
-        weight, ends = program.weights[str(value.target)].detach(), torch.finfo(dtype)
-        # What is finite stays so: a row of a mask that is -inf all along would be NaN after softmax.
-        lower = weight.clamp(ends.min, ends.max).where(weight.isfinite(), weight).to(dtype)
-        return new_weight(program, value.next, name, lower)
+        weight = program.weights[str(value.target)].detach()
+        if dtype == self.low and self._holds_wide(value):
+            weight = _bounded(weight, dtype, lambda target, *args: target(*args))
+        return new_weight(program, value.next, name, weight.to(dtype))
 
     def _call(self, value: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
         # NOTE: before its first user: further ones come later, and placeholders stay together.
         def made(target: Any, *args: Any) -> fx.Node:
             return new_call(self.program, before, value, target, args, {})
 
-        if value not in self._wide or dtype != self.low:
-            return made(aten.to.dtype, value, dtype)
-        # What is finite stays so, as in a weight; at half of the largest number, sums with it do so too.
-        end = torch.finfo(dtype).max / 2
-        bounded = made(
-            aten.where.self, made(aten.isinf.default, value), value, made(aten.clamp.default, value, -end, end)
-        )
-        return made(aten.to.dtype, bounded, dtype)
+        is_to_bound = value in self._wide and dtype == self.low
+        return made(aten.to.dtype, _bounded(value, dtype, made) if is_to_bound else value, dtype)
+
+
+def _bounded(value: Any, low: torch.dtype, call: Callable[..., Any]) -> Any:
+    """A float32 value whose finite elements a low precision has, too; those that it has already stay.
+
+    The numbers of masks become half of its largest one: sums with them stay finite as well. A row of -inf alone would
+    be NaN after softmax.
+
+    Args:
+        call: makes or computes a call of an op.
+    """
+    largest = torch.finfo(low).max
+    near = call(aten.clamp.default, value, -largest, largest)
+    hides = call(aten.gt.Scalar, call(aten.abs.default, value), max(HIDING, largest))
+    near = call(aten.where.self, hides, call(aten.mul.Tensor, near, 0.5), near)
+    return call(aten.where.self, call(aten.isinf.default, value), value, near)
+
+
+def _exceeds(weight: torch.Tensor, largest: float) -> bool:
+    """Whether a finite element is of a larger magnitude."""
+    if not weight.numel() or all(abs(float(end)) <= largest for end in torch.aminmax(weight)):
+        return False
+    return bool((weight[weight.isfinite()].abs() > largest).any())
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
