@@ -35,7 +35,8 @@ def transform(
 
     Args:
         passes: the pass pipeline.
-        level: 0: no passes; 1: EXACT ones; 2: also ROUNDING ones; 3: also LOSSY ones, if `passes` contains any.
+        level: 0: no passes; 1: EXACT ones; 2: also ROUNDING ones; 3: also LOSSY ones, if `passes` contains any and the
+            model is not quantized already.
         without: names of rules and passes to skip.
         fuel: maximum number of rewrites; bisect it to find the rewrite that breaks a model.
         debug: an example input on which every rewrite is compared, which takes many times as long.

@@ -12,11 +12,13 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
+from tests.passes.quantize.models import OwnInput, OwnScores, OwnWeight
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
 from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.lower_precision import LowerPrecision, in_precision
+from tsopt.passes.quantize.weights import Int8Weights
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.checking.accuracy import Oracle
@@ -441,6 +443,31 @@ def test_at_level_3_all_precisions_race_and_one_that_is_named_alone():
     assert [row.key for row in found.rows] == ["model", "eager", "eager?precision=bf16", "eager?precision=fp16"]
     found = tsopt.optimize(mlp(), X, precision="fp32", **options).report
     assert [row.key for row in found.rows] == ["model", "eager"]
+
+
+OWN = [OwnWeight().eval(), OwnInput().eval(), OwnScores().eval()]
+OWN_X = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8", "int8-weights"])
+@pytest.mark.parametrize("model", OWN, ids=lambda model: type(model).__name__)
+def test_a_model_that_is_quantized_already_is_not_approximated(model, precision):
+    """What it rounds could not be told from what tsopt rounds, which engines do in ways of their own."""
+    program = tsopt.transform(tsopt.capture(model, OWN_X))
+    with pytest.raises(tsopt.errors.NoGain, match="the model is quantized already\n  where: .*models.py"):
+        in_precision(program, precision)
+    assert tsopt.transform(program, (LowerPrecision("bf16"), Int8Weights()), level=3).numerics < Numerics.LOSSY
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_it_runs_in_full_precision_and_the_row_says_why(precision):
+    model, backend = OwnInput().eval(), {"bf16": "eager", "int8": "onednn"}[precision]
+    options = {"isolate": False, "cache": False, "seconds": 0.01}
+    fast = tsopt.optimize(model, OWN_X, precision=precision, backends=(backend,), **options)
+    (row,) = (row for row in fast.report.rows if row.key == f"{backend}?precision={precision}")
+    assert (row.status, row.reason) == ("no gain", "the model is quantized already")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(OWN_X), model(OWN_X))
 
 
 def test_where_no_product_can_be_lowered_the_row_says_no_gain():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.passes.quantize.models import Residual, images, mlp, seeded
+from tests.passes.quantize.models import OwnInput, OwnScores, OwnWeight, Residual, images, mlp, seeded
 from tests.quantization.helpers import BOTH, hard, layers, quantized, records, rows
 from tsopt.compiler.calls.calibration import FOR_BOTH
 from tsopt.compiler.calls.example import as_example
@@ -62,6 +62,13 @@ def test_a_model_without_layers_gains_nothing():
     found = quantized(nn.ReLU().eval(), rows(1)[0], calibration=rows(2))
     assert all(isinstance(made, NoGain) for made in found.variants.values())
     assert records(found) == ()
+
+
+@pytest.mark.parametrize("model", [OwnWeight(), OwnInput(), OwnScores()], ids=lambda model: type(model).__name__)
+def test_a_model_that_is_quantized_already_stays_as_it_is(model):
+    x = torch.randn(1, 2, 64, 64, generator=seeded(0))
+    found = quantized(model.eval(), x, wanted=(*BOTH, "int8-weights"), calibration=[x, x + 1])
+    assert [str(made).partition("\n")[0] for made in found.variants.values()] == ["the model is quantized already"] * 3
 
 
 def test_a_number_of_inputs_is_drawn_and_said_to_be():

@@ -30,7 +30,7 @@ from tsopt.compiler.rewriting.pipeline import run
 from tsopt.errors import NoGain, UsageError
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.layer_names import kept_in_float
-from tsopt.passes.quantize.layers import NO_LAYER
+from tsopt.passes.quantize.layers import NO_LAYER, quantized_already
 from tsopt.passes.quantize.weights import Int8Weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,13 +97,15 @@ def in_precision(program: Program, precision: str, keep_float: Sequence[str] = (
         keep_float: patterns of products that `bf16` and `fp16` leave in float32.
 
     Raises:
-        NoGain: there is no product of float32 values.
+        NoGain: there is no product of float32 values, or the model is quantized already.
         UsageError: it takes calibration data, or a pattern matches no product.
     """
     if precision == FP32:
         return program
     if precision == INT8_STATIC:
         raise UsageError(f"{INT8_STATIC} needs calibration data", fix="use tsopt.optimize(..., calibration=...)")
+    if refused := quantized_already(program):
+        raise refused
     int8: dict[str, Pass] = {INT8: DynamicInt8(largest_weight()), INT8_WEIGHTS: Int8Weights()}
     made, _ = run(
         program, (int8.get(precision) or LowerPrecision(precision, tuple(keep_float)),), Limits(Numerics.LOSSY)

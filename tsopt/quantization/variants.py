@@ -23,7 +23,7 @@ from tsopt.errors import NoGain
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layer_names import kept_in_float
-from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, readers_of_integers
+from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, quantized_already, readers_of_integers
 from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.scores import ScoresInInt8
 from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
@@ -95,6 +95,8 @@ class Quantizer:
 
     def variant(self, name: str) -> Made:
         """Creates a variant. Returns it with a record for each layer."""
+        if refused := quantized_already(self.program):
+            return refused, ()
         if not self.layers:
             return NoGain(NO_LAYER), ()
         if name == INT8_WEIGHTS:

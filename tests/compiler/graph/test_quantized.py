@@ -99,6 +99,12 @@ def test_another_form_is_left_to_torch(program, change):
     assert len(layers(program)) == 1
 
 
+def test_another_form_is_simulated_as_it_says(program):
+    _zero_points(program)
+    found, wanted = (made.module()(X)[0] for made in (quantized.simulated(program), program))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_back_in_float_it_computes_with_the_rounded_weights(program, model):
     made = in_float(program)
     verify_program(made)
@@ -170,6 +176,12 @@ def test_the_largest_weight_is_looked_for_whoever_wrote_it_where_values_are_roun
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     of_input, of_weight = (tsopt.transform(tsopt.capture(m.eval(), x)) for m in (OwnInput(), OwnWeight()))
     assert (quantized.largest_magnitude(of_input), quantized.largest_magnitude(of_weight)) == (127, 0)
+
+
+def test_the_instructions_of_the_cpu_do_not_matter_to_weights_elsewhere():
+    program = tsopt.capture(OwnInput().eval(), torch.randn(3, 64, generator=torch.Generator().manual_seed(0)))
+    program.weights.update({name: weight.to("meta") for name, weight in program.weights.items()})
+    assert quantized.largest_magnitude(program) == 0
 
 
 @pytest.mark.parametrize("end", [torch.finfo(torch.float32).max, float("inf")])

@@ -17,6 +17,7 @@ import torch.ao.quantization.fx._decomposed  # it registers the ops
 from torch import fx
 
 from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.edit import fresh_name, new_call, new_weight
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics, Program
@@ -176,6 +177,15 @@ def may_be_ours(program: Program) -> bool:
     return program.numerics == Numerics.LOSSY
 
 
+def users_rounding(program: Program) -> fx.Node | None:
+    """The first call by which a user's own model is quantized; None if it is not.
+
+    Such a program has no lossy variants: what the user rounds could not be told from what tsopt does.
+    """
+    named = (node for node in all_calls(program) if ops.name_of(node).startswith("quantized_decomposed."))
+    return None if may_be_ours(program) else next(named, None)
+
+
 def quantized_layer(program: Program, node: fx.Node) -> QuantizedLayer | None:
     """The layer that a call is, if it has exactly this form. A stored program may have any other."""
     if node.target not in DIMENSIONS or not may_be_ours(program):
@@ -223,12 +233,13 @@ def quantized_layers(program: Program) -> Iterator[QuantizedLayer]:
 
 
 def largest_magnitude(program: Program) -> int:
-    """The largest magnitude of an int8 weight, whoever quantized it; 0 without any, or if no values are rounded too."""
+    """The largest magnitude of an int8 weight on the CPU, whoever quantized it; 0 where no values are rounded too."""
     if not has_float_inputs(program) and not any(_rounds(node) for node in program.calls()):
         return 0
     read = {item for node in program.calls() if node.target in DEQUANTIZING for item in node.all_input_nodes}
     weights = [program.weights[str(item.target)] for item in read if item.op == "get_attr"]
-    return max((int(w.int().abs().max()) for w in weights if w.dtype == torch.int8 and w.numel()), default=0)
+    on_cpu = [w for w in weights if w.dtype == torch.int8 and w.numel() and w.device.type == "cpu"]
+    return max((int(w.int().abs().max()) for w in on_cpu), default=0)
 
 
 def has_float_inputs(program: Program) -> bool:
@@ -277,8 +288,9 @@ def simulated(program: Program) -> Program:
     themselves are rounded too.
     """
     made = program.copy()
-    rounded: dict[fx.Node, fx.Node] = {}
+    weights, rounded = dict[Any, QuantizedLayer](), dict[fx.Node, fx.Node]()
     for layer in quantized_layers(made):
+        weights[ops.bind(layer.node)["weight"]] = layer
         if layer.has_float_input:
             call = partial(_call_before, made, layer.node)
             if layer.x not in rounded:
@@ -291,12 +303,10 @@ def simulated(program: Program) -> Program:
             near: Any = aten.fake_quantize_per_tensor_affine.default
             fake = new_call(made, node, node, near, (x, by.scale, by.zero, *by.integers[:2]), {})
             node.replace_all_uses_with(fake)
-        elif node.target is quantized.dequantize_per_channel.default:
-            held: list[Any] = list(node.args[:2])
-            if all(item.op == "get_attr" for item in held):
-                integers, scales = (made.weights[str(item.target)] for item in held)
-                name = fresh_name(f"{held[0].target}.float", made.weights)
-                node.replace_all_uses_with(new_weight(made, node, name, dequantized_weight(integers, scales)))
+        elif node in weights:
+            integers, scales = (made.weights[name] for name in (weights[node].weight, weights[node].scales))
+            name = fresh_name(f"{weights[node].weight}.float", made.weights)
+            node.replace_all_uses_with(new_weight(made, node, name, dequantized_weight(integers, scales)))
     erase_dead(made)
     return made
 

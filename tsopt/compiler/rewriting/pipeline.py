@@ -13,6 +13,7 @@ from tsopt.compiler.analysis.liveness import peak_bytes
 from tsopt.compiler.graph.labels import Labels
 from tsopt.compiler.graph.origin import record_rewrite, rule_of
 from tsopt.compiler.graph.program import Numerics, Program
+from tsopt.compiler.graph.quantized import users_rounding
 from tsopt.compiler.graph.verify import AliasGroups, output_aliases, verify_program
 from tsopt.compiler.rewriting.pass_base import Changes, Declined, Done, Limits, Pass, Repeat
 from tsopt.errors import InvalidProgram, PassError, RuleError, TsoptError
@@ -206,6 +207,8 @@ def _run_item(program: Program, item: Pass | Repeat, state: _Run) -> Program:
     records = state.records
     if not isinstance(item, Repeat):
         if item.name in state.limits.without or item.numerics > state.limits.numerics:
+            return program
+        if item.numerics == Numerics.LOSSY and users_rounding(program) is not None:  # see there
             return program
         if state.at_rest.get(id(item)) == state.measured.fingerprint:
             return program

@@ -9,8 +9,10 @@ from torch import fx
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
+from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.quantized import CONVOLUTIONS, DIMENSIONS
+from tsopt.compiler.graph.quantized import CONVOLUTIONS, DIMENSIONS, users_rounding
+from tsopt.errors import NoGain
 
 NO_LAYER = "the program has no float32 linear layer or convolution with a constant weight to run in int8"
 # Engines fuse these into the convolution, so its quantized output is the output of the activation.
@@ -25,6 +27,19 @@ MOVING = (
 )
 
 PADDING = (aten.pad.default, aten.constant_pad_nd.default)
+
+
+def quantized_already(program: Program) -> NoGain | None:
+    """Why a program has no lossy variant, where the user's own model is quantized."""
+    rounding = users_rounding(program)
+    if rounding is None:
+        return None
+    return NoGain(
+        "the model is quantized already",
+        where=origin_of(rounding),
+        why="what it rounds is part of its answer, and would not be kept in a lower precision",
+        fix="leave out the precision; engines compute the model as it says",
+    )
 
 
 def layers_of(program: Program) -> list[fx.Node]:
