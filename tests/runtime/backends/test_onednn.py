@@ -300,3 +300,14 @@ def test_a_bundle_packs_again_on_load(tmp_path, monkeypatch):
     loaded = tsopt.load(path)  # on a machine where torch is as fast
     assert loaded.backend == "eager"
     torch.testing.assert_close(loaded(x), model(x).detach())
+
+
+def test_what_was_not_measured_in_the_race_is_measured_with_the_threads_of_the_race(monkeypatch, tmp_path, torch_threads):
+    torch_threads(1)
+    found = []
+    monkeypatch.setattr(onednn, "_is_faster", lambda *_: found.append(torch.get_num_threads()) or True)
+    program = tsopt.capture(net(nn.Linear(5, 7)), torch.randn(3, 5))
+    (tmp_path / onednn.MEASURED).write_text("{}")
+    OneDnnBackend(threads=2).reopen(program, tmp_path)
+    assert found == [2]
+    assert torch.get_num_threads() == 1

@@ -74,7 +74,9 @@ class OneDnnBackend:
             return timed(lower(program).program, inputs)
 
     def reopen(self, program: Program, directory: Path) -> Executable:
-        return self._executable(program, lower(program, json.loads((directory / MEASURED).read_text())))
+        faster = json.loads((directory / MEASURED).read_text())
+        with torch_threads(self.threads):  # for kinds of layers that have not been measured
+            return self._executable(program, lower(program, faster))
 
     def _executable(self, program: Program, lowered: Lowered) -> Executable:
         if not lowered.packed and not lowered.on_integers:
@@ -283,7 +285,8 @@ def _restore_outputs(program: Program) -> None:
                 made = graph.call_function(aten.contiguous.default, (value,))
             else:
                 order = sorted(range(len(steps)), key=lambda axis: -steps[axis])
-                made = graph.call_function(in_order, (value, order))
+                back = [order.index(axis) for axis in range(len(order))]
+                made = graph.call_function(in_order, (value, order, back))
         made.meta = dict(value.meta)
         values[position] = made
     output.args = (tuple(values),)
@@ -301,10 +304,16 @@ def _behind_convolutions(program: Program) -> set[fx.Node]:
     return found
 
 
-def in_order(value: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """A value whose axes lie in memory in an order, the outermost first; itself where they do."""
+def in_order(value: torch.Tensor, order: list[int], back: list[int]) -> torch.Tensor:
+    """A value whose axes lie in memory in an order, the outermost first; itself where they do.
+
+    Args:
+        back: the inverse of the order.
+    """
     turned = value.permute(order)
+    if turned.is_contiguous():
+        return value
     steps = [step for size, step in zip(turned.shape, turned.stride(), strict=True) if size > 1]
     if steps == sorted(steps, reverse=True):
         return value
-    return turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
+    return turned.contiguous().permute(back)
