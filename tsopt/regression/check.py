@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ from tsopt.runtime.checking.inputs import InputSet
 from tsopt.runtime.profiling.work import macs_of_call
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.rendering import three_digits
-from tsopt.runtime.thread_count import check_threads
+from tsopt.runtime.thread_count import check_threads, torch_threads
 
 SESSIONS_OF_A_BASELINE = 10
 MAX_DROP = 0.005
@@ -124,7 +123,7 @@ def check(
         were, are = (_outputs(called, eager, example, written) for called in (opened, eager))
         others = "" if were == are else f"the outputs of the bundle are {were}, and those of the model are {are}"
         scores.append(score.of(eager if others else opened))
-    with _threads(options.get("threads")):
+    with torch_threads(options.get("threads")):
         sessions, where = Sessions(eager, example, fast, bundle, seed), environment()
         slowdown = _run(sessions, then, max_slowdown, compare_seconds, tell, update=update)
     now = Baseline(
@@ -323,17 +322,6 @@ def _judged(now: Baseline, then: Baseline, slowdown: Slowdown, limit: float) -> 
 
 def _is_another(times: float) -> bool:
     return not 1 / OTHER_STATE < times < OTHER_STATE
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _macs(model: Callable[..., Any], example: Example, state: list[torch.Tensor]) -> int:

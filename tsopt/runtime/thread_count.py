@@ -26,15 +26,18 @@ def check_threads(value: Any) -> None:
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Lets torch compute with so many threads, and puts its own number back; None leaves it as it is."""
+    """Lets torch compute with so many threads, and puts its own number back; None leaves it as it is.
+
+    NOTE: the number belongs to the process. Where two threads are in here at a time, the later one may put back the
+    number of the earlier one.
+    """
     import torch
 
     before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
     try:
+        if count is not None and count != before:
+            torch.set_num_threads(count)
         yield
     finally:
-        torch.set_num_threads(before)
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

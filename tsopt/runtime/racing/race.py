@@ -42,6 +42,7 @@ from tsopt.runtime.report import EAGER, MODEL, Benchmark, Row
 from tsopt.runtime.sandbox.isolated import Isolated
 from tsopt.runtime.sandbox.processes import give_back_memory
 from tsopt.runtime.sandbox.sandbox import Sandbox
+from tsopt.runtime.thread_count import torch_threads
 
 NEW_SIZES, FEWEST_NEW_SIZES = 16, 6  # calls that a winner for many sizes is timed with, each of other sizes
 SHORT_CALL = 0.05  # seconds: next to longer calls, what an engine does for a new size is nothing
@@ -85,10 +86,7 @@ def race(
         oracle = ask(seed=settings.seed + 1, few=few)
         return Judge(oracle, () if few else settings.held_out, settings.criterion, is_last=True)
 
-    before = torch.get_num_threads()
-    try:
-        if settings.threads is not None:
-            torch.set_num_threads(settings.threads)
+    with torch_threads(settings.threads):
         maker = Maker(programs, settings, sandbox)
         with protected(model, written=captured.state.values()), mode_of(captured):
             eager_seconds = seconds_of(model, judge.inputs, device_wait(judge.inputs[0]))
@@ -124,8 +122,6 @@ def race(
             else lambda executable: "",
             progress,
         )
-    finally:
-        torch.set_num_threads(before)
     reason = outcomes.stopped(found.rows)
     if reason and settings.warn:
         outcomes.warn(
