@@ -302,7 +302,7 @@ def test_a_bundle_packs_again_on_load(tmp_path, monkeypatch):
     torch.testing.assert_close(loaded(x), model(x).detach())
 
 
-def test_what_was_not_measured_in_the_race_is_measured_with_the_threads_of_the_race(monkeypatch, tmp_path, torch_threads):
+def test_opened_again_it_measures_with_the_threads_of_the_race(monkeypatch, tmp_path, torch_threads):
     torch_threads(1)
     found = []
     monkeypatch.setattr(onednn, "_is_faster", lambda *_: found.append(torch.get_num_threads()) or True)

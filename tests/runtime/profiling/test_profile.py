@@ -260,7 +260,7 @@ def test_limits_and_bytes_in_float32_are_those_of_engines_in_float32(engine, cnn
     found = profile("Cnn", programs, winner, inputs, None)
     assert found.engines[-1] == winner.title
     assert (found.limits is None) == (winner.precision == "bf16")
-    said = f"MB and the charts count bytes as in full precision; {winner.title} reads and writes fewer"
+    said = f"MB and the charts count bytes as in full precision; {winner.title} reads and writes fewer bytes"
     assert found.notes == ((said,) if winner.precision == "bf16" else ())
 
 
@@ -312,7 +312,7 @@ def test_large_numbers_are_written_out():
     assert made.cells()[-1][2:4] == ("11,174", "1.23")
 
 
-def test_no_number_needs_an_exponent():
+def test_large_numbers_need_no_exponent():
     made = replace(profile_of("Cnn", {"engine": Timed((), 1.0)}), work=Work(macs=999_700_000))
     assert made.cells()[-1][2] == "1,000"
 

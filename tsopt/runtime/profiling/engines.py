@@ -59,7 +59,7 @@ def profile(
             )
     last = [candidate for candidate in candidates if candidate.title in timed][-1]
     if last.precision != FP32:
-        said.append(f"MB and the charts count bytes as in full precision; {last.title} reads and writes fewer")
+        said.append(f"MB and the charts count bytes as in full precision; {last.title} reads and writes fewer bytes")
     known = limits.measured(dict(last.options).get("threads", threads)) if last.precision == FP32 else None
     made = profile_of(model, timed, OpWork(programs[FP32], inputs), known, said, _batch(programs[FP32]))
     program = programs[last.variant]
