@@ -38,6 +38,6 @@ def check(options: Mapping[str, Any]) -> None:
     raise BackendError(
         "the int8 weights of this bundle are not safe on this processor",
         why=f"they go up to {largest}, and without VNNI instructions sums of products above {NARROW} saturate",
-        fix="export it again on a machine of this kind, where tsopt uses 7-bit weights; weights that the model quantized "
-        "itself must fit in 7 bits",
+        fix="export it again on a machine of this kind, where tsopt uses 7-bit weights; weights that the model "
+        "quantized itself must fit in 7 bits",
     )

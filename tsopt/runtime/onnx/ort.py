@@ -255,8 +255,8 @@ def open_session(
     chosen = SESSION | {key: bool(options[key]) for key in SESSION if key in options}
     wanted.add_session_config_entry("session.intra_op.allow_spinning", str(int(chosen["spinning"])))
     if int8_weights.GROUP not in options:
-        # By default, it would round the inputs of products with integer constants, which are the user's own here: a model
-        # that has some has none of ours.
+        # By default, it would round the inputs of products with integer constants, which are the user's own here:
+        # a model that has some has none of ours.
         wanted.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     for key, value in (entries or {}).items():
         wanted.add_session_config_entry(key, value)
