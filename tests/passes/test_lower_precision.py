@@ -454,7 +454,7 @@ OWN_X = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(0))
 def test_a_model_that_is_quantized_already_is_not_approximated(model, precision):
     """What it rounds could not be told from what tsopt rounds, which engines do in ways of their own."""
     program = tsopt.transform(tsopt.capture(model, OWN_X))
-    with pytest.raises(tsopt.errors.NoGain, match="the model is quantized already\n  where: .*models.py"):
+    with pytest.raises(tsopt.errors.NoGain, match=r"the model is quantized already\n  where: .*models\.py"):
         in_precision(program, precision)
     assert tsopt.transform(program, (LowerPrecision("bf16"), Int8Weights()), level=3).numerics < Numerics.LOSSY
 
