@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -45,6 +46,20 @@ def test_eager_serves_until_it_is_ready_and_then_what_was_made(monkeypatch):
     for rows in (4, 1):
         torch.testing.assert_close(net(X[:rows]), wanted[:rows])
     assert net.x == 4, "the buffers that a call writes are those of the model"
+
+
+@pytest.mark.sliced(1)
+def test_a_model_of_the_working_directory_is_found_and_nothing_there_stands_in_for_a_library(monkeypatch, tmp_path):
+    """As in a console."""
+    (tmp_path / "model_of_a_console.py").write_text("from tests.background.helpers import Net\nclass Mine(Net): pass\n")
+    (tmp_path / "queue.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    net = tsopt.hybridize(importlib.import_module("model_of_a_console").Mine().eval(), **QUICK)
+    net(X)
+    assert tsopt.wait(net)
+    assert [report.winner for report in reports(net)] == ["TorchScript"]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.slow

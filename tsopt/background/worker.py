@@ -20,7 +20,7 @@ from tsopt.compiler.other_threads import OURS
 from tsopt.errors import GraphBreakError, TsoptError
 from tsopt.runtime.bundles.store import save
 from tsopt.runtime.calling.optimized import Optimized
-from tsopt.runtime.sandbox.processes import descendants, kill
+from tsopt.runtime.sandbox.processes import descendants, import_path, kill, working_directory
 
 
 def main(directory: Path) -> None:
@@ -29,7 +29,8 @@ def main(directory: Path) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how compilers have ended
     found: Answer | TsoptError
     with (directory / REQUEST).open("rb") as file:
-        sys.path[:], threads, dtype = pickle.load(file)
+        path, threads, dtype = pickle.load(file)
+        sys.path[:] = [*import_path(path), *working_directory(path)]  # before what it has may be needed
         model, examples, options = pickle.load(file)
     (directory / REQUEST).unlink()  # as large as the model
     torch.set_num_threads(threads)

@@ -132,10 +132,13 @@ def test_a_sound_bundle_is_opened_where_torch_is_not_installed(bundles, mlp_inpu
     assert done.stdout == "ndarray\n", done.stderr
 
 
-def test_a_module_of_the_working_directory_is_not_imported(bundle, tmp_path, monkeypatch):
+@pytest.mark.parametrize("here", [[], [""]], ids=["script", "console"])
+def test_a_module_of_the_working_directory_is_not_imported(bundle, tmp_path, monkeypatch, here):
     (tmp_path / "json.py").write_text("open('ran', 'w')")
+    place = bundle("onnxruntime")
     monkeypatch.chdir(tmp_path)
-    tsopt.load(bundle("onnxruntime"))
+    monkeypatch.setattr(sys, "path", [*here, *sys.path])
+    tsopt.load(place)
     assert not (tmp_path / "ran").exists()
 
 

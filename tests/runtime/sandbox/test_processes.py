@@ -21,7 +21,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.runtime.bundles import probe
 from tsopt.runtime.sandbox import processes
 from tsopt.runtime.sandbox import sandbox as isolation
-from tsopt.runtime.sandbox.processes import environment_of_child
+from tsopt.runtime.sandbox.processes import OWN, environment_of_child
 
 
 def test_engines_report_nothing_from_a_process_of_ours_unless_the_user_wants_it(monkeypatch):
@@ -37,19 +37,15 @@ def test_a_child_imports_what_this_process_does(monkeypatch, tmp_path):
     assert (first, second) == ("here", str(tmp_path))
 
 
-def test_a_child_gets_what_imports_use_of_the_import_path(monkeypatch, tmp_path):
+def test_a_child_gets_what_imports_use_of_the_import_path_without_the_working_directory(monkeypatch, tmp_path):
+    """But for this package, wherever it was found."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["first", Path("skipped"), "", "last"])
-    assert environment_of_child()["PYTHONPATH"].split(":") == ["first", str(tmp_path), "last"]
-
-
-def test_a_working_directory_that_is_gone_is_in_no_import_path(monkeypatch):
-    def gone():
-        raise FileNotFoundError
-
-    monkeypatch.setattr(os, "getcwd", gone)
-    monkeypatch.setattr(sys, "path", ["first", ""])
-    assert environment_of_child()["PYTHONPATH"] == "first"
+    entries = ["first", Path("skipped"), "", ".", "./", "last"]
+    for path, wanted in ((entries, [OWN, "first", "last"]), ([*entries, OWN], ["first", "last", OWN])):
+        monkeypatch.setattr(sys, "path", path)
+        assert environment_of_child()["PYTHONPATH"].split(os.pathsep) == wanted
+        assert processes.working_directory(path) == [""]
+        assert processes.working_directory(wanted) == []
 
 
 def test_in_a_frozen_application_no_process_is_started(monkeypatch, mlp, mlp_input):

@@ -24,6 +24,7 @@ from tsopt.compiler.calls import signature_json
 from tsopt.errors import BundleError, TsoptError
 from tsopt.runtime.backends.table import info_of
 from tsopt.runtime.sandbox.processes import (
+    OWN,
     SET_DEATH_SIGNAL,
     available_memory,
     descendants,
@@ -33,6 +34,7 @@ from tsopt.runtime.sandbox.processes import (
     prctl,
     python,
     why_none,
+    working_directory,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 CPU_SECONDS, BYTES_A_SECOND = 3.0, 4 << 20  # of processor time for any bundle, and one more for so many bytes of it
 GPU_SECONDS = 20.0  # the same for a bundle on a GPU, whose libraries are loaded and initialized first
-OWN = str(Path(__file__).parents[3])  # where this package is, however it was found
 START_SECONDS, PATIENCE = 120.0, 10.0  # for imports on a cold disk; times the processor time, on a busy machine
 MEMORY, TIMES = 4 << 30, 8  # bytes for any bundle; for one that is larger, so many times its size
 THREADS = 2  # it is not about speed, and each thread takes address space
@@ -83,6 +84,7 @@ def try_out(
         "options": {**options, "threads": min(options.get("threads") or THREADS, THREADS)},
         "signature": signature_json.to_json(signature.flat()),
         "trust": trust,
+        "path": working_directory(sys.path) if trust else [],  # where a backend of the user's may be
         "torch": not on_cpu or not info_of(backend).through_onnx,
         "cpu": cpu,
         "memory": _memory(size) if on_cpu else None,  # a GPU's driver reserves far more addresses than memory
@@ -186,6 +188,7 @@ def main() -> None:
     os.dup2(nothing, 2)
     prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
     request = json.loads(sys.stdin.buffer.read())
+    sys.path += request["path"]  # after all else
     if not request["torch"]:
         sys.modules["torch"] = None  # type: ignore[assignment]  # seconds that numpy's arrays do not take
     from tsopt.runtime.bundles.opening import require

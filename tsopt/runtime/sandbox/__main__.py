@@ -1,4 +1,4 @@
-"""`python -m tsopt.runtime.sandbox FD`: the helper process, which imports torch and the engines."""
+"""`python -m tsopt.runtime.sandbox FD [DIRECTORY]`: the helper process, which imports torch and the engines."""
 
 import gc
 import socket
@@ -8,6 +8,7 @@ import sys
 def run() -> None:
     # Before the imports, which make 400,000 objects that stay: a third of the time went into examining them.
     gc.disable()
+    sys.path += sys.argv[2:]  # where backends of the user's may be: after all else
     from tsopt.runtime.sandbox.worker import main
 
     main(socket.socket(fileno=int(sys.argv[1])))

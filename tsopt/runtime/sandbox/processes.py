@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # ONNX Runtime 1.29 and later send telemetry by default. A value that the user has set is kept.
@@ -15,6 +15,7 @@ NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1"}
 # torch initializes CUDA as soon as it looks for a GPU, which takes seconds, takes memory of the GPU, and cannot be done
 # in a fork of a process that has looked.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}  # an empty text hides none from HIP
+OWN = str(Path(__file__).parents[3])  # where this package is, however it was found
 SET_DEATH_SIGNAL, SET_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -33,13 +34,26 @@ def python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def import_path() -> list[str]:
-    """`sys.path` as another process can be given it: without what imports skip, and with a name for where we are."""
-    found = []
-    for entry in sys.path:
-        with contextlib.suppress(FileNotFoundError):  # the working directory was removed
-            found += [entry or os.getcwd()] if isinstance(entry, str) else []
-    return found
+def import_path(path: Iterable[object]) -> list[str]:
+    """An import path as another process of ours can be given it: without what imports skip, and without `""`.
+
+    NOTE: a file that lies where we are, such as `queue.py`, would stand in for a module of the library. This package
+    is found all the same.
+    """
+    found = [entry for entry in path if isinstance(entry, str) and not _is_here(entry)]
+    return found if OWN in found else [OWN, *found]
+
+
+def working_directory(path: Iterable[object]) -> list[str]:
+    """The working directory if it is on an import path as such: in a console, with `python -c`, in a notebook.
+
+    Code of the user's may be there. A process that is to import it looks there after all else.
+    """
+    return [""] if any(map(_is_here, path)) else []
+
+
+def _is_here(entry: object) -> bool:
+    return isinstance(entry, str) and os.path.normpath(entry) == os.curdir
 
 
 def environment_of_child(*first: str, sees_gpus: bool = True) -> dict[str, str]:
@@ -49,7 +63,7 @@ def environment_of_child(*first: str, sees_gpus: bool = True) -> dict[str, str]:
         first: directories to put before the import path.
         sees_gpus: whether the process may use the GPUs.
     """
-    path = os.pathsep.join([*first, *import_path()])
+    path = os.pathsep.join([*first, *import_path(sys.path)])
     return {**NO_TELEMETRY, **os.environ, "PYTHONPATH": path, **({} if sees_gpus else NO_GPU)}
 
 

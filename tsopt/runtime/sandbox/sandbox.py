@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from tsopt.runtime.sandbox.processes import (
     kill,
     python,
     why_none,
+    working_directory,
 )
 from tsopt.runtime.sandbox.transfer import Gone, Message, receive, send, write_tensors
 
@@ -100,7 +102,7 @@ class Sandbox:
             self._refused = f"cannot start a process: {error}"
             return
         with theirs:
-            command = python("tsopt.runtime.sandbox", str(theirs.fileno()))
+            command = python("tsopt.runtime.sandbox", str(theirs.fileno()), *working_directory(sys.path))
             nothing = subprocess.DEVNULL
             try:
                 self._process = subprocess.Popen(
