@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,29 @@ def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     from tsopt.runtime.racing.speedup import Speedup
 
     monkeypatch.setattr(race, "speedup", lambda *_: Speedup(2.0, 1.9, 2.1))
+
+
+@pytest.fixture
+def another_thread() -> Iterator[None]:
+    """One that runs for as long as a test does."""
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait)
+    thread.start()
+    yield
+    go.set()
+    thread.join()
+
+
+@pytest.fixture
+def in_a_thread() -> Callable[[Callable[[], object]], None]:
+    """Does something in another thread, and waits for it."""
+
+    def run(work: Callable[[], object]) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    return run
 
 
 @pytest.fixture

@@ -123,14 +123,12 @@ class Normed(Net):
 
 
 @pytest.mark.sliced(1)
-def test_what_another_thread_loads_while_a_form_is_taken_over_stays(monkeypatch):
+def test_what_another_thread_loads_while_a_form_is_taken_over_stays(monkeypatch, in_a_thread):
     net, real = tsopt.hybridize(Normed().eval(), **QUICK), nn.functional.gelu
 
     def gelu(x):
         monkeypatch.setattr(nn.functional, "gelu", real)
-        thread = threading.Thread(target=lambda: net.norm.running_mean.fill_(3.0))
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: net.norm.running_mean.fill_(3.0))
         return real(x)
 
     net(X)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+import threading
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from bench.untouched import changed, state_of
 from tests.compiler.helpers import Net
 from tsopt.compiler.calls.example import example
 from tsopt.compiler.capture.capture import capture
+from tsopt.compiler.other_threads import THREADS
 from tsopt.compiler.protect import is_untouched, protected, training_flags
 from tsopt.errors import CaptureError
 
@@ -228,11 +232,44 @@ def test_everything_is_left_as_it_was(fails):
     assert not changed(before, state_of(model, example(X)))
 
 
-def test_what_another_thread_sets_of_the_process_stays(monkeypatch, another_thread):
+@pytest.mark.usefixtures("another_thread")
+def test_what_another_thread_sets_of_the_process_stays(monkeypatch, tmp_path):
     monkeypatch.setenv("TSOPT_MESS", "1")
+    monkeypatch.chdir("/")
     with protected(None):
         os.environ["TSOPT_MESS"] = "2"
-    assert os.environ["TSOPT_MESS"] == "2"
+        os.chdir(tmp_path)
+    assert (os.environ["TSOPT_MESS"], os.getcwd()) == ("2", str(tmp_path))
+
+
+def test_threads_of_our_own_are_no_reason_to_leave_it(monkeypatch, tmp_path):
+    found = [threading.current_thread(), threading.Thread(name=f"{THREADS}output")]
+    monkeypatch.setattr(threading, "enumerate", lambda: found)
+    monkeypatch.setenv("TSOPT_MESS", "1")
+    monkeypatch.chdir(tmp_path)
+    with protected(None):
+        os.environ["TSOPT_MESS"] = "2"
+        os.chdir("/")
+    assert (os.environ["TSOPT_MESS"], os.getcwd()) == ("1", str(tmp_path))
+
+
+@pytest.mark.usefixtures("another_thread")
+@pytest.mark.parametrize("before", [None, "here"])
+def test_where_inductor_keeps_its_files_is_put_back_all_the_same(monkeypatch, tmp_path, before):
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, "here")
+    if before is None:
+        monkeypatch.delenv(name)
+    with protected(None):
+        assert os.environ.get(name) == before
+        cache_dir()
+        assert os.environ[name].startswith(str(tmp_path))
+    assert os.environ.get(name) == before
+    with protected(None):
+        os.environ[name] = "theirs"
+    assert os.environ[name] == "theirs"
 
 
 @pytest.mark.usefixtures("single_threaded")

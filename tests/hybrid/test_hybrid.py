@@ -361,6 +361,7 @@ def test_a_class_derived_from_its_class_is_as_one_of_the_models(net_and_others):
     with torch.no_grad():
         for made in (more, copy.deepcopy(more), tsopt.hybridize(more, **QUICK)):
             close(made(X), net(X) + 5)
+    assert compiled_of(made).fast is not None
 
 
 def test_other_objects_of_its_class_have_slots_of_their_own():

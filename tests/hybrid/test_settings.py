@@ -111,36 +111,22 @@ def test_another_default_device_is_eagers(always_faster):
             assert net(X).device.type == "meta"
 
 
-def test_what_another_thread_loads_during_an_audit_stays(always_faster):
+@pytest.mark.usefixtures("another_thread")
+def test_what_another_thread_loads_during_an_audit_stays(always_faster, in_a_thread):
     net = tsopt.hybridize(Net().eval(), **QUICK)
     with torch.no_grad():
         net(X)
     loaded = {"shift": torch.full((3,), 7.0)}
 
     def load_in_the_middle(x):
-        thread = threading.Thread(target=lambda: net.load_state_dict(loaded, strict=False))
-        thread.start()
-        thread.join()
+        in_a_thread(lambda: net.load_state_dict(loaded, strict=False))
         net.layers[2].training = False
         return nn.Module.__call__(model, x)
 
     model = tsopt.hybridize(net, active=False)
-    waiting = threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    try:
-        with torch.no_grad():
-            difference(load_in_the_middle, model, tsopt.example(X))
-            close(net.shift, loaded["shift"])
-    finally:
-        waiting.set()
-        thread.join()
-
-
-def in_a_thread(work):
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    with torch.no_grad():
+        difference(load_in_the_middle, model, tsopt.example(X))
+        close(net.shift, loaded["shift"])
 
 
 @pytest.fixture
@@ -150,7 +136,7 @@ def normed():
     return model, {name: value + 2 for name, value in model.state_dict().items()}
 
 
-def test_what_another_thread_loads_while_calls_are_compared_stays(always_faster, monkeypatch, normed):
+def test_what_another_thread_loads_while_calls_are_compared_stays(always_faster, monkeypatch, in_a_thread, normed):
     model, loaded = normed
     net = tsopt.hybridize(model, **QUICK)
     monkeypatch.setattr(hybrid_state, "loss", lambda *_: in_a_thread(lambda: net.load_state_dict(loaded)) or "")
@@ -160,7 +146,7 @@ def test_what_another_thread_loads_while_calls_are_compared_stays(always_faster,
         close(net(X), eager(net))
 
 
-def test_what_another_thread_loads_while_it_is_compiled_is_used(always_faster, monkeypatch, normed):
+def test_what_another_thread_loads_while_it_is_compiled_is_used(always_faster, monkeypatch, in_a_thread, normed):
     model, loaded = normed
     net, real = tsopt.hybridize(model, **QUICK), hybrid_state.optimize
 

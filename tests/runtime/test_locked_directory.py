@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from tsopt.runtime import locked_directory
-from tsopt.runtime.locked_directory import create, find, owner_is_dead
+from tsopt.runtime.locked_directory import JOB, OURS, RACE, create, find, owner_is_dead, sweep_ours
 
 
 def test_the_owner_of_a_directory_is_alive_until_its_lock_is_released(tmp_path):
@@ -59,3 +59,13 @@ def test_a_sweep_before_the_lock_is_another_try(tmp_path, monkeypatch):
     found, lock = create(tmp_path, "a-", ".b")
     os.close(lock)
     assert [str(found)] == made[1:]
+
+
+@pytest.mark.parametrize("suffix", [RACE, JOB])
+def test_what_a_live_process_of_ours_uses_survives_the_sweep_of_another(tmp_path, suffix):
+    made, lock = create(tmp_path, f"{OURS}1-", suffix)
+    sweep_ours(tmp_path)
+    assert made.exists()
+    os.close(lock)
+    sweep_ours(tmp_path)
+    assert not made.exists()

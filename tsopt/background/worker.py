@@ -16,7 +16,7 @@ import torch
 
 from tsopt.api import optimize
 from tsopt.background.job import ANSWER, BUNDLE, REQUEST, Answer, named_tensors, write
-from tsopt.compiler.other_threads import OURS
+from tsopt.compiler.other_threads import THREADS
 from tsopt.errors import GraphBreakError, TsoptError
 from tsopt.runtime.bundles.store import save
 from tsopt.runtime.calling.optimized import Optimized
@@ -24,7 +24,7 @@ from tsopt.runtime.sandbox.processes import descendants, import_path, kill, work
 
 
 def main(directory: Path) -> None:
-    threading.Thread(target=_end_with_the_caller, args=(directory,), name=f"{OURS}caller", daemon=True).start()
+    threading.Thread(target=_end_with_the_caller, args=(directory,), name=f"{THREADS}caller", daemon=True).start()
     if hasattr(signal, "SIGCHLD"):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody learns how compilers have ended
     found: Answer | TsoptError

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,8 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
 
     Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the memory of
     parameters (a model may convert its own), the values of buffers, random number generators, default dtype, thread
-    count, grad mode, warning filters; and, where no other thread may have changed them, environment variables (torch's
-    compiler sets one) and the working directory.
+    count, grad mode, warning filters; and, where no other thread may have changed them, environment variables and the
+    working directory; the variable that torch's compiler sets in any case.
 
     Args:
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
@@ -58,8 +59,7 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         alone = alone and not others_run()
-        if alone:
-            _put_back(variables)
+        _put_back(variables, {*os.environ, *variables} if alone else _set_by_inductor(variables))
         if alone and directory and _directory() != directory:
             with contextlib.suppress(OSError):  # it may be gone
                 os.chdir(directory)
@@ -153,13 +153,22 @@ def training_flags(model: Any, value: bool) -> Iterator[None]:
             module.training = flag
 
 
-def _put_back(variables: dict[str, str]) -> None:
+def _put_back(variables: dict[str, str], names: Iterable[str]) -> None:
     """Environment variables, one by one: other threads read them meanwhile."""
-    for name in {*os.environ, *variables}:
+    for name in names:
         if name not in variables:
             os.environ.pop(name, None)
         elif os.environ.get(name) != variables[name]:
             os.environ[name] = variables[name]
+
+
+def _set_by_inductor(variables: dict[str, str]) -> list[str]:
+    """Where its files are, which it writes down for its processes; not if another thread may have set it since."""
+    name, module = "TORCHINDUCTOR_CACHE_DIR", sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    if module is None or name not in os.environ:
+        return []
+    own = os.path.abspath(variables.get(name, module.default_cache_dir()))
+    return [name] if os.environ[name] == own else []
 
 
 def _directory() -> str:

@@ -33,16 +33,6 @@ class Counts(nn.Module):
         pass
 
 
-@pytest.fixture
-def another_thread():
-    go = threading.Event()
-    thread = threading.Thread(target=go.wait)
-    thread.start()
-    yield
-    go.set()
-    thread.join()
-
-
 @pytest.mark.usefixtures("another_thread")
 def test_what_another_thread_loads_meanwhile_stays_and_is_noticed():
     model = Counts().eval()

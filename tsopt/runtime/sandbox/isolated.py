@@ -20,7 +20,7 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.other_threads import OURS
+from tsopt.compiler.other_threads import THREADS
 from tsopt.errors import BackendError, NoGain
 from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.checking.compare import bit_equal
@@ -70,7 +70,7 @@ class Isolated:
         self.notes: tuple[str, ...] = ()
         self._connection, self._pid = connection, pid
         self._printed: deque[bytes] = deque(maxlen=4)
-        self._reader = threading.Thread(target=self._drain, args=(out,), name=f"{OURS}output of {pid}", daemon=True)
+        self._reader = threading.Thread(target=self._drain, args=(out,), name=f"{THREADS}output of {pid}", daemon=True)
         self._reader.start()
         self._sent: list[Example] = []
         self._deadline = math.inf
