@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 
 import pytest
@@ -16,7 +17,7 @@ from tsopt.runtime.backends.candidate import Candidate
 from tsopt.runtime.racing import contenders
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.report import MODEL
-from tsopt.runtime.sandbox import isolated
+from tsopt.runtime.sandbox import isolated, worker
 from tsopt.runtime.sandbox.isolated import CandidateDied, Isolated
 from tsopt.runtime.sandbox.sandbox import Sandbox
 
@@ -169,6 +170,20 @@ def test_no_signal_goes_to_the_number_of_a_process_that_has_ended(sandbox, monke
     while running([int(lost.printed)]) and time.monotonic() < end:
         time.sleep(0.01)
     assert running([int(lost.printed)]) == []
+
+
+@pytest.mark.parametrize("can_look", [True, False])
+def test_what_a_child_has_left_in_its_group_is_ended_when_its_status_is_taken(monkeypatch, can_look):
+    if not can_look:
+        monkeypatch.delattr(os, "waitid")  # as on macOS, before Python 3.13
+    command = ["sh", "-c", "sleep 600 & echo $!"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
+        left = int(child.stdout.readline())
+        assert worker._reap(child.pid, 60.0) == 0
+    end = time.monotonic() + 60
+    while running([left]) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert running([left]) == []
 
 
 class Nested(nn.Module):

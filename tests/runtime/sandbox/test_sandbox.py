@@ -25,6 +25,7 @@ from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.contenders import Maker, RaceSettings, retire
 from tsopt.runtime.racing.outcomes import NoCandidate
 from tsopt.runtime.racing.speedup import Timing
+from tsopt.runtime.sandbox import isolated
 from tsopt.runtime.sandbox import sandbox as isolation
 from tsopt.runtime.sandbox.isolated import CandidateDied
 from tsopt.runtime.sandbox.processes import descendants
@@ -107,6 +108,36 @@ def test_how_a_candidate_has_ended_is_known_where_signals_of_children_are_ignore
         os.kill(lost._pid, signal.SIGSEGV)
         with pytest.raises(CandidateDied, match="SIGSEGV"):
             lost.saved()
+
+
+def test_a_backend_of_the_working_directory_is_found_and_nothing_there_stands_in_for_a_library(
+    mlp_program, monkeypatch, tmp_path
+):
+    """As in a console."""
+    (tmp_path / "backend_of_a_console.py").write_text("from tests.runtime.faulty import Right\n")
+    (tmp_path / "queue.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, threads=1)
+        found = sandbox.contender(Candidate("backend_of_a_console:Right"))
+        found.begin()
+        assert found.finish() > 0
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_signal_goes_to_the_processes_of_a_helper_that_has_ended(mlp_program, monkeypatch):
+    """They have ended with it, and their numbers may be those of others."""
+    signals = []
+    with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, threads=1)
+        sandbox.contender(Candidate("eager"))
+        os.kill(sandbox._process.pid, signal.SIGKILL)
+        sandbox._process.wait()
+        for module, name in ((isolation, "kill"), (isolated, "kill"), (isolated, "kill_group")):
+            monkeypatch.setattr(module, name, signals.append)
+        sandbox.close()
+    assert signals == []
 
 
 @pytest.mark.parametrize(("many", "ended"), [(0, True), (1 << 30, False)])

@@ -236,7 +236,7 @@ class Isolated:
 
     def end(self) -> None:
         """Ends the process, and all that it started in its group."""
-        if not self._is_reaped:
+        if not self._is_reaped and not self.sandbox.has_ended:
             kill_group(self._pid)
             kill(self._pid)
         self._connection.close()

@@ -222,6 +222,11 @@ class Sandbox:
         except BackendError:
             return None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether no helper runs: then none of its children does, and their numbers may be those of other processes."""
+        return self._process is None or self._process.poll() is not None
+
     def described(self, example: Example) -> Message:
         """An example and the state as a file, written once."""
         known = self._examples.get(id(example))
@@ -242,9 +247,10 @@ class Sandbox:
         while self._contenders:
             self._contenders.pop().end()
         if self._process is not None:
-            for pid in descendants(self._process.pid):  # also those that have left their process group
-                kill(pid)
-            kill(self._process.pid)
+            if not self.has_ended:
+                for pid in descendants(self._process.pid):  # also those that have left their process group
+                    kill(pid)
+                kill(self._process.pid)
             self._process.wait()
             self._process = None
         if self._connection is not None:

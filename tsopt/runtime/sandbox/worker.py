@@ -125,10 +125,13 @@ def _reap(pid: int, seconds: float) -> int | None:
     """How a child ended, as `waitpid` says it; None when it is still running. Ends what it has left in its group."""
     end = time.monotonic() + seconds
     while True:
-        if _has_ended(pid):
+        is_known = _has_ended(pid)
+        if is_known:
             kill_group(pid)  # until its status is taken, no other process or group can have its number
         found, status = os.waitpid(pid, os.WNOHANG)
         if found:
+            if not is_known:  # it has just ended, or the system cannot tell
+                kill_group(pid)  # at once, before another has the number
             return status
         if time.monotonic() > end:
             return None
