@@ -58,6 +58,16 @@ def in_a_fresh_process(code, *arguments):
     return found.returncode, found.stdout, found.stderr
 
 
+@pytest.mark.usefixtures("as_shipped")
+def test_one_of_the_working_directory_is_found_there_by_the_probe_of_who_trusts_it(model, tmp_path, monkeypatch):
+    """As in a console."""
+    (tmp_path / "toy_of_a_console.py").write_text("from tests.runtime.toy import Toy\nclass Mine(Toy): pass\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    bundle = optimized(model, "toy_of_a_console:Mine").save("m.tsopt")
+    assert tsopt.load(bundle, trust=True, probe=True).backend == "toy_of_a_console:Mine"
+
+
 def test_it_wins_is_stored_with_its_place_and_loaded_in_a_fresh_process_by_who_trusts_it(model, tmp_path):
     fast = optimized(model, PLACE)
     assert (fast.backend, fast.report.winner) == ("toy", PLACE)
