@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import warnings
@@ -20,14 +19,17 @@ from tsopt.compiler.calls.calibration import readable_again
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.names import name_of
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import modules_of, protected, training_of
 from tsopt.errors import CaptureError, TsoptError, UsageError
+from tsopt.runtime import forks
 from tsopt.runtime.calling.ambient import RECORDING, fast_names, objection, untraced
 from tsopt.runtime.calling.audit import LOOK_AT, NEAR, SHARE, Audits, executable_difference
 from tsopt.runtime.calling.call_effects import call_effects, not_changed, why_eager
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.fallback import InEager
+from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.own_work import LARGER, UNSEEN, loss, size_of
@@ -36,7 +38,7 @@ from tsopt.runtime.calling.served import NOT_FASTER, HybridReport
 from tsopt.runtime.calling.settings import Settings
 from tsopt.runtime.calling.signature_guard import watcher
 from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.racing.rehearsal import stand_in
+from tsopt.runtime.racing.rehearsal import StandIn, stand_in
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -76,7 +78,8 @@ class Compiled:
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._lock, self._owner = threading.RLock(), os.getpid()
+        self._lock = threading.RLock()
+        forks.tell(self)
 
     @untraced
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
@@ -95,11 +98,9 @@ class Compiled:
             fast = self._ready(args, kwargs)
         return eager(*args, **kwargs) if fast is None else fast(*args, **kwargs)
 
-    def _alone(self) -> threading.RLock:
-        """A lock. In a fork another one: no thread is there that may have held it."""
-        if self._owner != os.getpid():
-            self._owner, self._lock = os.getpid(), threading.RLock()
-        return self._lock
+    def forked(self) -> None:
+        """No thread is there that may have held the lock."""
+        self._lock = threading.RLock()
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -129,7 +130,7 @@ class Compiled:
         """Whether inputs are so much larger than those of the last race that there will be another one."""
         if size_of(args, kwargs) < LARGER * self._size:
             return False
-        with self._alone():
+        with self._lock:
             if self._stepped_back and size_of(args, kwargs) >= LARGER * self._size:  # no other thread was faster
                 self._calls -= 1  # this one is not among those that have been served
                 self._drop(changes=0)
@@ -153,7 +154,7 @@ class Compiled:
 
     def _differs(self, found: str) -> None:
         """After a difference in an audit: the model is optimized again in its current state."""
-        with self._alone():
+        with self._lock:
             self._drop()
         self._warn(f": an audit found a difference ({found}); the model is optimized again; {LOOK_AT}")
 
@@ -170,7 +171,7 @@ class Compiled:
         if self.why_eager and self._other_flags():
             self.why_eager, self._refused_in = "", None
         if self._ambient.was_renumbered():
-            with self._alone():
+            with self._lock:
                 if self.fast is not None:
                     self._drop()
                     log.info("torch's number of threads has changed: %s is optimized again", name_of(self.model))
@@ -180,7 +181,7 @@ class Compiled:
             self._doubt()
             self._declined(reason)
             return None
-        with self._alone():
+        with self._lock:
             if self.fast is not None and self._changed():
                 if self._trains():
                     self._doubt()
@@ -199,6 +200,7 @@ class Compiled:
     def _optimize(self, example: Example) -> None:
         self._ambient, audits = self._ambient_now(), Audits(self.options.get("audit", SHARE))
         start, before, self._searched = time.perf_counter(), Watch(self.model), None
+        held = Holdings(before.modules)
         try:
             fast = optimize(self.model, example, **self.options | {"audit": 0})
         except UsageError:
@@ -216,35 +218,44 @@ class Compiled:
             self._declined(self.why_eager)
             return
         fast.unwatched()
+        is_one = isinstance(fast, Optimized)
         watch = Watch(self.model, fast.program.state.values() if isinstance(fast, Optimized) else ())
         before.leave_out(watch.written)
-        if isinstance(fast, Optimized) and before.was_overwritten():  # by another thread
-            self._in_eager["its weights were changed while it was compiled"] += 1
-            self._drop()
+        if is_one and (before.was_overwritten() or held.replaced(watch.written)):
+            self._overwritten()
             return
-        outside, inside = call_effects(self.model, watch, example, knows_state=isinstance(fast, Optimized))
+        # A part of a model in parts is the model's own code, whose state nobody knows.
+        apart = stand_in(self.model, watch.written, example) if is_one else None
+        outside, inside = call_effects(self.model, watch, example, apart, knows_state=is_one)
         if outside and not _is_eager(fast):
             self.why_eager = why_eager(outside)
             self._declined(self.why_eager)
+            return
+        if is_one and (watch.changed() or held.replaced(watch.written)):
+            self._overwritten()
             return
         if inside and not outside and not _is_eager(fast):
             self._warn(f": {not_changed(inside)}", stacklevel=7)
         self._ambient.ask(watch.asks)
         self._watch, self.fast = watch, fast
-        reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example)
+        reason = NOT_FASTER if _is_eager(fast) else self._loss(fast, watch, example, apart)
         if not self._steps_back(reason, example):
             self._audits = audits.warm(lambda: self._audit(fast, example.args, example.kwargs))
 
-    def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example) -> str:
+    def _overwritten(self) -> None:
+        """Another thread has changed the weights that a form was compiled from."""
+        self._in_eager["its weights were changed while it was compiled"] += 1
+        self._drop()
+
+    def _loss(self, fast: Callable[..., Any], watch: Watch, example: Example, apart: StandIn | None) -> str:
         """Why the model itself is faster than the compiled form with what is done around a call; empty if it is not."""
 
         def served(*args: Any, **kwargs: Any) -> Any:
             return fast(*args, **kwargs) if not self._reason(args, kwargs) and not self._changed() else None
 
-        # A part of a model in parts is the model's own code, whose state nobody knows.
-        shadow = None if isinstance(fast, Partitioned) else stand_in(self.model, watch.written)
-        eager, touched = (self.model, self.model) if shadow is None else (shadow.called, None)
-        with kept_outside(self.model), protected(touched, written=watch.written):
+        eager, touched = (self.model, self.model) if apart is None else (apart.called, None)
+        among_threads = not isinstance(fast, Partitioned) and others_run()
+        with kept_outside(self.model), protected(touched, written=watch.written, among_threads=among_threads):
             return loss(eager, served, InputSet("example", example).clone())
 
     def _ambient_now(self) -> Settings:
@@ -257,20 +268,20 @@ class Compiled:
         self._ambient.ask(self.fast.asks)
         self._audits = Audits(self.options.get("audit", SHARE))
 
-    def _may_serve(self, made: Executable | None, watch: Watch, example: Example) -> bool:
+    def _may_serve(self, made: Executable | None, watch: Watch, example: Example, apart: StandIn | None) -> bool:
         """Whether a form compiled in another process will serve calls; `made` is None if eager won."""
         fast = self.fast
         if made is not None:
-            outside, inside = call_effects(self.model, watch, example)
+            outside, inside = call_effects(self.model, watch, example, apart)
             if outside:
-                with self._alone():
+                with self._lock:
                     self._drop(changes=0)
                     self.why_eager = why_eager(outside)
                 self._say(self.why_eager)
                 return False
             if inside:
                 self._warn(f": {not_changed(inside)}", stacklevel=9)
-        reason = NOT_FASTER if made is None else self._loss(made, watch, example)
+        reason = NOT_FASTER if made is None else self._loss(made, watch, example, apart)
         alone = isinstance(fast, InBackground) and not fast.has_made_any
         return made is not None and not (self._steps_back(reason, example) if alone else reason)
 

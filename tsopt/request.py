@@ -19,6 +19,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture import frontends
 from tsopt.compiler.capture.export_errors import failure_of_the_model
 from tsopt.compiler.capture.names import name_of
+from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.drawing import Drawn, drawing_of
 from tsopt.compiler.graph.program import Numerics, Program
@@ -304,8 +305,8 @@ class Request:
         program, apart = capture_apart(self.model, given, frontend=frontend, eval_mode=self.eval_mode, **options)
         called = as_eval(self.model, self.eval_mode)
         rehearsed = apart and not isinstance(self.model, ExportedProgram)
-        state = program.state.values()
-        return program, rehearsal_of(called, program.signature, state) if rehearsed else Rehearsal(called)
+        shadow = shadow_of(called, written=program.state.values()) if rehearsed else None
+        return program, rehearsal_of(called, program.signature, shadow)
 
     def _transformed(self, validated: ValidatedRanges) -> tuple[Program, list[PassRecord], ValidatedRanges]:
         """The program after the passes; a program for many sizes is correct at all sizes that were tried."""

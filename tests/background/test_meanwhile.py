@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import tsopt
 from tests.background.helpers import QUICK, Net, X, reports
 from tsopt.background import in_background, job
 from tsopt.hybrid import compiled_of
+from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
 
 
@@ -24,7 +28,7 @@ class Answered(job.Job):
     def __init__(self, model, examples, options):
         type(self).made += 1
         self.examples, self.watch, self._tensors = examples, Watch(model), job.named_tensors(model)
-        self._owner = os.getpid()
+        self._held = Holdings(self.watch.modules)
         if self.meanwhile is not None:
             self.meanwhile(model)
 
@@ -80,17 +84,50 @@ def test_a_buffer_that_the_model_has_lost_meanwhile_is_a_change(answered):
     assert reports(net) == []
 
 
-def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered, monkeypatch):
+def in_a_fork(check):
+    """Whether a check passes in a fork of this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of torch, which the child does not need
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_fork_has_no_part_in_what_its_parent_has_begun(answered):
     net, answered.answers = tsopt.hybridize(Net().eval(), **QUICK), False
     net(X)
-    compiled_of(net).fast._lock.acquire()  # by another thread, which the fork does not have
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    net(X)
-    assert answered.made == 2
-    assert not tsopt.wait(net)
+    behind = compiled_of(net)
+    with behind._lock, behind.fast._lock:  # as by another thread, which the fork does not have
+        assert in_a_fork(lambda: tsopt.wait(net, 0) and behind._lock.acquire(blocking=False))
+    assert not tsopt.wait(net, 0)
 
 
-def test_to_wait_for_who_waits_takes_no_longer_than_asked_for(answered):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_process_ends_with_its_caller_although_a_fork_of_that_is_there(monkeypatch):
+    until_the_end = [sys.executable, "-c", "import sys; sys.stdin.buffer.read()"]
+    monkeypatch.setattr(job, "python", lambda *_: until_the_end)
+    begun = job.Job(Net().eval(), [tsopt.example(X)], {})
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent closes it
+        os._exit(0)
+    os.close(read)
+    begun._process.stdin.close()
+    ended = begun.wait(30)
+    os.close(write)
+    os.waitpid(child, 0)
+    assert ended
+
+
+def test_waiting_while_another_thread_waits_takes_no_longer_than_asked_for(answered):
     net = tsopt.hybridize(Net().eval(), **QUICK)
     net(X)
     found = []
@@ -137,3 +174,26 @@ def test_what_another_thread_loads_while_a_form_is_taken_over_stays(monkeypatch,
     assert nn.functional.gelu is real, "the model was called"
     assert reports(net) == [], "it was made of other weights"
     assert (float(net.norm.running_mean[0]), float(net.x)) == (3.0, 1.0)
+
+
+class Scaled(Net):
+    """What knows the model by its identity, which a copy of it does not have."""
+
+    def forward(self, x):
+        return super().forward(x) * SCALES.get(self, 1.0)
+
+
+SCALES = weakref.WeakKeyDictionary()
+
+
+@pytest.mark.sliced(1)
+@pytest.mark.filterwarnings("ignore:tsopt. Scaled runs in eager mode:UserWarning")
+def test_a_model_that_is_known_by_its_identity_is_compared_itself(always_faster):
+    model = Scaled().eval()
+    SCALES[model] = 2.0
+    net = tsopt.hybridize(model, **QUICK)
+    with torch.no_grad():
+        net(X)
+        assert tsopt.wait(net)
+        assert torch.allclose(net(X), model(X), atol=1e-5)
+        assert float(net.x) == 3.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -23,13 +22,14 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
+from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_FAILURES
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of
 from tsopt.runtime.checking.accuracy import Oracle
-from tsopt.runtime.racing.rehearsal import rehearsal_of
+from tsopt.runtime.racing.rehearsal import StandIn, rehearsal_of, stand_in
 from tsopt.runtime.report import Report
 
 log = logging.getLogger("tsopt")
@@ -64,7 +64,7 @@ class InBackground:
         model: Callable[..., Any],
         options: dict[str, Any],
         say: Callable[[str], None],
-        may_serve: Callable[[Executable | None, Watch, Example], bool],
+        may_serve: Callable[[Executable | None, Watch, Example, StandIn | None], bool],
     ) -> None:
         self.model, self.options, self.reports = model, options, list[Report]()
         self._say, self._may_serve = say, may_serve
@@ -76,11 +76,12 @@ class InBackground:
         self._counts: Counter[CallKey] = Counter()  # of calls that nothing serves yet
         self.seconds, self.in_eager = 0.0, Counter[str]()
         self._refused: UsageError | None = None
-        self._lock, self._owner = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
         self._watch: Watch | None = None
         self._searched: Watch | None = None  # for tensors, while nothing is compiled
         self._learning: Watch | None = None
         self.asks = reads_of(model).names
+        forks.tell(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         accepting = self._specializations.accepting(args, kwargs)
@@ -167,8 +168,8 @@ class InBackground:
     def wait(self, seconds: float | None) -> bool:
         """Whether nothing is being compiled any more, after at most this many seconds."""
         end = None if seconds is None else time.monotonic() + seconds
-        self._leave_to_the_parent()
-        if not self._lock.acquire(timeout=-1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)):
+        lock = self._lock
+        if not lock.acquire(timeout=-1 if seconds is None else min(max(0.0, seconds), threading.TIMEOUT_MAX)):
             return False
         try:
             job = self._job
@@ -176,14 +177,12 @@ class InBackground:
                 return False
             self._take_over()
         finally:
-            self._lock.release()
+            lock.release()
         return True
 
-    def _leave_to_the_parent(self) -> None:
-        """In a fork: neither the job is its own, nor is a thread there that may have held the lock."""
-        if self._owner != os.getpid():
-            self._owner, self._lock = os.getpid(), threading.Lock()
-            self._job = self._learning = None
+    def forked(self) -> None:
+        """Neither the job is its own, nor is a thread there that may have held the lock."""
+        self._lock, self._job, self._learning = threading.Lock(), None, None
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         try:
@@ -193,9 +192,9 @@ class InBackground:
             return self.model
         if found is None and iterator_in(args, kwargs) is not None:  # which is not to be sent, nor called twice
             return self.model
-        self._leave_to_the_parent()
+        lock = self._lock
         # Where another thread is at it, it does so for all.
-        if found is None and self._lock.acquire(blocking=False):
+        if found is None and lock.acquire(blocking=False):
             try:
                 self._take_over()
                 found = self._specializations.serving(key, args, kwargs)
@@ -203,7 +202,7 @@ class InBackground:
                     self._wanted(key, Example(args, kwargs))
                     found = self._specializations.get(key)
             finally:
-                self._lock.release()
+                lock.release()
         if isinstance(found, Executable):
             self._specializations.used(found)
         return self.model if found is None else found
@@ -263,9 +262,13 @@ class InBackground:
             state = job.state(self.model, answer.written)
             if state is None:
                 return  # it was made of other weights: the next call of this key begins again
-            executable = None
+            executable: Executable | None = None
+            apart: StandIn | None = None
             if answer.signature is not None:
-                executable = self._checked(job, state, job.made(answer.signature, running.key[0]))
+                apart = stand_in(self.model, state, job.examples[0], always_compared=True)
+                if job.watch.changed():  # another thread was faster: nor is the model to be compared with it
+                    return
+                executable = self._checked(job, state, job.made(answer.signature, running.key[0]), apart)
                 accuracy = answer.report.winning.accuracy
                 if accuracy is not None and accuracy.test not in ("bits", "element"):
                     executable.precision = "bf16"  # for audits: nothing here says what is only rounding
@@ -273,13 +276,14 @@ class InBackground:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            self._failed(running.key, running.partner, error)
+            if not job.watch.changed():  # else it was compared with other weights
+                self._failed(running.key, running.partner, error)
             return
         # Recorded again, with what calls have changed by now.
         watch = job.watch if executable is None else Watch(self.model, executable.state)
         if job.watch.changed():
             return
-        if not self._may_serve(executable, watch, job.examples[0]):
+        if not self._may_serve(executable, watch, job.examples[0], apart):
             executable = None
         if executable is not None:
             self._files[executable], self._watch, self._searched = job, watch, None
@@ -310,13 +314,15 @@ class InBackground:
         seen.failures, seen.partner = seen.failures + 1, key
         log.info("calls are not compiled for several sizes in the background: %s", error)
 
-    def _checked(self, job: Job, state: list[torch.Tensor], executable: Executable) -> Executable:
+    def _checked(
+        self, job: Job, state: list[torch.Tensor], executable: Executable, apart: StandIn | None
+    ) -> Executable:
         """Checks that it computes what the model computes here: globals and modes are not sent.
 
-        The other process has checked how exactly; here it only has to be the same model. A shadow of it is called,
-        because other threads call the model, or load weights.
+        The other process has checked how exactly; here it only has to be the same model. What stands in for it is
+        called, because other threads call the model, or load weights.
         """
-        rehearsal = rehearsal_of(self.model, executable.signature, state, is_apart=False)
+        rehearsal = rehearsal_of(self.model, executable.signature, None if apart is None else apart.shadow)
         executable.state[:] = map(rehearsal.twin, state)  # those of the file are copies
         for example in job.examples if executable.signature.dims else job.examples[:1]:
             tolerance = SAME_MODEL if executable.precision == FP32 else None

@@ -2,7 +2,7 @@
 
 A process, because tracers temporarily replace parameters, streams and warning filters of the process they run in, so
 that no other thread could call the model. It is `python -m tsopt.background.worker DIRECTORY` and ends with its caller.
-A fork of the caller has no part in it.
+A fork of the caller does not keep it alive, and takes no result from it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.structure import Structure, with_own_leaves
 from tsopt.errors import CaptureError, TsoptError
-from tsopt.runtime import locked_directory
+from tsopt.runtime import forks, locked_directory
 from tsopt.runtime.bundles.store import load
 from tsopt.runtime.calling.executable import Executable
+from tsopt.runtime.calling.holdings import Holdings
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.locked_directory import JOB, OURS
 from tsopt.runtime.report import Report
@@ -69,11 +70,11 @@ class Job:
             )
         # As they are now: the call that follows may change their contents.
         self.examples, self.watch = [example.renewed() for example in examples], Watch(model)
-        self._tensors = named_tensors(model)
-        place, self._owner = Path(tempfile.gettempdir()), os.getpid()
+        self._tensors, self._held = named_tensors(model), Holdings(self.watch.modules)
+        place, owner = Path(tempfile.gettempdir()), os.getpid()
         locked_directory.sweep_ours(place)
-        self.directory, lock = locked_directory.create(place, f"{OURS}{self._owner}-", JOB)
-        self._forget = weakref.finalize(self, _remove, self.directory, lock, self._owner)
+        self.directory, self._lock = locked_directory.create(place, f"{OURS}{owner}-", JOB)
+        self._forget = weakref.finalize(self, _remove, self.directory, self._lock, owner)
         ambient = sys.path, torch.get_num_threads(), torch.get_default_dtype()
         write(self.directory / REQUEST, ambient, (model, self.examples, options))
         with (self.directory / OUTPUT).open("wb") as output:
@@ -85,7 +86,16 @@ class Job:
                 start_new_session=True,  # Ctrl-C in the terminal is for the caller
                 env=environment_of_child(),
             )
-        self._stop = weakref.finalize(self, _end, self._process, self._owner)
+        self._stop = weakref.finalize(self, _end, self._process, owner)
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """The process ends with the caller, and its files are locked by it: not by what the caller has forked."""
+        self._stop.detach()
+        if self._forget.detach() is not None:
+            os.close(self._lock)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def wait(self, seconds: float | None) -> bool:
         """Whether it has ended, after at most this many seconds."""
@@ -103,19 +113,13 @@ class Job:
         The watch leaves them out from now on.
         """
         held = named_tensors(model)
-        others = self._tensors.keys() - set(written)
-        if any(name not in held for name in written) or any(
-            held.get(name) is not self._tensors[name] for name in others
-        ):
+        if any(name not in held for name in written):
+            return None
+        if self._held.replaced(self._tensors[name] for name in written if name in self._tensors):
             return None
         found = [held[name] for name in written]
         self.watch.leave_out(found)
         return None if self.watch.changed() else found
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process has started it, not the one that this is a fork of."""
-        return os.getpid() == self._owner
 
     def answer(self) -> Answer:
         """The result.

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from tsopt.compiler.contents import Contents, holds_tensor, is_library
-from tsopt.compiler.model_reads import ABSENT, content_of, reads_of
+from tsopt.compiler.model_reads import ABSENT, Reads, content_of, reads_of
 from tsopt.compiler.other_threads import others_run
 
 
 class Outside:
-    """All of that as it is now.
+    """All of that as it is now, of a model or of what it was found to read.
 
     Where other threads run, only what has brought tensors is put back: the rest may be theirs.
     """
 
     def __init__(self, model: Any) -> None:
-        reads = reads_of(model)
+        reads = model if isinstance(model, Reads) else reads_of(model)
         self._among_threads = others_run()
         self._globals = [(place, name, place.get(name, ABSENT)) for place, name in reads.places]
         self._classes = [

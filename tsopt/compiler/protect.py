@@ -26,7 +26,9 @@ from tsopt.compiler.script_state import ScriptState
 
 
 @contextmanager
-def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bool = True) -> Iterator[None]:
+def protected(
+    model: Any, *, written: Iterable[torch.Tensor] = (), inference: bool = True, among_threads: bool = False
+) -> Iterator[None]:
     """Runs a block in which the model may be called and traced, then puts back what that changed.
 
     Put back: attributes of every module (tracing transformers' Swin leaves a traced tensor in one), the memory of
@@ -37,11 +39,16 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
     Args:
         written: parameters that the model writes in a call (an embedding with max_norm); put back as well.
         inference: run the block without gradients.
+        among_threads: as for `kept`.
     """
-    modules = modules_of(model)
+    modules, written = modules_of(model), list(written)
     attributes = Attributes(modules)
-    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
-    parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
+    if among_threads:
+        buffers = parameters = [t for t in written if _has_values(t)]
+    else:
+        buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
+        parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
+    tables = _tables_with(written if among_threads else (), modules)
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
     values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
     random_state = RandomState.now()
@@ -63,7 +70,8 @@ def protected(model: Any, *, written: Iterable[torch.Tensor] = (), inference: bo
         if alone and directory and _directory() != directory:
             with contextlib.suppress(OSError):  # it may be gone
                 os.chdir(directory)
-        attributes.put_back()
+        attributes.put_back(among_threads=among_threads)
+        _put_back_tables(tables)
         with torch.no_grad():
             for tensor, data in memory:
                 if not _same_memory(tensor, data):
@@ -89,9 +97,7 @@ def kept(
     tensors = list(tensors)
     modules = list(modules)
     attributes = Attributes(modules)
-    own = {id(tensor) for tensor in tensors}
-    tables = [module._buffers for module in modules]
-    buffers = [(table, {name: item for name, item in table.items() if id(item) in own}) for table in tables]
+    tables = _tables_with(tensors, modules)
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     random_state = RandomState.now()
     try:
@@ -99,13 +105,27 @@ def kept(
     finally:
         random_state.restore()
         attributes.put_back(among_threads=among_threads)
-        for table, held in buffers:
-            if any(table.get(name) is not tensor for name, tensor in held.items()):
-                table.update(held)
+        _put_back_tables(tables)
         with torch.no_grad():
             for tensor, value in values:
                 if not same_bytes(tensor, value):
                     tensor.detach().copy_(value)
+
+
+_Table = dict[str, torch.Tensor | None]
+
+
+def _tables_with(tensors: Iterable[torch.Tensor], modules: Iterable[nn.Module]) -> list[tuple[_Table, _Table]]:
+    """Tables of buffers, and what each holds of these tensors."""
+    own = set(map(id, tensors))
+    tables = [module._buffers for module in modules] if own else []
+    return [(table, {name: item for name, item in table.items() if id(item) in own}) for table in tables]
+
+
+def _put_back_tables(tables: Iterable[tuple[_Table, _Table]]) -> None:
+    for table, held in tables:
+        if any(table.get(name) is not tensor for name, tensor in held.items()):
+            table.update(held)
 
 
 class InEvalMode:

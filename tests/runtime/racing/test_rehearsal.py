@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from queue import SimpleQueue
 
 import pytest
@@ -11,8 +12,10 @@ from torch import nn
 import tsopt
 from bench.hazards import threads
 from tests.runtime.racing.helpers import fast_timings
+from tsopt.compiler.capture import shadow_check
 from tsopt.compiler.capture.capture import capture_apart
-from tsopt.runtime.racing.rehearsal import rehearsal_of
+from tsopt.compiler.capture.shadow import shadow_of
+from tsopt.runtime.racing.rehearsal import rehearsal_of, stand_in
 
 OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -42,7 +45,7 @@ def drained(queue):
 def rehearsed(model):
     program, apart = capture_apart(model, X)
     assert apart
-    return rehearsal_of(model, program.signature, program.state.values()), program
+    return rehearsal_of(model, program.signature, shadow_of(model, written=program.state.values())), program
 
 
 WINNERS = pytest.mark.parametrize("wins", ["eager", "eager + passes"])
@@ -171,3 +174,49 @@ def test_ten_thousand_calls_in_other_threads(how, fuzz_factor):
         torch.manual_seed(0)
         found = threads.watch(make().eval(), given, calls=10_000, forms=6, **HOW[how])
         assert found.kind == "right", f"{name}: {found.why}"
+
+
+class Known(nn.Module):
+    """What others know by its identity, which a copy does not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        return x * SCALES.get(self, 1.0)
+
+
+class Counted(Known):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class Reached(Known):
+    """Reaches its own state by a table that is too large to be looked through."""
+
+    def forward(self, x):
+        TABLE["calls"].add_(1)
+        return x + 1
+
+
+SCALES, TABLE = weakref.WeakKeyDictionary(), dict.fromkeys(range(100))
+
+
+@pytest.mark.parametrize("kind", [Known, Counted])
+def test_what_answers_otherwise_does_not_stand_in(kind):
+    model = kind().eval()
+    written = [model.calls] if kind is Counted else []
+    assert stand_in(model, written, tsopt.example(X), always_compared=True) is not None
+    SCALES[model] = 2.0
+    assert stand_in(model, written, tsopt.example(X), always_compared=True) is None
+    assert float(model.calls) == 0
+
+
+def test_what_writes_to_the_model_does_not_stand_in(monkeypatch):
+    monkeypatch.setattr(shadow_check, "others_run", lambda: False)  # else what it has written may be theirs
+    model = Reached().eval()
+    TABLE["calls"] = model.calls
+    assert stand_in(model, [model.calls], tsopt.example(X)) is None
+    assert float(model.calls) == 0

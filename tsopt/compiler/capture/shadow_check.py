@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from tsopt.compiler.calls.effects import outcome_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.capture.export_errors import unflatten_clones
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.protect import is_untouched, protected, same_bytes
 from tsopt.compiler.random_state import seed_all
 
@@ -18,18 +19,42 @@ log = logging.getLogger("tsopt")
 SEED = 20011
 
 
-def answers_alike(model: Callable[..., Any], shadow: Callable[..., Any], example: Example) -> bool:
+def answers_alike(
+    model: Callable[..., Any],
+    shadow: Callable[..., Any],
+    example: Example,
+    *,
+    shared: Iterable[torch.Tensor] | None = None,
+    written: Iterable[torch.Tensor] | None = None,
+) -> bool:
     """Whether the shadow does on the example what the model does.
 
     The model is called once, and only where a call changes nothing in it: what would have to be put back could be what
     another thread has written meanwhile.
+
+    Args:
+        shared: tensors of the model that calls write and that the shadow has no copies of. If given, a shadow whose
+            call changes anything of the model is not alike.
+        written: all tensors that calls write. If given, the model is called in any case, and these are put back.
     """
     answers: list[Any] = []
+    apart: list[bool] = []
+
+    def call() -> None:
+        answers.append(_answer(shadow, example))
+
+    def call_apart() -> None:
+        with protected(model, written=shared or (), among_threads=others_run()):
+            apart.append(is_untouched(model, call))
+
     try:
         with protected(shadow):
-            if not is_untouched(shadow, lambda: answers.append(_answer(shadow, example))):
-                return True
-        with protected(model):
+            changes = not is_untouched(shadow, call if shared is None else call_apart)
+        if not all(apart):
+            return False
+        if changes and written is None:
+            return True
+        with protected(model, written=written or (), among_threads=others_run()):
             answers.append(_answer(model, example))
         (mine, *my_form), (theirs, *their_form) = answers
         return my_form == their_form and len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))

@@ -12,33 +12,35 @@ import torch
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import Outside, kept_outside
-from tsopt.compiler.protect import kept, modules_of, protected
+from tsopt.compiler.protect import protected
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.checking.inputs import InputSet
-from tsopt.runtime.racing.rehearsal import stand_in
+from tsopt.runtime.racing.rehearsal import StandIn
 
 
 def call_effects(
-    model: Callable[..., Any], watch: Watch, example: Example, *, knows_state: bool = True
+    model: Callable[..., Any],
+    watch: Watch,
+    example: Example,
+    apart: StandIn | None = None,
+    *,
+    knows_state: bool = True,
 ) -> tuple[list[str], list[str]]:
     """What every call changes outside of the model, and which of its attributes. The watch ignores both from then on.
 
-    Calls a shadow of the model, and the model itself only if that changes anything. If it is outside, or the model
-    raises, the changes are undone: eager will serve the user's call.
+    Calls what stands in for the model, and the model itself only if that changes anything, or there is none. If it is
+    outside, or the model raises, the changes are undone: eager will serve the user's call.
 
     Args:
+        apart: what is known to stand in for the model.
         knows_state: `watch.written` are all the tensors that a call writes: others are left to other threads.
     """
-    shadow = stand_in(model, watch.written) if knows_state else None
-    if shadow is not None and _changes_nothing(shadow.called, list(map(shadow.twin, watch.written)), example):
+    if apart is not None and _changes_nothing(apart, list(map(apart.shadow.twin, watch.written)), example):
         return [], []
     outside, inside, complete = list[str](), list[str](), False
     before = Outside(model)
-    if knows_state and others_run():
-        keeping = kept(modules_of(model), watch.written, among_threads=True)
-    else:
-        keeping = protected(model, written=watch.written)
-    with keeping, torch.no_grad(), contextlib.suppress(Exception):
+    keeping = protected(model, written=watch.written, among_threads=knows_state and others_run())
+    with keeping, contextlib.suppress(Exception):
         outside, inside = watch.changes_of(partial(_call_once, model, example), partial(kept_outside, model))
         watch.leave_out_changes()
         complete = True
@@ -59,11 +61,12 @@ def not_changed(inside: list[str]) -> str:
     return f"compiled calls do not change {names}, which each call of the model itself does"
 
 
-def _changes_nothing(shadow: Callable[..., Any], written: list[torch.Tensor], example: Example) -> bool:
-    """Whether calls of a shadow change nothing but its state."""
-    watch = Watch(shadow, written)
-    with kept_outside(shadow), protected(None), contextlib.suppress(Exception):
-        return not any(watch.changes_of(partial(_call_once, shadow, example), partial(kept_outside, shadow)))
+def _changes_nothing(apart: StandIn, written: list[torch.Tensor], example: Example) -> bool:
+    """Whether calls of what stands in for a model change nothing but its state."""
+    watch = Watch(apart.reads, written)
+    call, kept = partial(_call_once, apart.called, example), partial(kept_outside, apart.called)
+    with kept_outside(apart.reads), protected(None), contextlib.suppress(Exception):
+        return not any(watch.changes_of(call, kept))
     return False
 
 

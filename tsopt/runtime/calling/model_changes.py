@@ -36,7 +36,7 @@ _function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Watch:
-    """A model as it is now, all that its Python reads included.
+    """A model as it is now, all that its Python reads included; or what it was found to read.
 
     Args:
         written: tensors that the model writes itself, whose values do not count.
@@ -48,7 +48,7 @@ class Watch:
     """
 
     def __init__(self, model: Any, written: Iterable[torch.Tensor] = ()) -> None:
-        reads = reads_of(model)
+        reads = model if isinstance(model, Reads) else reads_of(model)
         self.modules, self.asks = reads.modules, frozenset(reads.names)
         self.written: list[torch.Tensor] = list(written)
         self._found = _Found(reads)

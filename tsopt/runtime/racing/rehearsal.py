@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 
+from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.capture.shadow import Shadow, shadow_of
+from tsopt.compiler.capture.shadow_check import answers_alike
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.model_reads import reads_of
+from tsopt.compiler.model_reads import Reads, reads_of
+from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import InEvalMode, modules_of
 from tsopt.runtime.calling.executable import Executable
 
@@ -43,29 +46,56 @@ class Rehearsal:
         return tensor if self.shadow is None else self.shadow.twin(tensor)
 
 
-def stand_in(model: Callable[..., Any], written: Iterable[torch.Tensor]) -> Shadow | None:
-    """A shadow of a model; None where there is none, or its code may reach modules of the model past it.
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """A shadow that does on an example what the model does, and leaves the model alone.
+
+    Attributes:
+        reads: what its code reads.
+    """
+
+    shadow: Shadow
+    reads: Reads
+
+    @property
+    def called(self) -> Callable[..., Any]:
+        return self.shadow.called
+
+
+def stand_in(
+    model: Callable[..., Any], written: Iterable[torch.Tensor], example: Example, *, always_compared: bool = False
+) -> StandIn | None:
+    """What can be called in place of a model; None where there is nothing.
+
+    Code may reach the model past its shadow, or know the model by its identity.
 
     Args:
-        written: parameters that the model writes in a call.
+        written: tensors that the model writes in a call.
+        always_compared: with a call of the model even where that changes the model.
     """
+    written = list(written)
     shadow = shadow_of(model, written=written)
-    return None if shadow is None or any(map(shadow.holds, reads_of(shadow.called).modules)) else shadow
+    if shadow is None:
+        return None
+    reads = reads_of(shadow.called)
+    if any(map(shadow.holds, reads.modules)):
+        return None
+    shared = [tensor for tensor in written if shadow.twin(tensor) is tensor]
+    with kept_outside(model):
+        called = shadow.called
+        same = answers_alike(model, called, example, shared=shared, written=written if always_compared else None)
+    return StandIn(shadow, reads) if same else None
 
 
-def rehearsal_of(
-    model: Callable[..., Any], signature: Signature, state: Iterable[torch.Tensor], *, is_apart: bool = True
-) -> Rehearsal:
+def rehearsal_of(model: Callable[..., Any], signature: Signature, shadow: Shadow | None) -> Rehearsal:
     """What is to be called in place of a model.
 
     Args:
-        signature, state: of what was captured.
-        is_apart: it was captured from a shadow, so that one is known not to call modules of the model.
+        signature: of what was captured.
+        shadow: one that is known to do what the model does.
     """
-    itself = Rehearsal(model)
-    shadow = shadow_of(model, written=state) if is_apart else stand_in(model, state)
     if shadow is None or _returns_its_own(signature, shadow):
-        return itself
+        return Rehearsal(model)
     if isinstance(model, InEvalMode):
         for module in modules_of(shadow.called):
             module.training = False
