@@ -170,14 +170,14 @@ class _Hybrid:
         compiled = _behind(self)
         if compiled is None:
             own = getattr(super(), "__copy__", None)
-            return _copied(self, copy.copy, {}) if own is None else own()
+            return _copied(self) if own is None else own()
         return hybridize(copy.copy(compiled.model), background=compiled.background, **compiled.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         compiled = _behind(self)
         if compiled is None:
             own = getattr(super(), "__deepcopy__", None)
-            return _copied(self, functools.partial(copy.deepcopy, memo=memo), memo) if own is None else own(memo)
+            return _copied(self, memo) if own is None else own(memo)
         return hybridize(copy.deepcopy(compiled.model, memo), background=compiled.background, **compiled.options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -186,6 +186,8 @@ class _Hybrid:
         if compiled is not None:
             return original_of, (compiled.model,)
         found: Any = super().__reduce_ex__(protocol)
+        if isinstance(found, str):  # the name of a global
+            return found
         make, arguments, *state = found
         cls = type(self)  # which nobody can import
         return _called, tuple(_class_of_model(cls) if item is cls else item for item in (make, *arguments)), *state
@@ -196,12 +198,14 @@ def _called(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _copied(module: Any, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """What `copy` makes of an object whose class has no method for it, as an object of the model's class."""
-    made: Any = object.__new__(_class_of_model(type(module)))
-    memo[id(module)] = made
-    made.__setstate__(copied(module.__getstate__()))
-    return made
+def _copied(module: Any, memo: dict[int, Any] | None = None) -> Any:
+    """What `copy` makes of an object whose class has no method for it: what is pickled of it, made again.
+
+    Args:
+        memo: of a deep copy.
+    """
+    found = module.__reduce_ex__(4)
+    return module if isinstance(found, str) else copy._reconstruct(module, memo, *found)  # type: ignore[attr-defined]
 
 
 def _module(model: nn.Module, compiled: Compiled) -> nn.Module:

@@ -400,3 +400,28 @@ def test_a_model_whose_gradients_are_wanted_is_not_looked_through_at_each_call(m
         for _ in range(3):
             assert net(X).requires_grad
         assert len(found) == times
+
+
+class Reduced(Net):
+    """Says itself how it is made again."""
+
+    def __init__(self, made=0):
+        super().__init__()
+        self.made = made
+
+    def __reduce__(self):
+        return type(self), (self.made + 1,)
+
+
+class Single(Net):
+    def __reduce_ex__(self, protocol):
+        return "SINGLE"
+
+
+def test_copies_of_other_objects_of_its_class_are_made_as_the_models_class_says():
+    other = type(tsopt.hybridize(Reduced().eval(), **QUICK))()
+    for twin in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert (type(twin), twin.made) == (Reduced, 1)
+    other = type(tsopt.hybridize(Single().eval(), **QUICK))()
+    assert copy.copy(other) is copy.deepcopy(other) is other
+    assert other.__reduce_ex__(2) == "SINGLE"
