@@ -135,6 +135,40 @@ def test_containers_whose_class_refuses_to_be_read_are_read(always_faster):
         assert fast(x).tolist() == net(x).tolist() == [3.0, 3.0]
 
 
+def refusing(kind):
+    """A class of containers that can be read only past it."""
+
+    def refuses(self, *_):
+        raise NotImplementedError
+
+    return type("Refuses", (kind,), dict.fromkeys(("__len__", "__iter__", "__getitem__", "keys", "values"), refuses))
+
+
+class Refused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.held = refusing(list)([2.0]), refusing(dict)({"by": 3.0}), refusing(set)({5.0})
+
+    def forward(self, x):
+        numbers, table, kinds = self.held
+        return x * list.__getitem__(numbers, 0) * dict.__getitem__(table, "by") * set.__len__(kinds)
+
+
+def test_what_such_containers_hold_is_watched(always_faster):
+    model, x = Refused().eval(), torch.ones(2)
+    net = tsopt.hybridize(model, cache=False, isolate=False, seconds=0.02, backends=("eager",))
+    for _ in range(2):
+        assert net(x).tolist() == [6.0, 6.0]
+    numbers, table, kinds = model.held
+    list.append(numbers, 1.0)
+    list.__setitem__(numbers, 0, 4.0)
+    assert net(x).tolist() == [12.0, 12.0]
+    dict.__setitem__(table, "by", 5.0)
+    assert net(x).tolist() == [20.0, 20.0]
+    set.add(kinds, 1.0)
+    assert net(x).tolist() == [40.0, 40.0]
+
+
 def test_cycles_and_large_objects_come_to_an_end():
     net = Net()
     net.loop = [net]

@@ -8,13 +8,12 @@ or `.data`, other than by a step of an optimizer.
 
 from __future__ import annotations
 
-from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter
 from types import CellType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +23,11 @@ from tsopt.compiler.model_reads import ABSENT, HOOKS, LEAVES, TABLES, Reads, con
 from tsopt.compiler.protect import training_of
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.alike import alike, all_alike, differ
+from tsopt.runtime.calling.reading import CONTAINERS, Slots, attributes_by_name, kind_of, readable, values_of
 from tsopt.runtime.calling.weights import has_place
 
-PLAIN = (list, dict, set, deque)
 CONTENTS = 64  # values in a container that is compared; longer ones are for audits
-CONTAINERS = 512  # and how many of them
+MOST = 512  # and how many of them
 Slot = tuple[Mapping[str, Any], str]
 _version, _place, _strides = attrgetter("_version"), torch.Tensor.data_ptr, torch.Tensor.stride
 _cell: Any = attrgetter("cell_contents")
@@ -64,7 +63,7 @@ class Watch:
     def _now(self) -> None:
         """Takes down what is there."""
         found, written = self._found, {id(tensor) for tensor in self.written}
-        self._views = [dict.values(held) if isinstance(held, dict) else held for held in found.containers]
+        self._views = [*map(values_of, found.containers)]
         self._held = [*chain.from_iterable(self._views)]
         self._values = [place[name] for place, name in found.slots]
         self._classes = [getattr(cls, name) for cls, name in found.classes]
@@ -213,7 +212,7 @@ class Watch:
         for table, known in zip(found.tables, found.known, strict=True):
             names += [repr(name) for name in table if name not in known and name in self.asks]
         lengths = zip(found.sized, self._lengths, strict=True)
-        names += [f"a {type(held).__name__}" for held, size in lengths if len(held) != size and id(held) not in outside]
+        names += [f"a {kind_of(held)}" for held, size in lengths if len(held) != size and id(held) not in outside]
         return [*dict.fromkeys(names)]
 
     def _changed_outside(self) -> list[str]:
@@ -224,9 +223,9 @@ class Watch:
         for container, view in zip(found.containers, self._views, strict=True):
             before = [next(held) for _ in range(found.lengths[id(container)])]
             if id(container) in outside and not all_alike([*view], before):
-                names.append(f"a {type(container).__name__}")
+                names.append(f"a {kind_of(container)}")
         names += [
-            f"a {type(container).__name__}" for container in found.empty if container and id(container) in outside
+            f"a {kind_of(container)}" for container in found.empty if container and id(container) in outside
         ]
         names += [
             repr(slot[1])
@@ -314,7 +313,7 @@ class _Found:
         for module in reads.modules:
             table = module.__dict__
             held += [table[name] for name in (*TABLES, *HOOKS) if isinstance(table.get(name), dict)]
-            places = (table, _Slots(module, slot_names(type(module))))
+            places = (table, Slots(module, slot_names(type(module))))
             self.slots += [(at, name) for at in places for name in at if name in reads.names and name not in TABLES]
         self.slots += reads.places
         self.containers = [table for table in held if table]
@@ -333,25 +332,26 @@ class _Found:
 
     def _below(self, values: list[Any], names: set[str]) -> None:
         """What containers and plain objects hold, however deep, as long as it is little."""
-        todo, left = values[::-1], CONTAINERS
+        todo, left = values[::-1], MOST
         while todo and left:
             value = todo.pop()
             if isinstance(value, (nn.Module, type, ModuleType)) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            left -= isinstance(value, PLAIN) or hasattr(value, "__dict__")
+            left -= isinstance(value, CONTAINERS) or hasattr(value, "__dict__")
             if isinstance(value, torch.Tensor):
                 self.tensors.append(value)
-            elif isinstance(value, PLAIN):
-                if len(value) <= CONTENTS:
-                    (self.containers if value else self.empty).append(value)
-                    todo += dict.values(value) if isinstance(value, dict) else value
-                    self.keyed += [value] if isinstance(value, dict) else []
-                    self.sized += [value]
+            elif isinstance(value, CONTAINERS):
+                held = readable(value)
+                if len(held) <= CONTENTS:
+                    (self.containers if held else self.empty).append(held)
+                    todo += values_of(held)
+                    self.keyed += [held] if isinstance(value, dict) else []
+                    self.sized += [held]
             elif isinstance(value, tuple):
                 todo += elements_of(value)[:CONTENTS]
             elif not isinstance(value, (FunctionType, *LEAVES)):
-                attributes = _attributes_of(value)
+                attributes = attributes_by_name(value)
                 # Flags may be read by names that are computed, such as those of transformers' configurations.
                 own = [name for name, held in attributes.items() if name in names or held is None or type(held) is bool]
                 self.slots += [(attributes, name) for name in own]
@@ -370,28 +370,3 @@ class _Found:
         self.known = [frozenset(table) for table in self.tables]
 
 
-class _Slots(Mapping[str, Any]):
-    """The attributes of an object whose class has slots for them."""
-
-    def __init__(self, value: Any, names: Sequence[str]) -> None:
-        self._value, self.names = value, names
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self._value, name)
-        except AttributeError as error:
-            raise KeyError(name) from error
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.names if hasattr(self._value, name))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-def _attributes_of(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object by name."""
-    namespace, slots = getattr(value, "__dict__", None), _Slots(value, slot_names(type(value)))
-    if not isinstance(namespace, dict):
-        return slots
-    return ChainMap(namespace, cast("dict[str, Any]", slots)) if slots.names else namespace
