@@ -135,19 +135,23 @@ def test_containers_whose_class_refuses_to_be_read_are_read(always_faster):
         assert fast(x).tolist() == net(x).tolist() == [3.0, 3.0]
 
 
-def refusing(kind):
+def refusing(kind, *more):
     """A class of containers that can be read only past it."""
 
     def refuses(self, *_):
         raise NotImplementedError
 
-    return type("Refuses", (kind,), dict.fromkeys(("__len__", "__iter__", "__getitem__", "keys", "values"), refuses))
+    return type("Refuses", (kind,), dict.fromkeys(("__len__", "__getitem__", *more), refuses))
 
 
 class Refused(nn.Module):
     def __init__(self):
         super().__init__()
-        self.held = refusing(list)([2.0]), refusing(dict)({"by": 3.0}), refusing(set)({5.0})
+        self.held = (
+            refusing(list, "__iter__")([2.0]),
+            refusing(dict, "values")({"by": 3.0}),
+            refusing(set, "__iter__")({5.0}),
+        )
 
     def forward(self, x):
         numbers, table, kinds = self.held

@@ -12,9 +12,9 @@ from torch import nn
 import tsopt
 from bench.hazards import threads
 from tests.runtime.racing.helpers import fast_timings
-from tsopt.compiler.capture import shadow_check
 from tsopt.compiler.capture.capture import capture_apart
 from tsopt.compiler.capture.shadow import shadow_of
+from tsopt.runtime.racing import rehearsal
 from tsopt.runtime.racing.rehearsal import rehearsal_of, stand_in
 
 OPTIONS = {"seconds": 0.02, "isolate": False, "cache": False, "backends": ("eager",)}
@@ -215,7 +215,7 @@ def test_what_answers_otherwise_does_not_stand_in(kind):
 
 
 def test_what_writes_to_the_model_does_not_stand_in(monkeypatch):
-    monkeypatch.setattr(shadow_check, "others_run", lambda: False)  # else what it has written may be theirs
+    monkeypatch.setattr(rehearsal, "others_run", lambda: False)  # else what it has written may be theirs
     model = Reached().eval()
     TABLE["calls"] = model.calls
     assert stand_in(model, [model.calls], tsopt.example(X)) is None

@@ -33,7 +33,7 @@ def answers_alike(
     another thread has written meanwhile.
 
     Args:
-        shared: tensors of the model that calls write and that the shadow has no copies of. If given, a shadow whose
+        shared: tensors of the model that a call of the shadow may write, which are put back. If given, a shadow whose
             call changes anything of the model is not alike.
         written: all tensors that calls write. If given, the model is called in any case, and these are put back.
     """
@@ -44,7 +44,7 @@ def answers_alike(
         answers.append(_answer(shadow, example))
 
     def call_apart() -> None:
-        with protected(model, written=shared or (), among_threads=others_run()):
+        with protected(model, written=shared or (), among_threads=True):
             apart.append(is_untouched(model, call))
 
     try:

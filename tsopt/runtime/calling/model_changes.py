@@ -224,9 +224,7 @@ class Watch:
             before = [next(held) for _ in range(found.lengths[id(container)])]
             if id(container) in outside and not all_alike([*view], before):
                 names.append(f"a {kind_of(container)}")
-        names += [
-            f"a {kind_of(container)}" for container in found.empty if container and id(container) in outside
-        ]
+        names += [f"a {kind_of(container)}" for container in found.empty if container and id(container) in outside]
         names += [
             repr(slot[1])
             for slot, before in zip(found.slots, self._values, strict=True)
@@ -368,5 +366,3 @@ class _Found:
         self.empty = [table for table in self.empty if not table]
         self.lengths = {id(container): len(container) for container in self.containers}
         self.known = [frozenset(table) for table in self.tables]
-
-

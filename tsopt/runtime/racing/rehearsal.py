@@ -14,6 +14,7 @@ from tsopt.compiler.capture.shadow import Shadow, shadow_of
 from tsopt.compiler.capture.shadow_check import answers_alike
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.model_reads import Reads, reads_of
+from tsopt.compiler.other_threads import others_run
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import InEvalMode, modules_of
 from tsopt.runtime.calling.executable import Executable
@@ -80,7 +81,8 @@ def stand_in(
     reads = reads_of(shadow.called)
     if any(map(shadow.holds, reads.modules)):
         return None
-    shared = [tensor for tensor in written if shadow.twin(tensor) is tensor]
+    alone = not others_run()  # what others write stays, unless the shadow writes the very same
+    shared = [tensor for tensor in written if alone or shadow.twin(tensor) is tensor]
     with kept_outside(model):
         called = shadow.called
         same = answers_alike(model, called, example, shared=shared, written=written if always_compared else None)
