@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -104,3 +106,10 @@ def test_there_is_one_hook_and_it_keeps_nobody_alive():
 def test_memory_that_cannot_be_told_is_the_tensor_itself():
     for tensor in (torch.eye(2).to_sparse(), nn.parameter.UninitializedParameter(), torch.empty(0)):
         assert unseen_writes.place_of(tensor) == id(tensor)
+
+
+@pytest.mark.sliced(1)
+def test_who_is_told_does_not_wait_for_torchs_compiler():
+    code = "import sys, torch; from tsopt.runtime.calling.model_changes import Watch; Watch(torch.nn.Linear(2, 2)); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

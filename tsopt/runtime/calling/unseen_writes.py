@@ -34,7 +34,8 @@ def tell(watcher: Watcher) -> None:
         _watchers.add(watcher)
         if not _hooks:
             # NOTE: in a compiled step, which torch itself breaks around fused kernels, it is called all the same.
-            _hooks.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
+            # Not torch.compiler.disable, which imports the compiler (0.5 s) before anybody makes a step.
+            _hooks.append(register_optimizer_step_post_hook(torch._disable_dynamo(_after_step)))
 
 
 def written(tensors: Iterable[torch.Tensor]) -> None:
