@@ -257,6 +257,7 @@ class InBackground:
         running, self._job = self._job, None
         job = running.job
         self.seconds += time.monotonic() - self._begun
+        state: list[torch.Tensor] | None = None
         try:
             answer = job.answer()
             state = job.state(self.model, answer.written)
@@ -276,7 +277,7 @@ class InBackground:
             self._refused = error
             raise
         except Exception as error:  # of files, of engines: eager serves
-            if not job.watch.changed():  # else it was compared with other weights
+            if state is None or not job.watch.changed():  # else it was compared with other weights
                 self._failed(running.key, running.partner, error)
             return
         # Recorded again, with what calls have changed by now.
