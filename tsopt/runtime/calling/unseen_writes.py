@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
@@ -35,7 +36,7 @@ def tell(watcher: Watcher) -> None:
         if not _hooks:
             # NOTE: in a compiled step, which torch itself breaks around fused kernels, it is called all the same.
             # Not torch.compiler.disable, which imports the compiler (0.5 s) before anybody makes a step.
-            _hooks.append(register_optimizer_step_post_hook(torch._disable_dynamo(_after_step)))
+            _hooks.append(register_optimizer_step_post_hook(_disable_dynamo(_after_step)))
 
 
 def written(tensors: Iterable[torch.Tensor]) -> None:
