@@ -174,6 +174,8 @@ def test_what_another_thread_loads_while_a_form_is_taken_over_stays(monkeypatch,
     assert nn.functional.gelu is real, "the model was called"
     assert reports(net) == [], "it was made of other weights"
     assert (float(net.norm.running_mean[0]), float(net.x)) == (3.0, 1.0)
+    net(X)
+    assert compiled_of(net).fast._job is not None, "it is made again"
 
 
 class Scaled(Net):

@@ -358,3 +358,17 @@ def test_a_call_that_changes_a_model_is_told_from_one_that_does_not(change, unto
     model.register_buffer("b", torch.ones(1))
     model.known, model.names, model.unique = {"a": 1}, ["a"], {1}
     assert is_untouched(model, lambda: change(model)) is untouched
+
+
+def test_among_threads_what_they_load_stays_and_all_else_goes_back():
+    model = nn.BatchNorm1d(2).eval()
+    variance = model.running_var
+    with protected(model, written=[variance], among_threads=True):
+        model.running_mean.fill_(3.0)
+        variance.fill_(5.0)
+        model.running_var, model.calls = torch.zeros(2), 1
+        torch.set_default_dtype(torch.float64)
+    assert (float(model.running_mean[0]), float(variance[0])) == (3.0, 1.0)
+    assert model.running_var is variance
+    assert not hasattr(model, "calls")
+    assert torch.get_default_dtype() == torch.float32
