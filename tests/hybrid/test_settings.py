@@ -156,7 +156,9 @@ def assign(model, values):
 
 @pytest.mark.parametrize("change", [load, assign])
 @pytest.mark.parametrize("after", ["optimize", "call_effects"])
-def test_what_another_thread_loads_while_it_is_compiled_is_used(always_faster, monkeypatch, normed, change, after):
+def test_what_another_thread_loads_while_it_is_compiled_is_used(
+    always_faster, monkeypatch, in_a_thread, normed, change, after
+):
     model, loaded = normed
     net, real = tsopt.hybridize(model, **QUICK), getattr(hybrid_state, after)
 
