@@ -175,6 +175,15 @@ def test_a_lazy_module_is_left_to_whoever_refuses_it():
         pass
 
 
+@pytest.mark.parametrize("among_threads", [False, True])
+def test_what_a_call_converts_is_put_back_beside_other_threads_too(among_threads):
+    model = nn.Linear(2, 2)
+    before = model.weight.data_ptr()
+    with protected(model, among_threads=among_threads):
+        model.to(torch.float64)
+    assert (model.weight.dtype, model.weight.data_ptr()) == (torch.float32, before)
+
+
 def test_a_directory_that_is_gone_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -43,14 +43,13 @@ def protected(
     """
     modules, written = modules_of(model), list(written)
     attributes = Attributes(modules)
-    if among_threads:
-        buffers = parameters = [t for t in written if _has_values(t)]
-    else:
-        buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
-        parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
+    buffers = [t for m in modules for t in m._buffers.values() if isinstance(t, torch.Tensor) and _has_values(t)]
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None and _has_values(p)]
     tables = _tables_with(written if among_threads else (), modules)
     memory = [(tensor, tensor.data) for tensor in (*parameters, *buffers)]
-    values = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*buffers, *written)}.values()]
+    known = written if among_threads else (*buffers, *written)
+    values = [(t, t.detach().clone()) for t in {id(t): t for t in known}.values() if _has_values(t)]
+    mine = {id(tensor) for tensor in written}
     random_state = RandomState.now()
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     variables, directory, alone = dict(os.environ), _directory(), not others_run()
@@ -74,7 +73,9 @@ def protected(
         _put_back_tables(tables)
         with torch.no_grad():
             for tensor, data in memory:
-                if not _same_memory(tensor, data):
+                # Another thread may have given it other memory, but hardly converts a model that is being called.
+                is_mine = not among_threads or id(tensor) in mine or tensor.dtype != data.dtype
+                if is_mine and not _same_memory(tensor, data):
                     tensor.data = data
             for tensor, value in values:
                 if not same_bytes(tensor, value):
