@@ -97,7 +97,7 @@ def in_precision(program: Program, precision: str, keep_float: Sequence[str] = (
         keep_float: patterns of products that `bf16` and `fp16` leave in float32.
 
     Raises:
-        NoGain: there is no product of float32 values, or the model is quantized already.
+        NoGain: the program has no product of float32 values, or the model is quantized already.
         UsageError: it takes calibration data, or a pattern matches no product.
     """
     if precision == FP32:

@@ -172,7 +172,7 @@ def test_what_the_users_own_model_rounds_is_not_taken_for_ours(model):
     assert in_float(program) is quantized.without_rounded_values(program) is with_float_scores(program) is program
 
 
-def test_the_largest_weight_is_looked_for_whoever_wrote_it_where_values_are_rounded():
+def test_int8_weights_that_the_model_quantized_itself_count_where_values_are_rounded():
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     of_input, of_weight = (tsopt.transform(tsopt.capture(m.eval(), x)) for m in (OwnInput(), OwnWeight()))
     assert (quantized.largest_magnitude(of_input), quantized.largest_magnitude(of_weight)) == (127, 0)

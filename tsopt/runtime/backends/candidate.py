@@ -169,6 +169,6 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
 
 
 def precision_in(key: str) -> str:
-    """The precision that a key names, also of what is no candidate of this installation; `fp32` if it names none."""
+    """The precision that a key names, even if its backend is not installed; `fp32` if it names none."""
     options = dict(part.split("=", 1) for part in key.partition("?")[2].split("&") if "=" in part)
     return options.get("precision", FP32)

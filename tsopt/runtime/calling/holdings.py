@@ -1,4 +1,4 @@
-"""Which parameters, buffers and submodules a model holds: with another one in the place of any, it is another model."""
+"""The parameters, buffers and submodules that a model holds: if one of them is replaced, it is another model."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ class Reference64:
                         if not uses[source] and source not in keep:
                             values.pop(source, None)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, TimeoutError):
-            return None  # no float64 kernel, or a value that float64 takes elsewhere: there is no better reference
+            return (
+                None  # no float64 kernel, a value that float64 takes elsewhere, or no time left: eager is the reference
+            )
         return values
 
     def _step(self, node: fx.Node, values: dict[fx.Node, Any], inputs: Any) -> None:

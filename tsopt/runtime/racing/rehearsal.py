@@ -49,7 +49,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """A shadow that does on an example what the model does, and leaves the model alone.
+    """A shadow that computes on an example what the model does, and does not change the model.
 
     Attributes:
         reads: what its code reads.
