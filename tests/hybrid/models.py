@@ -1,4 +1,4 @@
-"""A model for tests of `hybridize`, and what they ask about it."""
+"""Models for tests of `hybridize`, and what they ask about them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def close(a, b):
 
 def eager(net, x=X):
     return nn.Module.__call__(tsopt.hybridize(net, active=False), x)
+
+
+class Slotted(Net):
+    """With an attribute outside of the `__dict__` that a hybrid shares."""
+
+    __slots__ = ("factor", "unset")
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 3.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def relu(x):
+    return torch.relu(x)

@@ -233,7 +233,7 @@ def quantized_layers(program: Program) -> Iterator[QuantizedLayer]:
 
 
 def largest_magnitude(program: Program) -> int:
-    """The largest magnitude of any int8 weight on the CPU, also of the model's own; 0 unless values are rounded as well."""
+    """The largest magnitude of an int8 weight on the CPU, also of the model's own; 0 unless values are rounded too."""
     if not has_float_inputs(program) and not any(_rounds(node) for node in program.calls()):
         return 0
     read = {item for node in program.calls() if node.target in DEQUANTIZING for item in node.all_input_nodes}

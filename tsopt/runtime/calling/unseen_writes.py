@@ -52,7 +52,7 @@ def place_of(tensor: torch.Tensor) -> int:
     """The address of its storage, or its identity if it has none, so that views of it are not recognized then."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    # A sparse tensor or one of torch.func, a parameter that is not initialized yet, a storage that torch has invalidated.
+    # A sparse tensor or one of torch.func, a parameter that is not initialized yet, a storage that torch invalidated.
     except (NotImplementedError, RuntimeError, ValueError):
         return id(tensor)
 
