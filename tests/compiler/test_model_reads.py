@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import types
+import weakref
+from collections import OrderedDict, deque
 
+import pytest
 import torch
 from torch import nn
 
@@ -156,6 +159,21 @@ class Refused(nn.Module):
     def forward(self, x):
         numbers, table, kinds = self.held
         return x * list.__getitem__(numbers, 0) * dict.__getitem__(table, "by") * set.__len__(kinds)
+
+
+@pytest.mark.parametrize("owner", [{1, 2}, deque([1, 2]), OrderedDict(a=1, b=2)])
+def test_a_model_may_hold_a_proxy_of_a_container(always_faster, owner):
+    class Proxied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.box = weakref.proxy(owner), [weakref.proxy(owner)]
+
+        def forward(self, x):
+            return x * len(self.seen) + len(self.box[0])
+
+    net = tsopt.hybridize(Proxied().eval(), cache=False, isolate=False, seconds=0.02, backends=("eager",))
+    for _ in range(3):
+        assert net(torch.ones(2)).tolist() == [4.0, 4.0]
 
 
 def test_what_such_containers_hold_is_watched(always_faster):

@@ -222,7 +222,7 @@ def _refill(holder: Any, elements: Any) -> None:
     if isinstance(holder, dict):
         refill_items(holder, elements)
         return
-    kind = _builtin(holder)
+    kind = builtin_class(holder)
     kind.clear(holder)
     (kind.update if kind is set else kind.extend)(holder, elements)
 
@@ -237,16 +237,18 @@ def dict_class(item: dict[Any, Any]) -> Any:
 
 def items_of(item: dict[Any, Any]) -> dict[Any, Any]:
     """What a dict holds, in its order, past whatever its class does when it is read."""
+    if not issubclass(type(item), dict):  # a proxy
+        return dict(item.items())
     return dict(OrderedDict.items(item)) if isinstance(item, OrderedDict) else dict.copy(item)
 
 
 def elements_of(item: Any) -> list[Any]:
     """What a tuple, list, set, frozenset, deque or bytearray holds, past whatever its class does when it is read."""
-    kind = _builtin(item)
+    kind = builtin_class(item)
     return list(item if kind is None else kind.__iter__(item))
 
 
-def _builtin(item: Any) -> Any:
+def builtin_class(item: Any) -> Any:
     """The builtin class of a container; None if it only says that it is one, as a proxy does."""
     return next((kind for kind in (tuple, frozenset, *ORDERED, *UNORDERED) if issubclass(type(item), kind)), None)
 

@@ -343,7 +343,7 @@ class _Found:
                 held = readable(value)
                 if len(held) <= CONTENTS:
                     (self.containers if held else self.empty).append(held)
-                    todo += values_of(held)
+                    todo.extend(values_of(held))  # not +=, which a proxy answers itself
                     self.keyed += [held] if isinstance(value, dict) else []
                     self.sized += [held]
             elif isinstance(value, tuple):

@@ -6,7 +6,7 @@ from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from tsopt.compiler.calls.snapshot import dict_class, slot_names
+from tsopt.compiler.calls.snapshot import builtin_class, dict_class, slot_names
 
 CONTAINERS = (list, dict, set, deque)
 OWN = (*CONTAINERS, OrderedDict, defaultdict, Counter)
@@ -19,8 +19,7 @@ class Past:
 
     def __init__(self, held: Any) -> None:
         self.held = held
-        kind = next(kind for kind in CONTAINERS if isinstance(held, kind))
-        self._kind: Any = dict_class(held) if kind is dict else kind
+        self._kind: Any = dict_class(held) if isinstance(held, dict) else builtin_class(held)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._kind.__iter__(self.held))
@@ -34,15 +33,19 @@ class Past:
 
 
 def readable(container: Any) -> Any:
-    """A container, to be looked at often: itself, unless its class is not one of Python's."""
-    return container if type(container) in OWN else Past(container)
+    """A container, to be looked at often: itself, unless its class is derived from one of Python's.
+
+    A proxy only says that it is one: it is read as it wants to be.
+    """
+    derived = type(container) not in OWN and issubclass(type(container), CONTAINERS)
+    return Past(container) if derived else container
 
 
 def values_of(container: Any) -> Iterable[Any]:
     """What a readable container holds; of a dict, a view of its values."""
     if isinstance(container, Past):
         return container.values()
-    return dict.values(container) if isinstance(container, dict) else container
+    return container.values() if isinstance(container, dict) else container
 
 
 def kind_of(container: Any) -> str:
