@@ -29,7 +29,7 @@ from tsopt.compiler.graph.quantized import (
     quantized_layer,
     restore,
 )
-from tsopt.runtime.backends.onednn_sites import NOTHING, Attribute, each, sample, site_of
+from tsopt.runtime.backends.layer_sites import NOTHING, Attribute, each, sample, site_of
 
 # Of an activation: the kernel scales a sum before it scales it back by the weight's, which could overflow in between.
 LARGEST_SCALE = 1e28

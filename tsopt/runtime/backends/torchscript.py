@@ -23,7 +23,7 @@ from tsopt.compiler.graph.program import Program, attribute_name
 from tsopt.errors import BackendError, BundleError
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import by_torch, torch_runner
-from tsopt.runtime.backends.onednn_sites import LOSES_NAN
+from tsopt.runtime.backends.layer_sites import LOSES_NAN
 from tsopt.runtime.backends.torchscript_source import source_of
 from tsopt.runtime.calling.executable import Executable, Runner
 from tsopt.runtime.checking.inputs import blank

@@ -1,4 +1,4 @@
-"""Layers that oneDNN can run, and what follows them that it can do in the same call: a residual sum, an activation."""
+"""Layers, and what follows them that a library can do in the same call: a residual sum, an activation."""
 
 from __future__ import annotations
 
