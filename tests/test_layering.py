@@ -43,7 +43,12 @@ ONLY_IN = {
         "runtime/onnx/optimize.py",
         "runtime/onnx/registry.py",
     },
-    "onnx_ir": {"runtime/onnx/export.py", "runtime/onnx/onnx_model.py", "runtime/onnx/optimize.py"},
+    "onnx_ir": {
+        "runtime/onnx/export.py",
+        "runtime/onnx/onnx_model.py",
+        "runtime/onnx/optimize.py",
+        "runtime/onnx/pads.py",
+    },
     "onnxruntime": {"runtime/onnx/ort.py", "runtime/onnx/ort_cuda.py"},
     "openvino": {"runtime/onnx/openvino.py"},
     "pandas": {"runtime/report.py"},

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,3 +94,17 @@ class Convolutions(nn.Module):
 
     def forward(self, x):
         return self.end(self.second(self.first(x).relu()))
+
+
+class Block(nn.Module):
+    """Convolutions with what can follow them: a residual sum, a ReLU with and without an upper end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1, bias=False)
+        self.end, self.depthwise = nn.Conv2d(3, 4, 3, stride=2), nn.Conv2d(4, 4, 3, groups=4)
+        self.eval()
+
+    def forward(self, x):
+        y = (self.last(self.first(x).relu()) + x).relu()
+        return self.depthwise(F.relu6(self.end(y))).relu()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tsopt
-from tests.runtime.backends.gpu_imitation import IMAGE, Convolutions, needs_gpu
+from tests.runtime.backends.gpu_imitation import IMAGE, Block, Convolutions, needs_gpu
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
 from tsopt.runtime.backends.recorded import Recorded
 
@@ -51,6 +51,18 @@ def test_on_a_gpu_machine_code_is_recorded():
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval().cuda()
     x = torch.randn(8, 16, device="cuda")
     made = tsopt.compile(tsopt.capture(model, x), "inductor?cuda_graph=true")
+    for scale in (1, 2):
+        torch.testing.assert_close(made(x * scale), model(x * scale).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_on_a_gpu_convolutions_apply_what_follows_them(dtype, channels_last):
+    torch.manual_seed(0)
+    model, x = Block().cuda().to(dtype), IMAGE.cuda().to(dtype)
+    program = tsopt.transform(tsopt.capture(model, x))
+    made = CudaGraphBackend(channels_last=channels_last, fused=True).compile(program)
+    assert made.options["fused"]
     for scale in (1, 2):
         torch.testing.assert_close(made(x * scale), model(x * scale).detach())
 

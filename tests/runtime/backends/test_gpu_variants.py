@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
-from tests.runtime.backends.gpu_imitation import IMAGE, Convolutions, recorded
+from tests.runtime.backends.gpu_imitation import IMAGE, Block, Convolutions, recorded
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends import cudagraph
 from tsopt.runtime.backends.cudagraph import CudaGraphBackend
@@ -64,7 +64,7 @@ def test_the_faster_memory_format_is_taken_and_stored(faster, seconds, last):
 @pytest.mark.parametrize("last", [True, False])
 def test_a_format_that_is_asked_for_is_the_only_one(faster, last):
     tried = faster({})
-    made = CudaGraphBackend(channels_last=last).compile(tsopt.capture(Convolutions(), (IMAGE,)))
+    made = CudaGraphBackend(channels_last=last, fused=False).compile(tsopt.capture(Convolutions(), (IMAGE,)))
     assert (tried, made.options["channels_last"]) == ([Variant(channels_last=last)], last)
 
 
@@ -101,7 +101,10 @@ class Tied(nn.Module):
         ({"transposed": 0.9}, Variant(transposed=True)),
         ({"transposed": 0.99}, Variant()),
         ({"separate_bias": 0.9}, Variant(separate_bias=True)),
-        ({"transposed": 1.1, "separate_bias": 1.1, "transposed and separate_bias": 0.5}, Variant(False, True, True)),
+        (
+            {"transposed": 1.1, "separate_bias": 1.1, "transposed and separate_bias": 0.5},
+            Variant(transposed=True, separate_bias=True),
+        ),
     ],
 )
 def test_linear_layers_are_computed_in_the_faster_of_four_ways(faster, seconds, chosen):
@@ -114,16 +117,76 @@ def test_linear_layers_are_computed_in_the_faster_of_four_ways(faster, seconds, 
     torch.testing.assert_close(made(tokens), model(tokens).detach())
 
 
-def test_only_weights_that_nothing_else_reads_lie_otherwise(monkeypatch):
+def test_linear_layers_read_a_copy_where_others_read_the_weight_too(monkeypatch):
     program = tsopt.capture(Tied(), (torch.tensor([[1, 4]]),))
     laid_out = []
     monkeypatch.setattr(Program, "module", lambda made: laid_out.append(made) or SimpleNamespace(forward=None))
     function_of(program, Variant(transposed=True))
-    assert {name: weight.is_contiguous() for name, weight in laid_out[0].weights.items() if weight.dim() == 2} == {
+    assert {name: laid_out[0].weights[name].is_contiguous() for name in laid_out[0].used_weights()} == {
         "words.weight": True,
-        "inner.weight": False,
+        "words.weight.transposed": False,
+        "inner.weight.transposed": False,
+        "inner.bias": True,
     }
     assert all(weight.is_contiguous() for weight in program.weights.values()), "the model's own"
+
+
+def test_convolutions_apply_what_follows_them(monkeypatch):
+    """cuDNN is imitated: a CPU does not have these calls."""
+    calls = []
+
+    def plain(image, weight, bias, *how):
+        return F.conv2d(image, weight, bias, *how).relu()
+
+    def with_sum(image, weight, other, alpha, bias, *how):
+        return (F.conv2d(image, weight, bias, *how) + other * alpha).relu()
+
+    aten = torch.ops.aten
+    imitated = {aten.cudnn_convolution_relu.default: plain, aten.cudnn_convolution_add_relu.default: with_sum}
+
+    def module(program):
+        for node in program.graph.nodes:
+            calls.append(node.target)
+            node.target = imitated.get(node.target, node.target)
+        return real(program)
+
+    real = Program.module
+    monkeypatch.setattr(Program, "module", module)
+    model = Block()
+    program = tsopt.transform(tsopt.capture(model, (IMAGE,)))
+    assert applicable(program)["fused"]
+    found = function_of(program, Variant(fused=True))(IMAGE)
+    torch.testing.assert_close(found[0], model(IMAGE).detach())
+    convolutions = [target for target in calls if "conv" in str(target)]
+    assert convolutions == [
+        aten.cudnn_convolution_relu.default,
+        aten.cudnn_convolution_add_relu.default,
+        aten.cudnn_convolution_relu.default,
+        aten.conv2d.default,  # torch has kernels of its own for depthwise ones
+    ]
+    assert calls.count(aten.relu.default) == 1
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda y, x: (y + x[..., :1]).relu(),
+        lambda y, x: torch.add(y, x, alpha=2).relu(),
+        lambda y, x: y.relu() + y,
+        lambda y, x: y.clamp(-1, 1),
+        lambda y, x: y.sigmoid(),
+    ],
+)
+def test_what_cudnn_does_not_do_is_left_alone(after):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return after(self.layer(x), x)
+
+    assert not applicable(tsopt.capture(Model().eval(), (IMAGE,)))["fused"]
 
 
 def test_each_group_of_properties_is_tried_on_the_best_variant_so_far(faster):
@@ -168,4 +231,4 @@ def test_a_bundle_is_recorded_again_in_its_layout_and_precision(faster, monkeypa
     monkeypatch.setattr(CudaGraphBackend, "unsupported", lambda self, program: [])  # on the CPU
     monkeypatch.setattr(CudaGraphBackend, "compile", lambda self, program: opened.append(self) or made)
     open_bundle(tmp_path, "cudagraph", made.options, made.signature, trust=False)
-    assert opened == [CudaGraphBackend("tf32", True, False, False)]
+    assert opened == [CudaGraphBackend("tf32", True, False, False, False)]

@@ -11,9 +11,9 @@ import tsopt
 from tests.compiler.helpers import Net
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
-from tsopt.runtime.backends.onednn import OneDnnBackend, lower
 from tsopt.runtime.backends.layer_sites import ACTIVATIONS as FUSED
 from tsopt.runtime.backends.layer_sites import LOSES_NAN
+from tsopt.runtime.backends.onednn import OneDnnBackend, lower
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,10 @@ from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain
 from tsopt.passes.lower_precision import in_precision
 from tsopt.runtime.backends import onednn_int8
-from tsopt.runtime.backends.onednn import OneDnnBackend, lower
-from tsopt.runtime.backends.onednn_int8 import quantize, run_layer
 from tsopt.runtime.backends.layer_sites import ACTIVATIONS as FUSED
 from tsopt.runtime.backends.layer_sites import NOTHING
+from tsopt.runtime.backends.onednn import OneDnnBackend, lower
+from tsopt.runtime.backends.onednn_int8 import quantize, run_layer
 from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.racing.environment import environment
 from tsopt.runtime.report import Report, Row

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.backends.gpu_imitation import needs_gpu
 from tsopt.runtime.backends.torchscript import TorchScriptBackend
 
 
@@ -79,3 +80,17 @@ def test_a_constant_that_it_takes_for_a_number_of_another_dtype_is_refused(dtype
     if not is_refused:
         x = torch.ones(3, dtype=dtype)
         torch.testing.assert_close(tsopt.compile(program, "torchscript")(x), x * constant)
+
+
+@needs_gpu
+def test_on_a_gpu_no_kernels_are_generated():
+    """They would take 20 minutes for this model, whose second call generates them."""
+
+    def model(x):
+        return torch.cat([x[:, i : i + 1 + i % 3] * i for i in range(20)], dim=1)
+
+    x = torch.randn(4, 64, device="cuda")
+    made = tsopt.compile(tsopt.transform(tsopt.capture(model, x)), "torchscript")
+    for scale in (1, 2, 3):
+        torch.testing.assert_close(made(x * scale), model(x * scale))
+    assert "TensorExpr" not in str(torch.jit.last_executed_optimized_graph())

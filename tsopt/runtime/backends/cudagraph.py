@@ -39,11 +39,12 @@ class CudaGraphBackend:
 
     precision: `fp32` computes products as the program has them, and as torch is set for TensorFloat-32 when it is
         compiled; `tf32` in TensorFloat-32.
-    channels_last, transposed, separate_bias: as in `Variant`; None records both and takes the faster one.
+    channels_last, fused, transposed, separate_bias: as in `Variant`; None records both and takes the faster one.
     """
 
     precision: str = FP32
     channels_last: bool | None = None
+    fused: bool | None = None
     transposed: bool | None = None
     separate_bias: bool | None = None
     name: str = "cudagraph"

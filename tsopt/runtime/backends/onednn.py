@@ -25,8 +25,8 @@ from tsopt.compiler.graph.serialize import write_program
 from tsopt.errors import NoGain
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.backends.eager import torch_runner
-from tsopt.runtime.backends.onednn_int8 import is_integer_convolution, lower_int8, run_layer
 from tsopt.runtime.backends.layer_sites import LAYERS, LOSES_NAN, Site, each, sample, site_of
+from tsopt.runtime.backends.onednn_int8 import is_integer_convolution, lower_int8, run_layer
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.profiling.kernels import Timed
 from tsopt.runtime.profiling.op_by_op import timed

@@ -78,7 +78,7 @@ class TorchScriptBackend:
         return Executable(
             self.name,
             program.signature,
-            _raising_as_torch(torch_runner(script, program.signature, self.threads), program),
+            _raising_as_torch(_runner(script, program.signature, self.threads), program),
             state=[program.state[item.name] for item in program.signature.state_inputs],
             save=save,
             options={"threads": self.threads},
@@ -133,11 +133,26 @@ def _scripted(program: Program) -> Any:
 
 def load_runner(directory: Path, signature: Signature, options: Mapping[str, Any]) -> Runner:
     """Reads a saved module and optimizes it for this machine. Runs code from the file: the caller asked for trust."""
-    device = max((device for _, device in signature.devices), key=lambda device: device != "cpu", default="cpu")
+    device = _device(signature)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             script = torch.jit.optimize_for_inference(torch.jit.load(str(directory / FILE), map_location=device))
     except RuntimeError as error:
         raise BundleError("the TorchScript file cannot be read", why=str(error)[:200]) from error
-    return torch_runner(script, signature, options.get("threads"))
+    return _runner(script, signature, options.get("threads"))
+
+
+def _device(signature: Signature) -> str:
+    """Where it runs: on the GPU if any tensor is there."""
+    return max((device for _, device in signature.devices), key=lambda device: device != "cpu", default="cpu")
+
+
+def _runner(script: Any, signature: Signature, threads: int | None) -> Runner:
+    def unfused(*values: torch.Tensor) -> Any:
+        # NOTE: on GPUs, TorchScript generates kernels in the second call, in time that doubles with each tensor that
+        # is concatenated: 19 s for 14 (torch 2.11). With them, it was never the fastest in bench/results/gpu.md.
+        with torch.jit.optimized_execution(False):
+            return script(*values)
+
+    return torch_runner(script if _device(signature) == "cpu" else unfused, signature, threads)

@@ -27,6 +27,7 @@ from tsopt.runtime.checking.inputs import exported
 from tsopt.runtime.onnx import decomposition, registry
 from tsopt.runtime.onnx.onnx_model import OnnxModel
 from tsopt.runtime.onnx.optimize import optimize
+from tsopt.runtime.onnx.pads import keep_pads
 from tsopt.runtime.onnx.places import take_places, with_places
 from tsopt.runtime.onnx.translations import translations
 
@@ -53,6 +54,7 @@ def to_onnx(program: Program, opset: int | None = None) -> OnnxModel:
             )
             if made is not None:
                 optimize(made, by_rules=not _adds_zero(program))
+                keep_pads(made.model)
     except Exception as error:
         raise _explain(error, program) from error
     if made is None:
