@@ -6,7 +6,7 @@ import pytest
 
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.racing import timing
-from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_of
+from tsopt.runtime.racing.timing import ColdStart, first_calls, once_warm, rest, seconds_in_turns, seconds_of
 
 INPUTS = [Example((n,), {"k": n}) for n in range(3)]
 
@@ -112,3 +112,11 @@ def test_single_calls_are_compared_in_pairs_and_take_turns(monkeypatch):
     pairs = [(Example((size,)), Example((size,))) for size in (1.0, 5.0, 3.0)]
     assert timing.ratio_of_single_calls(takes("eager", 3.0), takes("engine", 2.0), pairs) == pytest.approx(1.5)
     assert made == ["eager", "engine", "engine", "eager", "eager", "engine"]
+
+
+@pytest.mark.parametrize(("other", "turns"), [(2e-5, timing.FEW), (0.5e-5, timing.FEW), (1.1e-5, timing.TURNS)])
+def test_turns_end_when_it_is_clear_who_is_faster(monkeypatch, clock, other, turns):
+    monkeypatch.setattr(timing, "rest", lambda: None)
+    found = seconds_in_turns([clock.taking(1e-5), clock.taking(other)], INPUTS[0])
+    assert [len(samples) for samples in found] == [turns, turns]
+    assert [min(samples) for samples in found] == pytest.approx([1e-5, other])
