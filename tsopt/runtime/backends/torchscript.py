@@ -152,7 +152,7 @@ def _runner(script: Any, signature: Signature, threads: int | None) -> Runner:
     def unfused(*values: torch.Tensor) -> Any:
         # NOTE: on GPUs, TorchScript generates kernels in the second call, in time that doubles with each tensor that
         # is concatenated: 19 s for 14 (torch 2.11). With them, it was never the fastest in bench/results/gpu.md.
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return script(*values)
 
     return torch_runner(script if _device(signature) == "cpu" else unfused, signature, threads)

@@ -39,8 +39,8 @@ def _name_axes(graph: Any, pad: Any) -> None:
     ends = onnx_ir.convenience.get_const_tensor(pad.inputs[1])
     if ends is None:  # computed: it is not merged
         return
-    axes = onnx_ir.tensor(np.arange(ends.shape[0] // 2), name=f"{pad.outputs[0].name}_axes")
-    value = onnx_ir.Value(name=axes.name, shape=axes.shape, type=onnx_ir.TensorType(axes.dtype), const_value=axes)
+    axes = onnx_ir.tensor(np.arange(ends.size // 2), name=f"{pad.outputs[0].name}_axes")
+    value = onnx_ir.val(axes.name, const_value=axes)
     graph.register_initializer(value)
     pad.resize_inputs(AXES + 1)
     pad.replace_input_with(AXES, value)
