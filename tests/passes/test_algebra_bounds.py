@@ -116,6 +116,20 @@ def test_clamps_of_integers_become_one():
     check_fires(algebra.clamp_clamp, lambda x: x.clamp(-5, 7).relu(), INTS, ops=["clamp"], exact=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "ops", "text"),
+    [
+        (lambda x: F.hardtanh(x).relu(), ["clamp"], "0, 1)"),
+        (lambda x: F.hardtanh(x, -2.0, 5.7).relu(), ["clamp"], "0, 5)"),
+        (lambda x: F.hardtanh(x, -3.9, 3.0).clamp(min=-2), ["clamp"], "-2, 3)"),
+        (lambda x: F.hardtanh(x, -2.5, 5.7).clamp(-2, 5), ["hardtanh"], "-2.5, 5.7)"),
+    ],
+)
+def test_bounds_of_hardtanh_are_integers_where_its_values_are(model, ops, text):
+    found = check_fires(algebra.clamp_clamp, model, INTS, ops=ops, exact=True)
+    assert text in found.after.text
+
+
 def test_a_clamp_used_elsewhere_is_enough_where_it_is_the_tighter_one():
     def model(x):
         y = F.relu6(x)

@@ -223,7 +223,9 @@ def bounds_of(node: fx.Node) -> tuple[float, float] | None:
     low, high = (bound.get(name) for name in names[node.target])
     if isinstance(low, fx.Node) or isinstance(high, fx.Node):
         return None
-    return (-math.inf if low is None else low, math.inf if high is None else high)
+    ends = (-math.inf if low is None else low, math.inf if high is None else high)
+    truncates = node.target is aten.hardtanh.default and not node.meta["val"].is_floating_point()
+    return (int(ends[0]), int(ends[1])) if truncates else ends
 
 
 # ---- casts, powers, divisions -------------------------------------------------------------------------------
