@@ -11,6 +11,7 @@ from tests.passes.fused_layers import image, layer_then, net, then, warm
 from tests.passes.helpers import aten, check, check_declines, check_fires
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import FUSE, fuse
+from tsopt.passes.constants import ABSORBS
 
 # ---- scales and shifts ------------------------------------------------------------------------------------
 
@@ -25,6 +26,7 @@ LAYERS = {
     "linear-3d": (nn.Linear(4, 6, bias=False), (2, 6, 4), (1, 6)),
     "linear-1d": (nn.Linear(4, 6), (4,), (6,)),
 }
+MAGIC = 1.5 * 2**23  # adding and subtracting it rounds to an integer
 OPS = {"conv_mul": lambda y, k: y * k, "conv_add": lambda y, k: y + k}
 
 
@@ -93,6 +95,22 @@ def test_a_scaled_value_used_elsewhere_stays(rule):
         return OPS[rule](y, 2.0), y.relu()
 
     check_declines(getattr(fuse, rule), then(nn.Linear(4, 6), function), torch.randn(2, 4), USED_ELSEWHERE)
+
+
+@pytest.mark.parametrize("k", [MAGIC, torch.tensor([1.0, 2.0, MAGIC, 0.0, 0.0, 0.0])], ids=["literal", "constant"])
+@pytest.mark.parametrize("layer", ["conv2d", "transposed", "linear"])
+def test_a_term_that_rounds_on_purpose_stays(layer, k):
+    """In the bias, it would round the bias, and what the layer adds to it one by one."""
+    module, shape, sizes = LAYERS[layer]
+    k = k.reshape(sizes) if isinstance(k, torch.Tensor) else k
+    check_declines(fuse.conv_add, then(module, lambda y: (y + k) - k), torch.randn(shape), ABSORBS)
+
+
+@pytest.mark.parametrize("rule", OPS)
+def test_a_bias_that_rounds_on_purpose_stays(rule):
+    layer = nn.Linear(4, 6)
+    layer.bias.data.fill_(MAGIC)
+    check_declines(getattr(fuse, rule), then(layer, lambda y: OPS[rule](y, -0.5)), torch.randn(2, 4), ABSORBS)
 
 
 def test_an_infinite_factor_stays():

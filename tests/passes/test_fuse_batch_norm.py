@@ -12,6 +12,7 @@ from tests.passes.helpers import aten, capture, check, check_declines, check_fir
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import FUSE, fuse
+from tsopt.passes.constants import ABSORBS
 
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -53,6 +54,19 @@ def test_batch_norm_folds_into_a_depthwise_convolution():
 def test_batch_norm_without_affine_folds():
     model = net(nn.Conv2d(3, 4, 3), warm(nn.BatchNorm2d(4, affine=False)))
     check_fires(fuse.conv_batch_norm, model, image(3, 2), ops=["conv2d"])
+
+
+def test_batch_norm_that_rounds_on_purpose_stays():
+    norm = warm(nn.BatchNorm1d(4))
+    norm.bias.data[1] = 1.5 * 2**23
+    check_declines(fuse.conv_batch_norm, net(nn.Linear(3, 4), norm), torch.randn(2, 3), ABSORBS)
+
+
+def test_a_dead_channel_of_float16_folds_beside_its_shift():
+    """Its scale leaves the weights no digits, and the shift leaves the weights none of the result."""
+    norm = warm(nn.BatchNorm1d(4))
+    norm.weight.data[1], norm.bias.data[1] = 1e-6, 0.5
+    check_fires(fuse.conv_batch_norm, net(nn.Linear(3, 4), norm).half(), torch.randn(2, 3).half())
 
 
 def test_batch_norm_keeps_its_eps():

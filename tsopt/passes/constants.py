@@ -199,14 +199,19 @@ def add_add(at, x, a, b):
     if not at.same_type(x):
         return at.skip(PROMOTES)
     dtype = x.meta["val"].dtype
-    # NOTE: (x + 1.5 * 2**23) - 1.5 * 2**23 is a way to round x to an integer.
-    if dtype.is_floating_point and not all(
-        bool((c.abs() <= torch.finfo(dtype).eps ** -0.5).all()) for c in (first, second)
-    ):
+    if absorbs(first, dtype) or absorbs(second, dtype):
         return at.skip(ABSORBS)
     first = -first if at.root.args[0].target is aten.sub.Tensor else first
     total = first - second if at.root.target is aten.sub.Tensor else first + second
     return merged(at, aten.add.Tensor, x, total, a, b)
+
+
+def absorbs(term: torch.Tensor | float, dtype: torch.dtype) -> bool:
+    """Whether a term takes digits from what it is added to: (x + 1.5 * 2**23) - 1.5 * 2**23 rounds x to an integer."""
+    if not dtype.is_floating_point:
+        return False
+    modest = abs(term) <= torch.finfo(dtype).eps ** -0.5
+    return not bool(modest.all() if isinstance(modest, torch.Tensor) else modest)
 
 
 def wide(at: Site, operand: object) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, Skip, rule
+from tsopt.passes.constants import ABSORBS, absorbs
 
 CONVOLUTIONS = (
     aten.conv1d.default,
@@ -59,6 +60,8 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     suspect = not bool(new.sum().isfinite() and new_bias.isfinite().all())
     if suspect and bool(weight.isfinite().all()) and not bool(new.isfinite().all() and new_bias.isfinite().all()):
         return at.skip(NOT_FINITE)
+    if old_bias is not None and absorbs(old_bias, weight.dtype):
+        return at.skip(ABSORBS)
     smallest = torch.finfo(weight.dtype).smallest_normal
     if bool(factor.any()) and _largest(new) < smallest <= _largest(weight):
         return at.skip(TOO_SMALL)
@@ -111,6 +114,8 @@ def conv_batch_norm(at, *holes):
         or any(norm[k] is not None and at.value(norm[k]) is None for k in ("weight", "bias"))
     ):
         return at.skip(COMPUTED)
+    if beta is not None and absorbs(beta, at.root.meta["val"].dtype):
+        return at.skip(ABSORBS)
     scale = (var.double() + norm["eps"]).rsqrt()
     if gamma is not None:
         scale = scale * gamma.double()
@@ -145,6 +150,8 @@ def conv_add(at, *holes):
     """conv(x, w, b) + k -> conv(x, w, b + k), k a constant for each channel"""
     layer, term = at.root.args[:2]
     shift = per_channel(at, layer, term)
+    if shift is not None and absorbs(shift, at.root.meta["val"].dtype):
+        return at.skip(ABSORBS)
     return None if shift is None else fold(at, layer, torch.ones_like(shift), shift)
 
 

@@ -249,6 +249,9 @@ NEAR = {
     "a sign of another value": lambda x: 0.5 * x * (1 + torch.tanh(K * (0.044715 * x**3 + -x.abs()))),
     "a power of a large power": lambda x: 0.5 * x * (1 + torch.tanh(K * (x + 0.044715 * (x**2) ** 3))),
     "a cube and a truth": lambda x: 0.5 * x * (1 + torch.tanh(K * torch.add(_cubic(x), True))),
+    "a ramp of integers": lambda x: torch.clamp((x + 12582915.0 - 12582912.0) / 6, 0, 1),
+    "a ramp of integers, turned": lambda x: torch.clamp((12582912.0 - (12582909.0 - x)) / 6, 0, 1),
+    "gelu of integers": lambda x: x * 0.5 * (1 + torch.erf((x + 12582912.0 - 12582912.0) / 2**0.5)),
     # Where these leave the range of floating point, the op does not.
     "log of softmax": lambda x: torch.log(torch.softmax(x, -1)),
     "softplus": lambda x: torch.log(1 + torch.exp(x)),

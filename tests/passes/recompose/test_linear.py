@@ -11,6 +11,7 @@ from tests.passes.helpers import RulePass, aten, check, check_declines, check_fi
 from tsopt.compiler.rewriting.pipeline import weight_bytes
 from tsopt.compiler.rewriting.rewrite import OTHER_LAYOUT, USED_ELSEWHERE
 from tsopt.passes import STANDARD
+from tsopt.passes.constants import ABSORBS
 from tsopt.passes.fold import FoldConstants
 from tsopt.passes.recompose import linear
 
@@ -161,6 +162,13 @@ def test_other_sums_of_products_stay(form):
 )
 def test_other_terms_stay(model):
     check_declines(linear.linear_bias, model, X)
+
+
+@pytest.mark.parametrize(("dtype", "term"), [(torch.float32, 1.5 * 2**23), (torch.float16, 1536.0)], ids=str)
+def test_a_term_that_rounds_on_purpose_stays(dtype, term):
+    """As a bias, it may round each product that the layer adds up."""
+    k, weight = torch.full((N,), term, dtype=dtype), T.to(dtype)
+    check_declines(linear.linear_bias, lambda x: (F.linear(x, weight) + k) - k, X.to(dtype), ABSORBS)
 
 
 def test_a_product_that_is_returned_too_keeps_its_term():

@@ -14,6 +14,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.ops import aten, bind, is_call
 from tsopt.compiler.graph.program import type_of
 from tsopt.compiler.rewriting.rewrite import Site
+from tsopt.passes.constants import absorbs
 
 PRODUCTS = (
     lambda a, b: aten.mul.Tensor(a, b),
@@ -135,7 +136,7 @@ def _affine_step(at: Site, node: Any) -> tuple[Any, float, float] | None:
     is_first = number is None
     if number is None:
         inner, number = other, literal(at, inner)
-    if number is None:
+    if number is None or (node.target not in (*TIMES, *OVER) and absorbs(number, node.meta["val"].dtype)):
         return None
     if node.target in PLUS:
         return inner, 1.0, number
@@ -185,6 +186,8 @@ def polynomial(at: Site, node: Any, x: fx.Node, degree: int = 3) -> Polynomial |
             return _multiplied(left, right, degree)
         if value.target in OVER:
             return _multiplied(left, {0: 1 / right[0]}, degree) if set(right) == {0} and right[0] else None
+        if any(set(term) == {0} and absorbs(term[0], value.meta["val"].dtype) for term in (left, right)):
+            return None
         if value.target is aten.rsub.Scalar:
             left, right = right, left
         sign = 1.0 if value.target in PLUS else -1.0

@@ -9,6 +9,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
+from tsopt.passes.constants import ABSORBS, absorbs
 from tsopt.passes.recompose.attention import attend
 from tsopt.passes.recompose.formulas import is_float
 from tsopt.passes.recompose.layouts import in_layout_of_root, moved, parameter, permuted, uncopied
@@ -50,6 +51,8 @@ def linear_bias(at, x, w, b):
     if len(at.type(w).shape) != 2:
         return None
     bias = parameter(at, b, at.type(w).shape[:1], x)
+    if bias is not None and absorbs(at.value(bias), x.meta["val"].dtype):
+        return at.skip(ABSORBS)
     made = None if bias is None else at.call(aten.linear.default, x, w, bias)
     return made if at.same_type(made) else None
 
