@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,6 +128,20 @@ def test_a_factor_that_leaves_no_digits_to_the_weights_stays(dtype, k):
 def test_a_factor_that_makes_one_channel_small_folds():
     k = torch.ones(6).index_fill(0, torch.tensor([2]), 1e-40)
     check_fires(fuse.conv_mul, layer_then(nn.Linear(4, 6), k, OPS["conv_mul"]), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("layer", ["linear-3d", "transposed"])
+def test_a_factor_that_leaves_no_digits_to_one_channel_of_float16_stays(layer):
+    """1e-5 is an ordinary number there, and what another channel holds is no comfort to this one."""
+    module, shape, sizes = LAYERS[layer]
+    k = torch.ones(6).index_fill(0, torch.tensor([4]), 1e-5).reshape(sizes)
+    model = layer_then(copy.deepcopy(module), k, OPS["conv_mul"]).half()
+    check_declines(fuse.conv_mul, model, torch.ones(shape, dtype=torch.float16), fuse.TOO_SMALL)
+
+
+def test_a_factor_of_zero_for_one_channel_of_float16_folds():
+    k = torch.ones(6).index_fill(0, torch.tensor([4]), 0.0)
+    check_fires(fuse.conv_mul, layer_then(nn.Linear(4, 6), k, OPS["conv_mul"]).half(), torch.ones(2, 4).half())
 
 
 def test_computed_weights_stay():

@@ -65,6 +65,12 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
     smallest = torch.finfo(weight.dtype).smallest_normal
     if bool(factor.any()) and _largest(new) < smallest <= _largest(weight):
         return at.skip(TOO_SMALL)
+    # NOTE: what is that small in float32 is a dead channel of a batch norm; in float16, it is an ordinary number.
+    if weight.numel() and smallest > torch.finfo(torch.float32).smallest_normal:
+        lost = _by_channel(layer, new) < smallest
+        lost &= (_by_channel(layer, weight) >= smallest) & (factor != 0) & (new_bias.abs() < smallest)
+        if bool(lost.any()):
+            return at.skip(TOO_SMALL)
     name = str(arguments["weight"].target)
     arguments["weight"] = at.constant(new, f"{name}.folded")
     arguments["bias"] = at.constant(new_bias, f"{name.removesuffix('weight')}bias.folded")
@@ -75,6 +81,14 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
 def _largest(weight: torch.Tensor) -> float:
     """The largest magnitude; beside it, the digits that smaller weights lose do not matter."""
     return max(map(abs, map(float, weight.aminmax()))) if weight.numel() else 0.0
+
+
+def _by_channel(layer: fx.Node, weight: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each output channel."""
+    if layer.target not in TRANSPOSED:
+        return weight.flatten(1).abs().amax(1)
+    groups = bind(layer)["groups"]
+    return weight.reshape(groups, weight.shape[0] // groups, weight.shape[1], -1).abs().amax((1, 3)).flatten()
 
 
 def _batch_norm_patterns() -> list[Any]:
