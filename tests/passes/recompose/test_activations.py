@@ -268,6 +268,22 @@ def test_near_misses_stay(name):
     }
 
 
+ROUNDED = {
+    "gelu with tanh": (lambda x: 0.5 * x * (1 + torch.tanh(0.797885 * (x + 0.044715 * x**3))), "gelu"),
+    "gelu": (lambda x: x * 0.5 * (1 + torch.erf(x * 0.70710678)), "gelu"),
+    "hardsigmoid": (lambda x: torch.clamp(x * 0.1666667 + 0.5, 0, 1), "hardsigmoid"),
+    "hardswish": (lambda x: x * F.relu6(x + 3) * 0.1666667, "hardswish"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_constants_of_seven_digits_are_those_of_the_formula_up_to_float32(name):
+    model, op = ROUNDED[name]
+    recompose = RulePass("recompose", activations.RULES)
+    check(recompose, model, X, [op])
+    assert not check(recompose, model, X.double()).done
+
+
 def test_a_tanh_that_is_returned_too_stays():
     def model(x):
         t = torch.tanh(K * (x + 0.044715 * x**3))

@@ -66,6 +66,33 @@ def test_another_scale_is_said(scale, said):
     assert op_of(found)["scale"] == said
 
 
+def test_a_scale_near_the_default_one_is_said_in_float64():
+    inputs = tuple(t.double() for t in (Q, KEY, V))
+    model = lambda q, k, v: (q @ k.mT * 0.5000001).softmax(-1) @ v  # noqa: E731
+    assert op_of(check_fires(attention.attention, model, inputs))["scale"] == 0.5000001
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda q, k, v: (q @ k.mT / 2).bfloat16().to(v.dtype).softmax(-1) @ v,
+        lambda q, k, v: (q @ k.mT / 2).softmax(-1).half().to(v.dtype) @ v,
+        lambda q, k, v: (q.half() @ k.half().mT / 2).to(v.dtype).softmax(-1) @ v,
+    ],
+    ids=["scores", "weights", "queries"],
+)
+def test_casts_that_lose_digits_of_the_values_stay(model, dtype):
+    found = check((DeadCode(), *ATTENTION), model, tuple(t.to(dtype) for t in (Q, KEY, V)))
+    assert "attention" not in found.done
+
+
+def test_a_softmax_in_float32_between_values_of_float64_stays():
+    model = lambda q, k, v: F.softmax(q @ k.mT / 2, -1, dtype=torch.float32).double() @ v  # noqa: E731
+    found = check((DeadCode(), *ATTENTION), model, tuple(t.double() for t in (Q, KEY, V)))
+    assert "attention" not in found.done
+
+
 def test_without_a_scale_it_is_one():
     found = check_fires(attention.attention, lambda q, k, v: (q @ k.mT).softmax(-1) @ v, (Q, KEY, V))
     assert op_of(found)["scale"] == 1.0

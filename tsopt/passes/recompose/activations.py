@@ -70,11 +70,11 @@ def _share(at: Site, s: fx.Node, c: float) -> Share | None:
     """What a value c * s is a share by."""
     for inner, a, b in affine(at, s):
         if is_of(inner, aten.erf.default, aten.tanh.default):  # odd: a sign may be inside or outside
-            return Share(inner, math.copysign(1, c * a), near(abs(c * a), 0.5) and near(c * b, 0.5))
+            return Share(inner, math.copysign(1, c * a), near(at, abs(c * a), 0.5) and near(at, c * b, 0.5))
         if is_of(inner, aten.erfc.default):
-            return Share(inner, 1.0, near(c * a, 0.5) and b == 0)
+            return Share(inner, 1.0, near(at, c * a, 0.5) and b == 0)
         if is_of(inner, aten.sigmoid.default, aten.special_ndtr.default):
-            return Share(inner, 1.0, near(c * a, 1) and b == 0)
+            return Share(inner, 1.0, near(at, c * a, 1) and b == 0)
     return None
 
 
@@ -90,7 +90,7 @@ def gelu_erf(at, *_):
         z = polynomial(at, found.inner.args[0], x)
         if z is None:
             continue
-        if not found.is_right or set(z) != {1} or not near(z[1], slopes[found.inner.target] * found.sign):
+        if not found.is_right or set(z) != {1} or not near(at, z[1], slopes[found.inner.target] * found.sign):
             return at.skip(OTHER_CONSTANTS)
         return _as_op(at, aten.gelu.default, x)
     return None
@@ -108,7 +108,7 @@ def gelu_tanh(at, *_):
         if z is None or 3 not in z:
             continue  # without a cube it is another function, not a GELU with other constants
         k = slopes[found.inner.target] * found.sign
-        if not found.is_right or set(z) != {1, 3} or not near(z[1], k) or not near(z[3], k * 0.044715):
+        if not found.is_right or set(z) != {1, 3} or not near(at, z[1], k) or not near(at, z[3], k * 0.044715):
             return at.skip(OTHER_CONSTANTS)
         return _as_op(at, aten.gelu.default, x, approximate="tanh")
     return None
@@ -190,16 +190,16 @@ def _clipped(at: Site, node: Any) -> tuple[object, float] | None:
 def _ramp(at: Site, node: Any, c: float = 1.0) -> Any:
     """x of a value c * node that is clamp(x / 6 + 1 / 2, 0, 1), however it is scaled inside."""
     for inner, a, b in affine(at, node):
-        if is_of(inner, aten.hardsigmoid.default) and near(a * c, 1) and b == 0:
+        if is_of(inner, aten.hardsigmoid.default) and near(at, a * c, 1) and b == 0:
             return inner.args[0]
         clipped = _clipped(at, inner)
         if clipped is None:
             continue
         y, high = clipped
-        if b != 0 or not near(c * a * high, 1):
+        if b != 0 or not near(at, c * a * high, 1):
             return None
-        found = (x for x, slope, shift in affine(at, y) if near(c * a * slope, 1 / 6) and near(c * a * shift, 0.5))
-        return next(found, None)
+        scaled = ((x, c * a * slope, c * a * shift) for x, slope, shift in affine(at, y))
+        return next((x for x, slope, shift in scaled if near(at, slope, 1 / 6) and near(at, shift, 0.5)), None)
     return None
 
 

@@ -111,7 +111,7 @@ def attend(at: Site, p: fx.Node, v: fx.Node, inside: Sequence[fx.Node] = ()) -> 
         mask if mask is None else reshaped(at, mask, [*mask_lead, *fitted[-2:]]),
         0.0,
         causal,
-        scale=None if near(scores.scale, 1 / math.sqrt(width)) else scores.scale,
+        scale=None if near(at, scores.scale, 1 / math.sqrt(width)) else scores.scale,
     )
     return reshaped(at, made, [*outer[:-1], width])
 

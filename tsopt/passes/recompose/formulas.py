@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from tsopt.compiler.calls.types import TensorType
@@ -44,9 +45,10 @@ def literal(at: Site, value: object) -> float | None:
     return float(tensor)
 
 
-def near(value: float | None, wanted: float) -> bool:
-    """Equal as far as a constant written in float32 can tell."""
-    return value is not None and math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-12)
+def near(at: Site, value: float | None, wanted: float) -> bool:
+    """Equal as far as a constant written in float32 can tell; in float64, but for the rounding of products."""
+    tolerance = 1e-12 if at.root.meta["val"].dtype == torch.float64 else 1e-6
+    return value is not None and math.isclose(value, wanted, rel_tol=tolerance, abs_tol=1e-12)
 
 
 def is_of(node: object, *targets: Any) -> bool:
@@ -248,7 +250,7 @@ def averaged(at: Site, node: Any) -> tuple[fx.Node, tuple[int, ...]] | None:
         summed = reduced(at, inner, aten.sum.dim_IntList)
         if summed is not None:
             count = math.prod(at.type(summed[0]).shape[axis] for axis in summed[1])
-            return summed if b == 0 and count and near(a, 1 / count) else None
+            return summed if b == 0 and count and near(at, a, 1 / count) else None
     return None
 
 
