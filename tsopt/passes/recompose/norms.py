@@ -56,7 +56,7 @@ def _variance(at: Site, node: Any) -> tuple[Reduced, bool] | None:
         arguments = bind(call)
         biased = not arguments["unbiased"] if target is aten.var.dim else arguments["correction"] == 0
         return _centred(at, found[0]) or found, biased
-    if is_of(node, aten.sub.Tensor):
+    if is_of(node, aten.sub.Tensor) and not node.kwargs:
         return _difference_of_means(at, node)
     found = averaged(at, node)
     if found is None:
