@@ -63,6 +63,11 @@ NEAR = {
     "means over two axes": lambda x: (
         (x - x.mean(1, keepdim=True)) / ((x**2).mean(**ARGS) - x.mean(1, keepdim=True) ** 2 + 99).sqrt()
     ),
+    "a difference with alpha": lambda x: (
+        (x - mean(x)) / (torch.sub((x**2).mean(**ARGS), mean(x) ** 2, alpha=0.5) + 1e-5).sqrt()
+    ),
+    "mean of rounded squares": lambda x: x * torch.rsqrt(x.bfloat16().float().pow(2).mean(**ARGS) + 1e-6),
+    "mean that is rounded": lambda x: x * torch.rsqrt((x**2).mean(**ARGS) + 12582912.0 - 12582912.0 + 1e-6),
     "another value over the deviation": lambda x: (x.flip(0) - mean(x)) / torch.sqrt(x.var(-1, False, True) + 1e-5),
     "centred over mean of squares": lambda x: (x - mean(x)) * torch.rsqrt((x**2).mean(**ARGS) + 1e-6),
 }
@@ -72,6 +77,11 @@ NEAR = {
 def test_near_misses_stay(name):
     found = check((CommonSubexpressions(), *NORMS), NEAR[name], X)
     assert not found.done & {rule.name for rule in norms.RULES}
+
+
+def test_a_sum_over_nearly_its_count_is_no_mean_in_float64():
+    model = lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / (N + 1e-6) + 1e-6)  # noqa: E731
+    check_declines(norms.rms_norm_formula, model, X.double())
 
 
 def test_the_sum_of_nothing_is_no_mean():

@@ -26,6 +26,7 @@ from tsopt.passes.recompose.layouts import (
     moved,
     permuted,
     reshaped,
+    widens,
     with_last_axes_swapped,
 )
 from tsopt.passes.recompose.masks import Grid, Known, choose
@@ -45,7 +46,7 @@ MIXED_DTYPES = "the queries or keys have a different dtype than the values"
 def _value(at: Site, operand: Operand, dtype: torch.dtype) -> fx.Node:
     """The operand as a value; of casts only what the dtype asks for."""
     x: Any = operand.x
-    while x.meta["val"].dtype != dtype and x.target in CASTS and is_float(at, x.args[0]):
+    while x.meta["val"].dtype != dtype and x.target in CASTS and is_float(at, x.args[0]) and widens(at, x):
         x = x.args[0]
     return x if operand.axes is None else permuted(at, x, operand.axes)
 

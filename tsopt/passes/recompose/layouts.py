@@ -10,6 +10,7 @@ from torch import fx
 
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.rewriting.rewrite import Site
+from tsopt.passes.algebra import holds
 from tsopt.passes.recompose.formulas import is_float, is_of
 
 CASTS = (aten.to.dtype, aten._to_copy.default)
@@ -17,13 +18,24 @@ COPIES = (aten.clone.default, aten.contiguous.default)
 
 
 def uncast(at: Site, node: fx.Node) -> fx.Node:
-    """The value before casts between floating-point types."""
+    """The value before casts between floating-point types that lose nothing of it."""
     while node.target in CASTS and is_float(at, node) and is_float(at, node.args[0]):
         source: Any = node.args[0]
-        if at.type(source).device != at.type(node).device:
+        if at.type(source).device != at.type(node).device or not widens(at, node):
             break
         node = source
     return node
+
+
+def widens(at: Site, cast: fx.Node) -> bool:
+    """Whether every value that a cast is given is one of its dtype."""
+    source: Any = cast.args[0]
+    return holds(cast.meta["val"].dtype, at.type(source).dtype)
+
+
+def keeps_digits(at: Site, cast: fx.Node) -> bool:
+    """Whether a cast loses nothing, or no more than the dtype of the root does."""
+    return widens(at, cast) or holds(cast.meta["val"].dtype, at.type(at.root).dtype)
 
 
 def rearranged(at: Site, node: Any) -> tuple[Any, list[int]]:
