@@ -22,6 +22,13 @@ def test_batch_norm_and_convolution_compute_the_same():
         torch.testing.assert_close(found(value * scale), model(value * scale).detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_term_that_rounds_on_purpose_is_not_folded_into_a_convolution():
+    model = nn.Conv2d(1, 2, 3)
+    value = torch.randn(2, 1, 6, 6)
+    found = compiled(lambda x: (model(x) + 1.5 * 2**23) - 1.5 * 2**23, value)(value)
+    assert torch.equal(found, found.round())
+
+
 def test_the_trace_depends_on_no_value():
     def model(x, i):
         return torch.where(x > 0, x, -x)[i], x.argmax()
