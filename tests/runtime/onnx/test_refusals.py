@@ -173,6 +173,8 @@ BY_OPENVINO = [
     (lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True), "begins in the padding"),
     (lambda x: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True), "other weights"),
     (lambda x: F.interpolate(x, size=(4, 4), mode="bicubic", antialias=True), "other weights"),
+    (lambda x: (x * 40 + 12582912.0) - 12582912.0, "does not round where 12582912.0"),
+    (lambda x: 12582912 - (12582912 - x).relu(), "does not round where 12582912"),
 ]
 TAKEN = [
     lambda x: torch.zeros_like(x).scatter_reduce(1, PLACES, x, "sum"),
@@ -184,6 +186,9 @@ TAKEN = [
     lambda x: F.interpolate(x, size=(4, 4), mode="bilinear"),
     lambda x: x.mean(1),
     lambda x: (x > 0).int() << 3,
+    lambda x: (x + 2.0) - 2.0,
+    lambda x: x + 4096.0,
+    lambda x: (x > 0).int() + 4096 - 4096,
 ]
 
 
