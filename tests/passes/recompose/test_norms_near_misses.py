@@ -9,6 +9,7 @@ from tests.passes.helpers import RulePass, aten, call, check, check_declines, ch
 from tests.passes.recompose.norm_forms import ARGS, LAYER, RMS, VECTOR, Affine, N, X, mean, rule_of, values
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE
 from tsopt.passes import RECOMPOSE, STANDARD
+from tsopt.passes.constants import OUT_OF_RANGE
 from tsopt.passes.cse import CommonSubexpressions
 from tsopt.passes.recompose import norms
 
@@ -171,6 +172,13 @@ def test_whole_numbers_that_are_multiplied_first_stay():
 def test_a_second_scale_is_part_of_the_first():
     scale = values(N, seed=1)
     check_fires(norms.norm_scale, lambda x: aten.layer_norm.default(x, [N], scale) * VECTOR, X, ops=["layer_norm"])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_a_second_scale_that_leaves_the_range_of_float16_with_the_first_stays(scale):
+    k = torch.full((N,), scale).half()
+    model = lambda x: aten.layer_norm.default(x, [N], k) * k  # noqa: E731
+    check_declines(norms.norm_scale, model, X.half(), OUT_OF_RANGE)
 
 
 def test_a_second_scale_beside_a_computed_one_stays():

@@ -16,6 +16,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE, Site, Skip, rule
+from tsopt.passes.constants import OUT_OF_RANGE, keeps_digits
 from tsopt.passes.recompose.formulas import (
     PRODUCTS,
     affine,
@@ -218,18 +219,21 @@ def norm_scale(at, *_):
     if found is None or arguments.get("bias") is not None:
         return None
     weight = parameter(at, found.other, arguments["normalized_shape"], found.norm, found.axes)
-    weight = _times(at, arguments["weight"], weight)
-    return None if weight is None else _with(at, found, weight=weight)
+    scaled = _times(at, arguments["weight"], weight)
+    return _with(at, found, weight=scaled) if isinstance(scaled, fx.Node) else scaled
 
 
-def _times(at: Site, w: fx.Node | None, k: fx.Node | None) -> fx.Node | None:
+def _times(at: Site, w: fx.Node | None, k: fx.Node | None) -> fx.Node | Skip | None:
     """The product of the parameter that a norm has, if any, and another; None where they are not constant."""
     if w is None:
         return k
     left, right = at.value(w), at.value(k)
     if left is None or right is None:
         return None
-    return at.constant((left.double() * right.double()).to(left.dtype), f"{w.target}.scaled")
+    first, second = left.double(), right.double()
+    if not keeps_digits(first, second, left.dtype):
+        return at.skip(OUT_OF_RANGE)
+    return at.constant((first * second).to(left.dtype), f"{w.target}.scaled")
 
 
 @rule(lambda x, b: aten.add.Tensor(x, b), numerics=Numerics.ROUNDING)
