@@ -194,11 +194,11 @@ def test_examples_with_a_condition_between_them_are_refused():
         of_grids((30, 30), (34, 34))
 
 
-def grown(model, program, *calls, limits=None):
+def grown(model, program, *calls, highest=None, limits=None):
     """What is served after further calls by a program that was compiled for small sizes."""
     dims = tuple(replace(dim, high=8) for dim in program.signature.dims)
     run = tsopt.compile(replace(program, signature=replace(program.signature, dims=dims)), "eager")
-    run.reference, run.limits = program, limits or program.signature.dims
+    run.reference, run.limits, run.highest = program, limits or program.signature.dims, highest or {}
     for call in calls:
         run = widened(model, run, example(call)) or run
     return [(dim.low, dim.high) for dim in run.signature.dims]
@@ -229,3 +229,9 @@ def test_where_ends_are_wrong_together_ranges_grow_to_the_call_only():
 
     program = tsopt.capture(lambda x: x * 3, torch.randn(6, 7), dynamic={"x": {0: "h", 1: "w"}})
     assert grown(model, program, torch.randn(20, 18)) == [(1, 20), (1, 18)]
+
+
+def test_a_range_grows_no_further_than_the_engine_is_exact():
+    program = tsopt.capture(lambda x: x * 3, torch.randn(6, 2), dynamic={"x": {0: "n"}})
+    assert grown(lambda x: x * 3, program, torch.randn(20, 2), highest={"n": 32}) == [(1, 32)]
+    assert grown(lambda x: x * 3, program, torch.randn(33, 2), highest={"n": 32}) == [(1, 8)]

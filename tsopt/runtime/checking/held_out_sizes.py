@@ -178,7 +178,7 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     """
     if executable.reference is None or not executable.limits:
         return None
-    dims, limits = executable.signature.dims, executable.limits
+    dims, limits = executable.signature.dims, tuple(_at_most(dim, executable.highest) for dim in executable.limits)
     example = example if executable.signature.aliasing else example.apart()
     run = executable.called_as(replace(executable.signature, dims=limits))
     try:
@@ -210,6 +210,12 @@ def _around(dim: Dim, known: Sequence[Mapping[str, int]]) -> Dim:
     """The sizes of a Dim that calls have."""
     sizes = [each[dim.name] for each in known if dim.admits(each[dim.name])]
     return replace(dim, low=min(sizes), high=max(sizes)) if sizes else dim
+
+
+def _at_most(dim: Dim, highest: Mapping[str, int]) -> Dim:
+    """A Dim that ends where an engine's word for it does."""
+    ends = [end for end in (dim.high, highest.get(dim.name)) if end is not None]
+    return replace(dim, high=min(ends, default=None))
 
 
 def _with(dim: Dim, size: int) -> Dim:
