@@ -248,7 +248,7 @@ def _largest(fits: Callable[[Box], bool], inner: Box, outer: Box) -> Box | None:
     def grown(part: int) -> Box:
         """All ends moved alike, so that no range is given up for another."""
         return {
-            name: (first - (first - outer[name][0]) * part // PARTS, last + (outer[name][1] - last) * part // PARTS)
+            name: (_moved(first, outer[name][0], part), _moved(last, outer[name][1], part))
             for name, (first, last) in inner.items()
         }
 
@@ -259,6 +259,14 @@ def _largest(fits: Callable[[Box], bool], inner: Box, outer: Box) -> Box | None:
         first, last = box[name]
         box[name] = first, last + _last(partial(_fits_with, fits, box, name, (0, 1)), high - last)
     return box
+
+
+def _moved(start: int, end: int, part: int) -> int:
+    """A position on the way from one to another, by factors: twice a size goes with twice another."""
+    if part == PARTS:
+        return end
+    place = (start + 1) * ((end + 1) / (start + 1)) ** (part / PARTS) - 1
+    return min(math.floor(place), end) if end > start else max(math.ceil(place), end)
 
 
 def _fits_with(fits: Callable[[Box], bool], box: Box, name: str, way: Span, more: int) -> bool:
