@@ -187,6 +187,26 @@ def test_the_constant_is_on_the_right(function, shape, dtype):
     assert "(%arg0, %w0)" in found.after.text
 
 
+HALVES = [torch.float16, torch.bfloat16]
+FINITE = torch.arange(0, 2**15, 7, dtype=torch.int16)  # bits of a half
+
+
+def every(dtype):
+    """Numbers of all sizes."""
+    x = FINITE.view(dtype)
+    return x[x.isfinite()]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_factor_that_half_precision_rounds_on_the_left_only_stays_there(dtype):
+    x, product = every(dtype), lambda x, w: w * x
+    for w in (torch.tensor(0.1), torch.tensor(0.1, dtype=torch.float64), torch.tensor([3001])):
+        check_declines(constants.constant_right, With(product, w), x, constants.SIDES, exact=True)
+    check_declines(constants.constant_right, With(product, x), torch.tensor(0.1), constants.SIDES, exact=True)
+    check_fires(constants.constant_right, With(product, torch.tensor(0.5)), x, exact=True)
+    check_fires(constants.constant_right, With(lambda x, w: w + x, torch.tensor(0.1)), x, exact=True)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -323,6 +343,16 @@ def test_an_integer_constant_of_one_number_becomes_a_literal(op, dtype):
     function, name = BINARY[op]
     model = With(function, torch.full((8,), 100, dtype=dtype))
     check_fires(constants.uniform_operand, model, INTS.to(dtype), ops=[name], exact=True)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float16, 2049), (torch.float16, 70_000), (torch.bfloat16, 257)])
+@pytest.mark.parametrize("op", ["mul", "div"])
+def test_an_integer_constant_that_half_precision_rounds_stays(op, dtype, number):
+    """As a literal, it would not be rounded."""
+    x, function = every(dtype), BINARY[op][0]
+    check_declines(constants.uniform_operand, With(function, torch.full((len(x),), number)), x, exact=True)
+    check_fires(constants.uniform_operand, With(function, torch.tensor([number])), x, exact=True)
+    check_fires(constants.uniform_operand, With(function, torch.full((len(x),), 256)), x, exact=True)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32], ids=str)

@@ -313,6 +313,15 @@ def test_an_expand_that_is_needed_stays(model, x, y):
     check_declines(data_movement.expand_dropped, model, (x, y))
 
 
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float16, 2049), (torch.bfloat16, 257)])
+@pytest.mark.parametrize("name", ["mul", "div"])
+def test_an_expand_stays_where_half_precision_would_not_round_its_one_number(name, dtype, number):
+    x, one = torch.linspace(-3, 3, 64).to(dtype), torch.tensor([number])
+    model = lambda x, one: ELEMENTWISE[name](x, one.expand(64))  # noqa: E731
+    check_declines(data_movement.expand_dropped, model, (x, one), exact=True)
+    check_fires(data_movement.expand_dropped, model, (x, one.to(dtype)), exact=True)
+
+
 def test_an_expand_that_decides_the_layout_stays():
     y = torch.randn(3, 2).t()
     found = check(data_movement.expand_dropped, lambda x, y: x.expand(2, 3) + y, (torch.randn(1, 3), y))

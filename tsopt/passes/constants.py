@@ -17,6 +17,7 @@ PROMOTES = "the constant changes the dtype or the shape"
 OUT_OF_RANGE = "the merged factor would not be a normal number"
 OVERFLOWS = "the first factor may overflow where the merged one does not"
 ABSORBS = "adding a term this large rounds the value, possibly on purpose"
+SIDES = "in half precision, the kernel rounds a single number on the left only"
 
 PRODUCTS, SUMS = (aten.mul.Tensor, aten.div.Tensor), (aten.add.Tensor, aten.sub.Tensor)
 # What `op(x, w)` is called when the constant w is a literal.
@@ -29,6 +30,7 @@ LITERAL_FORMS: dict[Any, Any] = {
 }
 LARGEST = 1 << 20  # elements of a constant to merge: others may still use the one it was made of
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 # ---- one way to write them ----------------------------------------------------------------------------------
@@ -51,7 +53,28 @@ def literal_of(at: Site, x: object, constant: object) -> int | float | None:
     if own.dtype in INTEGERS:
         limits = torch.iinfo(own.dtype)
         return number if limits.min <= number <= limits.max else None
+    if own.dtype in HALVES and at.root.target in PRODUCTS and value.numel() > 1 and not _holds(own.dtype, number):
+        return None  # see `rounds_by_place`
     return number if own.is_floating_point() else None
+
+
+def rounds_by_place(at: Site, operand: fx.Node) -> bool:
+    """Whether an operand of the root is rounded to its dtype or not depending on where it stands.
+
+    In half precision, kernels multiply and divide by a single number on the right as it is. They round one on the left,
+    and all elements of a larger tensor.
+    """
+    dtype = at.root.meta["val"].dtype
+    if dtype not in HALVES or at.root.target not in PRODUCTS:
+        return False
+    own, value = operand.meta["val"], at.value(operand)
+    if own.dtype == dtype or own.numel() != 1:
+        return False
+    return value is None or value.device.type != "cpu" or not _holds(dtype, value.item())
+
+
+def _holds(dtype: torch.dtype, number: Any) -> bool:
+    return bool(torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).item() == number)
 
 
 def number_in(value: torch.Tensor) -> int | float | None:
@@ -102,6 +125,8 @@ def constant_right(at, constant, x):
     """w + x -> x + w, w * x -> x * w, w a constant"""
     if at.value(constant) is None or not isinstance(x, fx.Node) or at.value(x) is not None:
         return None
+    if rounds_by_place(at, constant) or rounds_by_place(at, x):
+        return at.skip(SIDES)
     return at.call(at.root.target, x, constant)
 
 

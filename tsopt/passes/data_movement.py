@@ -14,6 +14,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.rewriting.rewrite import Site, rule
 from tsopt.passes import slices
+from tsopt.passes.constants import rounds_by_place
 from tsopt.passes.slices import SHARED
 
 
@@ -122,7 +123,7 @@ def expand_dropped(at, *operands):
         # NOTE: a 0-d value promotes less than its expansion does.
         promotes_less = not at.type(inner).shape and any(o.dtype != at.type(inner).dtype for o in others)
         shape = torch.broadcast_shapes(at.type(inner).shape, *(o.shape for o in others))
-        if not promotes_less and shape == at.type(at.root).shape:
+        if not promotes_less and not rounds_by_place(at, inner) and shape == at.type(at.root).shape:
             return at.call(at.root.target, *operands[:position], inner, *operands[position + 1 :])
     return None
 
