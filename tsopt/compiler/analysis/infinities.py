@@ -13,7 +13,13 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
 # Infinite at the edge of their domain.
-POLES = frozenset({"log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "lgamma", "reciprocal", "rsqrt"})
+POLES = frozenset(
+    {"log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "lgamma", "reciprocal", "rsqrt", "digamma"}
+    | {"polygamma", "mvlgamma", "xlogy", "special_logit", "special_xlog1py", "special_entr", "special_ndtri"}
+    | {"special_zeta", "special_bessel_y0", "special_bessel_y1", "special_modified_bessel_k0"}
+    | {"special_modified_bessel_k1", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"}
+)
+DIVISIONS = frozenset({"div", "floor_divide", "addcdiv"})
 POWERS = frozenset({"pow", "float_power"})
 # Sums over many terms: a window of infinities does not survive them.
 MIXING = frozenset(
@@ -56,7 +62,7 @@ def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
         return None
     if name in BOUNDED or name in MIXING or name == "nan_to_num" or (name == "clamp" and has_both_ends(node)):
         return []
-    if name in POLES or (name in POWERS and not _is_power(node)) or (name == "div" and not _is_scaling(node)):
+    if name in POLES or (name in POWERS and not _is_power(node)) or (name in DIVISIONS and not _is_scaling(node)):
         return None
     return node.all_input_nodes
 
