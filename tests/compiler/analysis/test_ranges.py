@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tsopt
-from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, range_of_tensor
+from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, range_of_tensor, rounded
 from tsopt.compiler.analysis.ranges import ranges_of, recorded
 
 LOW, HIGH = -6, 9
@@ -70,8 +70,15 @@ CASES = [
     (lambda x: torch.zeros_like(x), 0, 0),
     (lambda x: torch.full_like(x, 7), 7, 7),
     (lambda x: x.float().long(), -6, 9),
-    (lambda x: (x.float() / 4).floor().long(), -2, 3),
-    (lambda x: x.clamp(1, 8).float().log().long(), 0, 3),
+    (lambda x: (x.float() / 4).floor().long(), -2, 2),
+    (lambda x: (x.float() / 4).ceil().long(), -1, 3),
+    (lambda x: (x.float() / 3).round().long(), -2, 3),
+    (lambda x: (x.float() * 1.5).trunc().long(), -9, 13),
+    (lambda x: (x.float() * 3 - 1).sum(1).long(), -76, 104),
+    (lambda x: (x.half() + 0.5).cumsum(0).long(), -22, 38),
+    (lambda x: x.clamp(1, 8).float().log().long(), 0, 2),
+    (lambda x: torch.repeat_interleave(x.clamp(1, 1).flatten(), output_size=16), 0, 15),
+    (lambda x: x.flatten().repeat_interleave(2), -6, 9),
     (lambda x: torch.nn.functional.one_hot(x.clamp(0, 3), 4), 0, 1),
     (lambda x: torch.scatter(x, 0, x.clamp(0, 3), 30), -6, 30),
     (lambda x: torch.nn.functional.pad(x, (1, 1), value=20), -6, 20),
@@ -121,6 +128,84 @@ def test_a_float_beside_a_large_whole_number_is_within():
     assert made.high >= int(torch.tensor(2**31 - 1).float().long())
 
 
+REALS = torch.tensor([-7.3, -1e-9, 0.0, 2.75, 88.9, 998.0, 1e6 + 0.5])
+CUT = [
+    (lambda x: (x % 1.0 * 10).long(), Range(0, 10)),
+    (lambda x: (x % 1.0 * 2**32).long(), Range(0, 2**32)),
+    (lambda x: (x % -2.5).long(), Range(-2, 0)),
+    (lambda x: (torch.fmod(x, 1.0) * 10).long(), Range(-10, 10)),
+    (lambda x: (x.sigmoid() * 9).long(), Range(0, 9)),
+    (lambda x: (x.sigmoid() / 3 * 9).long(), Range(0, 3)),
+    (lambda x: (x.sigmoid() * (2**31 - 1)).long(), Range(0, 2**31)),
+    (lambda x: (x.bfloat16().sigmoid() * 1003).long(), Range(0, 1004)),
+    (lambda x: torch.rsub(x.bfloat16().tanh(), 1, alpha=1001).long(), Range(-1004, 1008)),
+    (lambda x: (x.half().sigmoid() * 60000 * 2).long(), Range(0, math.inf)),
+    (lambda x: x.clamp(0, 999).round(decimals=-3).long(), ANY),
+]
+
+
+def test_the_range_of_a_float_holds_its_rounding():
+    """`-1e-9 % 1.0` is 1.0, and 2**31 - 1 is 2**31."""
+    program = tsopt.capture(lambda x: tuple(model(x) for model, _ in CUT), (REALS,))
+    ranges = ranges_of(program, recorded(program), [ANY])
+    for (model, expected), node in zip(CUT, program.outputs, strict=True):
+        real = model(REALS)
+        assert ranges[node] == expected, node
+        assert Range(int(real.min()), int(real.max())) in expected or math.isinf(expected.high)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [0, 1, -3, 0.1, -0.1, 257, 2049, 2**24 + 1, 2**53 + 1, 70_000, -1e39, 1e-320])
+def test_a_range_is_rounded_outwards_unless_the_dtype_holds_its_ends(number, dtype):
+    held = torch.tensor(float(number), dtype=torch.float64).to(dtype).item()
+    made = rounded(Range(number, number), dtype)
+    assert Range(held, held) in made
+    assert Range(number, number) in made
+    if held == number and abs(number) != 1e-320:
+        assert made == Range(number, number)
+    assert made in rounded(Range(number, number), dtype, steps=2)
+
+
+def test_a_sum_of_floats_is_wider_than_its_terms_unless_each_step_is_exact():
+    """A tenth, added up in float32 one by one, is more than its multiple."""
+    steps = torch.full((4096,), 0.1).cumsum(0)
+    sums = lambda x: ((x > 0).float().cumsum(0), ((x > 0).float() * 0.1).cumsum(0))  # noqa: E731
+    program = tsopt.capture(sums, (torch.ones(4096),))
+    ranges = ranges_of(program, recorded(program), [ANY])
+    whole, tenths = (ranges[node] for node in program.outputs)
+    assert whole == Range(0, 4096)
+    assert float(steps[-1]) <= tenths.high <= 410.5
+
+
+NAN = [
+    (lambda x, n: (x.sigmoid() * 9).long(), False),
+    (lambda x, n: x.clamp(0, 9).to(torch.int32), False),
+    (lambda x, n: x.clamp(0, 1).max(0, keepdim=True)[0].long(), False),
+    (lambda x, n: torch.where(n > 1, 0.5, math.nan).long(), False),
+    (lambda x, n: (n.float() * math.inf).clamp(0, 1).long(), False),
+    (lambda x, n: (n.float() % (n > 1).float()).clamp(0, 1).long(), False),
+    (lambda x, n: x.clamp(0, 1).sum(0, dtype=torch.int64), False),
+    (lambda x, n: x.long().clamp(0, 9), True),
+    (lambda x, n: x.softmax(0).argmax(0), True),
+    (lambda x, n: (x.sigmoid().nan_to_num() * 9).long(), True),
+    (lambda x, n: (x.nan_to_num(5.0).sigmoid() * 9).long(), True),
+    (lambda x, n: (n.float().sigmoid() * 9).long(), True),
+    (lambda x, n: (n.clamp(0, 9).float() / 3).long(), True),
+    (lambda x, n: (x > 0).float().long(), True),
+]
+
+
+def test_where_nan_is_counted_on_a_float_becomes_any_number():
+    """It becomes the lowest of int64, which is no index."""
+    args = (torch.tensor([math.nan, 1.0]), torch.tensor([1, 2]))
+    program = tsopt.capture(lambda x, n: tuple(model(x, n) for model, _ in NAN), args)
+    inputs = [ANY, of_dtype(torch.int64)]
+    found = ranges_of(program, recorded(program), inputs, with_nan=True)
+    assert [found[node] in Range(0, 9) for node in program.outputs] == [known for _, known in NAN]
+    others = ranges_of(program, recorded(program), inputs)
+    assert others[program.outputs[0]] == others[program.outputs[1]] == Range(0, 9)
+
+
 def test_overflow_is_seen_and_what_follows_may_be_anything():
     assert found(lambda x: x + x, Range(0, 200), example=(X.to(torch.uint8),)).high == 400
     assert found(lambda x: (x + x) + 0, Range(0, 200), example=(X.to(torch.uint8),)) == of_dtype(torch.uint8)
@@ -131,3 +216,14 @@ def test_a_weight_has_the_range_of_its_values():
     assert range_of_tensor(torch.tensor(2.5)) == Range(2.5, 2.5)
     assert range_of_tensor(torch.ones(0, dtype=torch.int8)) == Range(-128, 127)
     assert range_of_tensor(torch.tensor(math.nan)) == ANY
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn], ids=str)
+def test_a_weight_has_a_range_in_dtypes_with_few_kernels(dtype):
+    assert range_of_tensor(torch.tensor(1.0).to(dtype)) == Range(1, 1)
+    several = range_of_tensor(torch.tensor([0.0, 1.0]).to(dtype))
+    assert several == (ANY if dtype.is_floating_point else Range(0, 1))
+
+
+def test_the_largest_number_of_64_bits_without_a_sign_is_seen():
+    assert range_of_tensor(torch.tensor([3, -1]).view(torch.uint64)) == Range(3, 2**64 - 1)

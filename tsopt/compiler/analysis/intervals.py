@@ -30,6 +30,7 @@ class Range:
 
 ANY = Range(-math.inf, math.inf)
 FLAG = Range(0, 1)
+WITHOUT_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # torch stores them, and compares next to nothing
 
 
 def of_dtype(dtype: torch.dtype) -> Range:
@@ -46,10 +47,38 @@ def range_of_tensor(tensor: torch.Tensor) -> Range:
     """What a tensor holds, where that is whole numbers or it is one number."""
     if tensor.numel() == 0 or tensor.is_complex() or tensor.device.type == "meta":
         return of_dtype(tensor.dtype)
-    if tensor.is_floating_point() and tensor.numel() > 1:
-        return ANY
-    low, high = (float(end) if tensor.is_floating_point() else int(end) for end in tensor.detach().aminmax())
-    return Range(low, high) if low == low else ANY
+    if tensor.is_floating_point():
+        number = float(tensor.detach().item()) if tensor.numel() == 1 else math.nan
+        return Range(number, number) if number == number else ANY
+    if tensor.dtype in WITHOUT_KERNELS:
+        array = tensor.numpy(force=True)
+        return Range(int(array.min()), int(array.max()))
+    low, high = tensor.detach().aminmax()
+    return Range(int(low), int(high))
+
+
+def rounded(found: Range, dtype: torch.dtype, steps: int = 0) -> Range:
+    """A range of real numbers after they were rounded to a float dtype, whichever way.
+
+    Ends that the dtype holds stay, because rounding keeps the order of numbers.
+
+    Args:
+        steps: by how many units in the last place a kernel is off; then no end stays but zero.
+    """
+    limits = torch.finfo(dtype)
+    return Range(-_rounded_up(-found.low, limits, steps), _rounded_up(found.high, limits, steps))
+
+
+def _rounded_up(end: float, limits: torch.finfo, steps: int) -> float:
+    if not end or not math.isfinite(end):
+        return end
+    above = float(end) if float(end) >= end else math.nextafter(float(end), math.inf)  # of an integer beyond 2**53
+    if abs(above) < limits.smallest_normal:  # may be flushed to zero
+        return limits.smallest_normal if above > 0 else 0.0
+    digits, exponent = math.frexp(above)
+    above = math.ldexp(math.ceil(digits * 2 / limits.eps) * limits.eps / 2, exponent)
+    above += steps * abs(above) * limits.eps
+    return max(above, -limits.max) if above <= limits.max else math.inf
 
 
 def wrapped(found: Range, dtype: torch.dtype) -> Range:

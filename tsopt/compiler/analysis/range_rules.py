@@ -9,40 +9,58 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tsopt.compiler.analysis.intervals import FLAG, Range, wrapped
+from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, rounded, wrapped
 from tsopt.compiler.graph import ops
 
 Ranges = dict[fx.Node, Range]
 Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node
+STEPS = 4  # by how many units in the last place a kernel's result is off, where it is not the nearest number
 
 
 class RangedCall:
-    """One call, whose arguments are ranges."""
+    """One call, whose arguments are ranges.
 
-    def __init__(self, node: fx.Node, values: Values, found: Ranges) -> None:
-        self.node, self.values, self.found = node, values, found
+    Args:
+        doubtful: floats that may be NaN, of which any whole number may become.
+    """
+
+    def __init__(self, node: fx.Node, values: Values, found: Ranges, doubtful: Collection[fx.Node] = ()) -> None:
+        self.node, self.values, self.found, self.doubtful = node, values, found, doubtful
         self.value: Any = values[node]  # several for an op with several results
         self.name = base_name(node)
         self.arguments = ops.bind(node)
 
     def of(self, argument: Any) -> Range:
-        """The range of an argument, as it is in its dtype."""
+        """The range of an argument, as it is in its dtype, and in that of a float result."""
         argument = self.arguments[argument] if isinstance(argument, str) else argument
         if isinstance(argument, (list, tuple)):
             return self.union(argument)
         if isinstance(argument, fx.Node):
             value = self.values[argument]
             if isinstance(value, torch.Tensor):
-                return wrapped(self.found[argument], value.dtype)
+                if argument in self.doubtful and not self.is_float:
+                    return ANY
+                found = wrapped(self.found[argument], value.dtype)
+                return found if value.dtype == getattr(self.value, "dtype", None) else self.rounded(found)
             argument = value
         number = argument if isinstance(argument, float) else int(argument)
-        return Range(number, number)
+        return self.rounded(Range(number, number))
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the result, or one of several, is of floats."""
+        return any(value.is_floating_point() for value in ops.tensors_of(self.value))
+
+    def rounded(self, found: Range, steps: int = 0) -> Range:
+        """A range in the dtype of a float result; a kernel may be off by some steps more."""
+        is_one = isinstance(self.value, torch.Tensor) and self.value.is_floating_point()
+        return rounded(found, self.value.dtype, steps) if is_one else found
 
     def union(self, arguments: Sequence[Any]) -> Range:
         found = [self.of(argument) for argument in arguments]
@@ -74,6 +92,9 @@ def base_name(node: fx.Node) -> str:
 
 
 Rule = Callable[[RangedCall], Range | None]
+ROUNDINGS: dict[str, Callable[[float], int]] = {
+    "floor": math.floor, "ceil": math.ceil, "round": round, "trunc": math.trunc,
+}  # fmt: skip
 
 # Values and where they were.
 PLACES = frozenset({"sort", "topk", "max", "min", "mode", "median", "kthvalue", "cummax", "cummin"})
@@ -104,8 +125,9 @@ def _product(x: float, y: float) -> float:
     return 0 if x == 0 or y == 0 else x * y
 
 
-def _scaled(found: Range, factor: float) -> Range:
-    return _corners(_product, found, Range(factor, factor))
+def _scaled(call: RangedCall, name: str) -> Range:
+    """An argument times alpha, a product that is rounded before it is added."""
+    return call.rounded(_corners(_product, call.of(name), call.of(call.arguments.get("alpha", 1))))
 
 
 def _sum(a: Range, b: Range) -> Range:
@@ -113,25 +135,26 @@ def _sum(a: Range, b: Range) -> Range:
 
 
 def _add(call: RangedCall) -> Range:
-    return _sum(call.of("self"), _scaled(call.of("other"), call.number("alpha", 1)))
+    return _sum(call.of("self"), _scaled(call, "other"))
 
 
 def _sub(call: RangedCall) -> Range:
-    return _sum(call.of("self"), _scaled(call.of("other"), -call.number("alpha", 1)))
+    return _sum(call.of("self"), -_scaled(call, "other"))
 
 
 def _rsub(call: RangedCall) -> Range:
-    return _sum(call.of("other"), _scaled(call.of("self"), -call.number("alpha", 1)))
+    return _sum(call.of("other"), -_scaled(call, "self"))
 
 
 def _quotient(call: RangedCall) -> Range | None:
-    """Rounded, by numbers of one sign."""
+    """By numbers of one sign. Some kernels multiply by the inverse of the divisor."""
     divisor = call.of("other")
     if divisor.low <= 0 <= divisor.high:
         return None
-    if base_name(call.node) == "div" and call.arguments.get("rounding_mode") is None:
-        return _corners(operator.truediv, call.of("self"), divisor)
-    found = _corners(operator.truediv, call.of("self"), divisor)
+    is_exact = divisor.low == divisor.high and abs(math.frexp(divisor.low)[0]) == 0.5
+    found = call.rounded(_corners(operator.truediv, call.of("self"), divisor), 0 if is_exact else STEPS)
+    if call.name == "div" and call.arguments.get("rounding_mode") is None:
+        return found
     return Range(_floor(found.low), _floor(found.high) + 1)
 
 
@@ -139,16 +162,20 @@ def _floor(value: float) -> float:
     return value if math.isinf(value) else math.floor(value)
 
 
-def _remainder(call: RangedCall) -> Range:
-    """Of the sign of the divisor."""
+def _remainder(call: RangedCall) -> Range | None:
+    """Of the sign of the divisor, which floats reach: `-1e-9 % 1.0` is 1.0."""
     divisor = call.of("other")
+    if call.is_float:
+        return None if divisor.low <= 0 <= divisor.high else Range(min(0, divisor.low), max(0, divisor.high))
     return Range(min(0, divisor.low + 1), max(0, divisor.high - 1))
 
 
-def _fmod(call: RangedCall) -> Range:
+def _fmod(call: RangedCall) -> Range | None:
     """Of the sign of the dividend."""
     divisor, value = call.of("other"), call.of("self")
-    most = max(abs(divisor.low), abs(divisor.high)) - 1
+    if call.is_float and divisor.low <= 0 <= divisor.high:
+        return None
+    most = max(abs(divisor.low), abs(divisor.high)) - (0 if call.is_float else 1)
     return Range(max(-most, min(0, value.low)), min(most, max(0, value.high)))
 
 
@@ -158,11 +185,15 @@ def _absolute(found: Range) -> Range:
 
 
 def _reduced(call: RangedCall) -> Range:
-    """A sum over axes: of as many values as there are along them."""
-    dims = call.arguments.get("dim")
-    count, value = call.size("self", dims), call.of("self")
-    return Range(_product(min(0, value.low) if base_name(call.node) == "cumsum" else value.low, count),
-                 _product(max(0, value.high) if base_name(call.node) == "cumsum" else value.high, count))  # fmt: skip
+    """A sum over axes: of as many values as there are along them. One of floats is rounded at each step."""
+    count, value = call.size("self", call.arguments.get("dim")), call.of("self")
+    value = value | Range(0, 0) if call.name == "cumsum" else value
+    found = Range(_product(value.low, count), _product(value.high, count))
+    eps = torch.finfo(call.value.dtype).eps if call.is_float else 0
+    if not eps or all(end == _floor(end) and abs(end) * count <= 2 / eps for end in (value.low, value.high)):
+        return found  # no partial sum is beyond a multiple of an end, and the dtype holds all these
+    off = math.expm1(count * min(eps, torch.finfo(torch.float32).eps)) / eps
+    return call.rounded(found, STEPS + count.bit_length() + math.ceil(off))
 
 
 def _greater(call: RangedCall) -> Range:
@@ -181,20 +212,26 @@ def _scatter(call: RangedCall) -> Range | None:
     return call.union([call.arguments["self"], call.arguments["src" if "src" in call.arguments else "value"]])
 
 
-def _rounded(call: RangedCall) -> Range:
-    """To whole numbers, whichever way."""
-    found = call.of("self")
-    return Range(_floor(found.low), -_floor(-found.high))
+def _to_whole(found: Range, way: Callable[[float], int]) -> Range:
+    return Range(*(end if math.isinf(end) else way(end) for end in (found.low, found.high)))
+
+
+def _rounded(way: Callable[[float], int]) -> Rule:
+    """To whole numbers; of decimals nothing is known."""
+    return lambda call: None if call.arguments.get("decimals") else _to_whole(call.of("self"), way)
 
 
 def _cast(call: RangedCall, source: str = "self") -> Range:
-    """The range after a cast: a float holds a large integer only approximately."""
-    found, dtype = call.of(source), call.value.dtype
-    if not dtype.is_floating_point:
-        return Range(_floor(found.low), -_floor(-found.high))
-    exact = 2 / torch.finfo(dtype).eps
-    return Range(*(end if abs(end) <= exact else end * (1 + math.copysign(2 / exact, end * way)) for end, way in
-                   ((found.low, -1), (found.high, 1))))  # fmt: skip
+    """The range after a cast: a float holds a large integer only approximately, and is cut to become one."""
+    return call.of(source) if call.is_float else _to_whole(call.of(source), math.trunc)
+
+
+def _replaced(call: RangedCall) -> Range:
+    """Without NaN, and without infinities unless they are asked for."""
+    dtype = call.value.dtype
+    most = Range(-torch.finfo(dtype).max, torch.finfo(dtype).max) if call.is_float else of_dtype(dtype)
+    given = [call.arguments[name] for name in ("nan", "posinf", "neginf")]
+    return call.of("self") & most | call.union([0, *(item for item in given if item is not None)])
 
 
 def _clamp(call: RangedCall) -> Range:
@@ -211,7 +248,7 @@ def _arange(call: RangedCall) -> Range:
     if type(count) is int and not call.value.is_floating_point():  # the end itself is not reached
         end = start + max(0, count - 1) * call.number("step", 1)
         return Range(math.floor(min(start, end)), math.ceil(max(start, end)))
-    return Range(min(start, end), max(start, end))
+    return call.rounded(Range(min(start, end), max(start, end)), STEPS)
 
 
 def _place(call: RangedCall) -> Range:
@@ -237,6 +274,7 @@ def _power(call: RangedCall) -> Range | None:
     if exponent != int(exponent) or exponent < 0 or max(abs(base.low), abs(base.high)) ** exponent > 1e300:
         return None
     found = _corners(operator.pow, base, Range(exponent, exponent))
+    found = call.rounded(found, STEPS if exponent > 3 else 0)  # smaller powers are products
     return Range(min(0, found.low), found.high) if exponent % 2 == 0 else found
 
 
@@ -249,14 +287,14 @@ def _shift(call: RangedCall, left: bool) -> Range | None:
 
 def _logarithm(call: RangedCall) -> Range | None:
     found = call.of("self")
-    return Range(math.log(found.low), math.log(found.high)) if found.low > 0 else None
+    return call.rounded(Range(math.log(found.low), math.log(found.high)), STEPS) if found.low > 0 else None
 
 
 def _difference(call: RangedCall) -> Range:
     """Of each value and the one before it, as many times as the call says."""
     found = call.union([call.arguments[name] for name in ("self", "prepend", "append") if call.arguments.get(name)])
     for _ in range(int(call.number("n", 1))):
-        found = Range(found.low - found.high, found.high - found.low)
+        found = call.rounded(Range(found.low - found.high, found.high - found.low))
     return found
 
 
@@ -273,6 +311,11 @@ def _quantized(call: RangedCall) -> Range:
     return Range(call.number("quant_min"), call.number("quant_max"))
 
 
+def _repeated(call: RangedCall) -> Range:
+    """Values, or the places of the numbers that say how often."""
+    return call.of("self") if "self" in call.arguments else Range(0, max(0, call.size("repeats") - 1))
+
+
 def _padded(call: RangedCall) -> Range:
     return call.of("self") | Range(0, 0)
 
@@ -287,7 +330,9 @@ RULES: dict[str, Rule] = {
     "one": lambda call: Range(1, 1),
     "zero": lambda call: Range(0, 0),
     **dict.fromkeys(("to", "type_as", "to_copy"), _cast),
-    **dict.fromkeys(("floor", "ceil", "round", "trunc"), _rounded),
+    **{name: _rounded(way) for name, way in ROUNDINGS.items()},
+    "nan_to_num": _replaced,
+    "repeat_interleave": _repeated,
     "embedding": _constant("weight"),
     "add": _add,
     "sub": _sub,

@@ -7,14 +7,15 @@ dtype again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, range_of_tensor
-from tsopt.compiler.analysis.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values
+from tsopt.compiler.analysis.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values, base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
@@ -24,14 +25,16 @@ def recorded(program: Program) -> Values:
     return {node: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
 
 
-def ranges_of(program: Program, values: Values, inputs: Sequence[Range]) -> Ranges:
+def ranges_of(program: Program, values: Values, inputs: Sequence[Range], with_nan: bool = False) -> Ranges:
     """The range of every tensor of a program, by the ranges of its inputs.
 
     Args:
         values: what the nodes are at the sizes that are asked about.
         inputs: of each input of the signature, state included.
+        with_nan: any whole number may become of a float that may be NaN. Otherwise floats are taken for numbers.
     """
     found: Ranges = {}
+    doubtful: set[fx.Node] = set()
     given = iter(inputs)
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -39,8 +42,22 @@ def ranges_of(program: Program, values: Values, inputs: Sequence[Range]) -> Rang
         elif node.op == "get_attr":
             found[node] = range_of_tensor(program.weights[str(node.target)])
         elif ops.is_call(node) and isinstance(values.get(node), torch.Tensor):
-            found[node] = _range_of(RangedCall(node, values, found))
+            found[node] = _range_of(RangedCall(node, values, found, doubtful))
+        if with_nan and _may_be_nan(node, values.get(node), found, doubtful):
+            doubtful.add(node)
     return found
+
+
+def _may_be_nan(node: fx.Node, value: Any, found: Ranges, doubtful: Collection[fx.Node]) -> bool:
+    """Whether a float may be NaN: of finite numbers, an op makes NaN only where its range is not known."""
+    if not any(item.is_floating_point() or item.is_complex() for item in ops.tensors_of(value)):
+        return False
+    if node in found and not (math.isfinite(found[node].low) and math.isfinite(found[node].high)):
+        return True
+    literals = tree_leaves((node.args, dict(node.kwargs)))
+    if any(isinstance(item, float) and not math.isfinite(item) for item in literals):
+        return True
+    return base_name(node) != "nan_to_num" and any(source in doubtful for source in node.all_input_nodes)
 
 
 def _range_of(call: RangedCall) -> Range:
@@ -51,6 +68,7 @@ def _range_of(call: RangedCall) -> Range:
     rule = RULES.get(call.name)
     try:
         found = rule(call) if rule is not None else None
+        found = None if found is None else call.rounded(found)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         found = None  # a form of the op that the rule does not know
     return ANY if found is None or math.isnan(found.low) or math.isnan(found.high) else found
@@ -61,7 +79,7 @@ def _range_of_part(call: RangedCall) -> Range:
     source: Any = call.node.args[0]
     if not isinstance(source, fx.Node) or not ops.is_overload(source.target):
         return of_dtype(call.value.dtype)
-    inner = RangedCall(source, call.values, call.found)
+    inner = RangedCall(source, call.values, call.found, call.doubtful)
     if inner.name in PLACES and call.value.dtype == torch.int64 and call.node.args[1] == 1:
         dim = inner.arguments.get("dim", -1)
         return Range(0, max(0, inner.size("self", dim) - 1))
