@@ -47,6 +47,8 @@ EMBEDDING = nn.Embedding(3, 2)
         (lambda x, rows: x[rows + 1 - 1], (X, ROWS), ()),
         (lambda x: x[(x[:, 0] * 1.5).long()], (X.abs(),), ("index",)),
         (lambda x: x[(x[:, 0] * 1.5).long().clamp(0, 2)], (X.abs(),), ()),
+        (lambda x: x[(x[:, 0].sigmoid() * 2).long()], (X,), ("index",)),
+        (lambda x: x[(x[:, 0].sigmoid().nan_to_num() * 2).long()], (X,), ()),
         (lambda x, rows: x.flatten()[rows * 4 + rows], (X, ROWS), ("index",)),
         (Messages(), (X, EDGES), ("index", "index_add")),
         (Bag(), (ROWS, torch.tensor([0, 2])), ("embedding_bag",)),

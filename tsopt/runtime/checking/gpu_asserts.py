@@ -39,7 +39,7 @@ def unbounded(program: Program) -> tuple[str, ...]:
     """The same for a program on any device."""
     values = recorded(program)
     whole = [of_dtype(getattr(torch, item.type.dtype)) for item in program.signature.inputs]
-    ranges = ranges_of(program, values, whole)
+    ranges = ranges_of(program, values, whole, with_nan=True)
     uses = {use.call for use in uses_of(program, values) if not _exists(use, values, ranges)}
     found = [node for node in all_calls(program) if node in uses or is_unchecked(node) or base_name(node) in ASSERTED]
     return tuple(dict.fromkeys(map(base_name, found)))
@@ -53,7 +53,8 @@ def has_indices(program: Program) -> bool:
 def all_exist(program: Program, call: Example) -> bool:
     """Whether every index exists in a call of a program for a single size, as far as ranges of numbers tell."""
     values = recorded(program)
-    ranges = ranges_of(program, values, [range_of_tensor(value) for value in flat_inputs(program, call)])
+    given = [range_of_tensor(value) for value in flat_inputs(program, call)]
+    ranges = ranges_of(program, values, given, with_nan=True)
     return all(_is_within(use, ranges) for use in uses_of(program, values))
 
 

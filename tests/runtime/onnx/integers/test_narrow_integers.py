@@ -80,6 +80,8 @@ def test_a_sum_that_leaves_its_dtype_is_not_left_to_an_engine(engine, model, lar
         (lambda x: x + x, (INTS.byte(),), "uint8 only up to 2\\^8, and add"),
         (lambda x: -x, (INTS.to(torch.int8),), "int8 only up to 2\\^7, and neg"),
         (lambda x: x.long() + 0, (FLOATS,), "int64 only up to 2\\^31, and to"),
+        (lambda x: (x % 1.0 * 2**32).long() + 0, (FLOATS,), "int64 only up to 2\\^31, and to"),
+        (lambda x: (x.sigmoid() * (2**31 - 1)).long() + 0, (FLOATS,), "int64 only up to 2\\^31, and to"),
         (lambda x: x + 2**40, (INTS,), "int64"),
         (lambda x: x * x * x, (INTS,), "int64"),
         (lambda x: x % 7, (FLOATS,), "rounds the quotient before remainder"),
@@ -343,6 +345,22 @@ def test_an_index_that_is_more_than_an_input_is_stated_even_then(change):
 def test_an_index_that_exists_whatever_the_input_is_not_mentioned(change):
     found = examined(lambda i, x: F.embedding(change(i), x), INTS, torch.ones(4, 3), engine=ONNX_RUNTIME)
     assert (found.bounds, found.notes) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("change", "is_mentioned"),
+    [
+        (lambda x: x.sigmoid() * 3, True),
+        (lambda x: x.sigmoid().nan_to_num() * 3, False),
+        (lambda x: x % 1.0 * 4, True),
+    ],
+    ids=["nan", "number", "the end"],
+)
+@pytest.mark.parametrize("engine", BOTH, ids=lambda engine: engine.name)
+def test_an_index_that_may_be_cut_from_nan_is_stated_and_its_model_taken(engine, change, is_mentioned):
+    found = examined(lambda x, w: F.embedding(change(x).long(), w), FLOATS, torch.ones(4, 3), engine=engine)
+    assert not found.refused
+    assert bool(found.notes) is is_mentioned
 
 
 def test_the_bound_is_the_size_of_the_call_where_sizes_differ():

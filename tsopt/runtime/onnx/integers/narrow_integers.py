@@ -309,7 +309,7 @@ def _bounds(
     """The checks, and the indices that are not looked at."""
     positions = {node: i for i, node in enumerate(n for n in program.graph.nodes if n.op == "placeholder")}
     bounds = [Bound(positions[node], int(limit.low), int(limit.high), RANGE) for node, limit in limits.items()]
-    ranges = [ranges_of(program, place.values, _usual(program, limits)) for place in places]
+    ranges = [ranges_of(program, place.values, _usual(program, limits), with_nan=True) for place in places]
     ready = least_seconds(program, places[0].values, threads) * SHARE
     unchecked: list[str] = []
     for use in places[0].uses:
