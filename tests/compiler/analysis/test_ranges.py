@@ -154,6 +154,13 @@ def test_the_range_of_a_float_holds_its_rounding():
         assert Range(int(real.min()), int(real.max())) in expected or math.isinf(expected.high)
 
 
+def test_two_products_or_a_product_and_a_sum_round_twice_or_once():
+    x = torch.tensor([0.3], dtype=torch.float64)
+    assert found(lambda x: x.clamp(0, 0.3) ** 3, ANY, example=(x,)).high >= float(x**3) > 0.3**3
+    assert found(lambda x: torch.rsub(x.clamp(0, 0.3), 1, alpha=3), ANY, example=(x,)).low <= 0.10000000000000003
+    assert found(lambda x: x.float() ** 3, Range(LOW, HIGH)) == Range(LOW**3, HIGH**3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [0, 1, -3, 0.1, -0.1, 257, 2049, 2**24 + 1, 2**53 + 1, 70_000, -1e39, 1e-320])
 def test_a_range_is_rounded_outwards_unless_the_dtype_holds_its_ends(number, dtype):

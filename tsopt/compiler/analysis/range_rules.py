@@ -126,8 +126,10 @@ def _product(x: float, y: float) -> float:
 
 
 def _scaled(call: RangedCall, name: str) -> Range:
-    """An argument times alpha, a product that is rounded before it is added."""
-    return call.rounded(_corners(_product, call.of(name), call.of(call.arguments.get("alpha", 1))))
+    """An argument times alpha, a product that may be rounded before it is added."""
+    found = _corners(_product, call.of(name), call.of(call.arguments.get("alpha", 1)))
+    is_ours = call.value.dtype == torch.float64 and not _is_exact(call, found)  # Python has rounded the ends
+    return call.rounded(found, 1 if is_ours else 0)
 
 
 def _sum(a: Range, b: Range) -> Range:
@@ -184,14 +186,20 @@ def _absolute(found: Range) -> Range:
     return Range(low, max(abs(found.low), abs(found.high)))
 
 
+def _is_exact(call: RangedCall, *ranges: Range) -> bool:
+    """Whether the dtype of the result holds these ends and all whole numbers between them."""
+    most = 2 / torch.finfo(call.value.dtype).eps if call.is_float else math.inf
+    return all(end == _floor(end) and abs(end) <= most for found in ranges for end in (found.low, found.high))
+
+
 def _reduced(call: RangedCall) -> Range:
     """A sum over axes: of as many values as there are along them. One of floats is rounded at each step."""
     count, value = call.size("self", call.arguments.get("dim")), call.of("self")
     value = value | Range(0, 0) if call.name == "cumsum" else value
     found = Range(_product(value.low, count), _product(value.high, count))
-    eps = torch.finfo(call.value.dtype).eps if call.is_float else 0
-    if not eps or all(end == _floor(end) and abs(end) * count <= 2 / eps for end in (value.low, value.high)):
-        return found  # no partial sum is beyond a multiple of an end, and the dtype holds all these
+    if _is_exact(call, value, found):
+        return found  # no partial sum is beyond a multiple of an end
+    eps = torch.finfo(call.value.dtype).eps
     off = math.expm1(count * min(eps, torch.finfo(torch.float32).eps)) / eps
     return call.rounded(found, STEPS + count.bit_length() + math.ceil(off))
 
@@ -274,7 +282,7 @@ def _power(call: RangedCall) -> Range | None:
     if exponent != int(exponent) or exponent < 0 or max(abs(base.low), abs(base.high)) ** exponent > 1e300:
         return None
     found = _corners(operator.pow, base, Range(exponent, exponent))
-    found = call.rounded(found, STEPS if exponent > 3 else 0)  # smaller powers are products
+    found = call.rounded(found, 0 if exponent <= 3 and _is_exact(call, base, found) else STEPS)
     return Range(min(0, found.low), found.high) if exponent % 2 == 0 else found
 
 
@@ -327,8 +335,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("median", "mode", "kthvalue", "msort", "sort"), lambda call: call.of("self")),
     "copy": lambda call: _cast(call, "src"),
     "fill": _constant("value"),
-    "one": lambda call: Range(1, 1),
-    "zero": lambda call: Range(0, 0),
     **dict.fromkeys(("to", "type_as", "to_copy"), _cast),
     **{name: _rounded(way) for name, way in ROUNDINGS.items()},
     "nan_to_num": _replaced,
@@ -355,8 +361,7 @@ RULES: dict[str, Rule] = {
     "relu": lambda call: Range(max(0, call.of("self").low), max(0, call.of("self").high)),
     **dict.fromkeys(("maximum", "fmax"), _greater),
     **dict.fromkeys(("minimum", "fmin"), _smaller),
-    "cat": lambda call: call.of("tensors"),
-    "stack": lambda call: call.of("tensors"),
+    **dict.fromkeys(("cat", "stack"), _constant("tensors")),
     "where": lambda call: call.union([call.arguments["self"], call.arguments["other"]]),
     "masked_fill": _within("self", "value"),
     "scatter": _scatter,
@@ -366,17 +371,14 @@ RULES: dict[str, Rule] = {
     "masked_scatter": _within("self", "source"),
     "slice_scatter": _within("self", "src"),
     "select_scatter": _within("self", "src"),
-    "tril": _padded,
-    "triu": _padded,
+    **dict.fromkeys(("tril", "triu"), _padded),
     "constant_pad_nd": _within("self", "value"),
     "pad": lambda call: call.of("self") | call.of(call.arguments["value"] or 0),
     "arange": _arange,
-    "full": _constant("fill_value"),
-    "full_like": _constant("fill_value"),
-    "new_full": _constant("fill_value"),
+    **dict.fromkeys(("full", "full_like", "new_full"), _constant("fill_value")),
     "scalar_tensor": _constant("s"),
-    **dict.fromkeys(("zeros", "zeros_like", "new_zeros"), lambda call: Range(0, 0)),
-    **dict.fromkeys(("ones", "ones_like", "new_ones"), lambda call: Range(1, 1)),
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), lambda call: Range(0, 0)),
+    **dict.fromkeys(("ones", "ones_like", "new_ones", "one"), lambda call: Range(1, 1)),
     **dict.fromkeys(("argmax", "argmin", "argsort"), _place),
     "one_hot": lambda call: FLAG,
     "isin": lambda call: FLAG,
