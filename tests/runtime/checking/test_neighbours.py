@@ -24,6 +24,15 @@ def test_each_element_moves_by_one_unit_in_its_last_place():
     assert len({tuple(moved[:2].tolist()) for moved, _ in found}) > 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_of_one_byte_move_too(dtype):
+    x = torch.tensor([1.0, -3.0]).to(dtype)
+    for (moved,) in neighbours([x], seed=0):
+        assert moved.dtype == dtype
+        away = (moved.float() - x.float()).abs() / x.float().abs()
+        assert bool(((away > 0) & (away <= 2 * torch.finfo(dtype).eps)).all())
+
+
 def test_whole_numbers_have_no_neighbours():
     assert list(neighbours([torch.tensor([1, 2])], seed=0)) == []
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tsopt.compiler.calls.narrow_floats import widened
+
 DRAWS = 8
 
 
@@ -28,5 +30,6 @@ def neighbours(leaves: Sequence[torch.Tensor], seed: int, step: float = 0.0) -> 
 
 
 def _moved(leaf: torch.Tensor, draw: torch.Generator, step: float) -> torch.Tensor:
-    signs = (torch.randint(0, 2, leaf.shape, generator=draw, device="cpu") * 2 - 1).to(leaf.device, leaf.dtype)
-    return leaf * (1 + signs * (step or torch.finfo(leaf.dtype).eps))
+    wide = widened(leaf)
+    signs = (torch.randint(0, 2, leaf.shape, generator=draw, device="cpu") * 2 - 1).to(wide.device, wide.dtype)
+    return (wide * (1 + signs * (step or torch.finfo(leaf.dtype).eps))).to(leaf.dtype)
