@@ -63,6 +63,7 @@ WITHOUT_TORCH = (
     "__init__.py",
     "errors.py",
     "compiler/calls/snapshot.py",
+    "compiler/calls/constants.py",
     "compiler/calls/counters.py",
     "compiler/calls/effects.py",
     "compiler/calls/memory.py",
