@@ -21,13 +21,21 @@ from tsopt.compiler.model_reads import reads_of
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
-from tsopt.errors import AccuracyError, CaptureError, SignatureError, TsoptError, UsageError
+from tsopt.errors import AccuracyError, SignatureError, TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.model_changes import Watch
 from tsopt.runtime.calling.new_signatures import MAX_CAPTURES, MAX_COUNTED, MAX_FAILURES
 from tsopt.runtime.calling.served import COMPILING, NOT_COMPILED, NOT_FASTER
-from tsopt.runtime.calling.specializations import CallKey, ForSizes, Specializations, call_key, form_of, sizes_of
+from tsopt.runtime.calling.specializations import (
+    UNTOLD,
+    CallKey,
+    ForSizes,
+    Specializations,
+    call_key,
+    form_of,
+    sizes_of,
+)
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.racing.rehearsal import StandIn, rehearsal_of, stand_in
 from tsopt.runtime.report import Report
@@ -110,12 +118,11 @@ class InBackground:
         job = self._job
         try:
             key = call_key(args, kwargs)
-            kept = self._specializations.get(key)
-        except (TypeError, CaptureError):
+            if self._specializations.get(key) is self.model:
+                return NOT_FASTER
+            return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
+        except UNTOLD:
             return NOT_COMPILED
-        if kept is self.model:
-            return NOT_FASTER
-        return COMPILING if job is not None and form_of(job.key) == form_of(key) else NOT_COMPILED
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Executable | None:
         """The executable that would serve a call; None if the model itself would."""
@@ -124,7 +131,7 @@ class InBackground:
             return accepting[0]
         try:
             found = self._specializations.serving(call_key(args, kwargs), args, kwargs)
-        except (TypeError, CaptureError):  # what cannot be told is not served by what was made
+        except UNTOLD:  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
 
@@ -188,7 +195,7 @@ class InBackground:
         try:
             key = call_key(args, kwargs)
             found = self._specializations.serving(key, args, kwargs)
-        except (TypeError, CaptureError):  # what cannot be hashed, or told, cannot be recognized again
+        except UNTOLD:  # what cannot be hashed, or told, cannot be recognized again
             return self.model
         if found is None and iterator_in(args, kwargs) is not None:  # which is not to be sent, nor called twice
             return self.model

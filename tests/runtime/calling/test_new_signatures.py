@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import threading
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,6 +19,7 @@ import tsopt
 from tsopt import request as request_module
 from tsopt.runtime.calling import new_signatures, specializations
 from tsopt.runtime.calling.new_signatures import NewSignatures
+from tsopt.runtime.calling.specializations import call_key, sizes_of
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
 
@@ -57,6 +63,52 @@ def wins(monkeypatch):
 
     fast_timings(monkeypatch, wins="ONNX Runtime")
     monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)
+
+
+def test_sizes_are_those_of_tensors_wherever_arrays_are():
+    key = call_key((np.ones(2), torch.eye(3).to_sparse(), torch.ones(4, 5)), {})
+    assert sizes_of(key) == {(2, 0): 4, (2, 1): 5}
+
+
+def test_a_model_that_calls_what_it_is_compiled_to_is_served_by_itself(optimized_by, mlp):
+    found = []
+
+    def another(example):
+        found.append(fast(torch.ones(7, 6)))
+        return tsopt.compile(tsopt.capture(mlp, example), "eager")
+
+    fast = optimized_by("eager", another=another)
+    calls = threading.Thread(target=lambda: found.append(fast(torch.ones(5, 6))), daemon=True)
+    calls.start()
+    calls.join(30)
+    assert [len(rows) for rows in found] == [7, 5]
+    assert [signature for signature, _ in fast.report.signatures] == ["f32[5, 6]"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_fork_does_not_wait_for_what_its_parent_compiles(optimized_by):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def another(example):
+        begun.set()
+        may_end.wait(30)
+        raise tsopt.BackendError("no other form")
+
+    fast = optimized_by("eager", another=another)
+    compiles = threading.Thread(target=lambda: fast(torch.ones(5, 6)), daemon=True)
+    compiles.start()
+    assert begun.wait(30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+        child = os.fork()
+    if not child:
+        signal.alarm(20)
+        may_end.set()
+        os._exit(0 if fast(torch.ones(7, 6)).shape == (7, 3) else 1)
+    status = os.waitpid(child, 0)[1]
+    may_end.set()
+    compiles.join(30)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def outcomes(fast) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,33 @@ def test_another_default_dtype_is_another_signature(monkeypatch, default_dtype):
         default_dtype(dtype)
         assert fast(x).dtype == dtype
         torch.testing.assert_close(fast(x), model(x))
+
+
+def around_itself():
+    made = SimpleNamespace(x=torch.ones(3))
+    made.inner = SimpleNamespace(outer=made)
+    return made
+
+
+def deep(levels):
+    made = SimpleNamespace(x=torch.ones(3))
+    for _ in range(levels):
+        made = SimpleNamespace(x=torch.ones(3), inner=made)
+    return made
+
+
+@pytest.mark.parametrize("make", [around_itself, lambda: deep(600), lambda: deep(5000)])
+def test_a_later_call_whose_form_cannot_be_told_is_served_by_the_model(monkeypatch, make):
+    def model(x, more=None):
+        return x * 2 if more is None else x + more.x
+
+    fast_timings(monkeypatch, wins="eager + passes")
+    options = {"backends": ("eager",), "seconds": 0.01, "isolate": False, "cache": False}
+    fast = tsopt.optimize(model, torch.ones(3), **options)
+    assert fast.executable is not None
+    for _ in range(2):
+        assert torch.equal(fast(torch.ones(3), make()), torch.full((3,), 2.0))
+    assert fast.serving((torch.ones(3), make()), {}) is None
 
 
 def test_the_policy_eager_captures_nothing(optimized_by, mlp):

@@ -27,6 +27,7 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import kept, modules_of
 from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.compare import compare
@@ -62,7 +63,7 @@ class Audits:
 
     __slots__ = (
         *("_choose", "_clock", "_expected", "_lock", "_looked", "_since"),
-        *("count", "left", "served", "share", "spent"),
+        *("count", "left", "served", "share", "spent", "__weakref__"),
     )
 
     def __init__(
@@ -80,6 +81,13 @@ class Audits:
         self.left: float = NEVER
         if share:
             self._wait(FIRST // 2 + self._choose(FIRST // 2))
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """No thread is there that may have had a turn."""
+        self._lock = threading.Lock()
+        if self.share:
+            self._wait(NEAR)
 
     def _wait(self, calls: int) -> None:
         self._since = calls + 1

@@ -19,6 +19,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.origin import origin_in
 from tsopt.compiler.protect import training_of
 from tsopt.errors import TsoptError, UsageError
+from tsopt.runtime import forks
 from tsopt.runtime.calling import unseen_writes
 from tsopt.runtime.calling.audit import LOOK_AT
 from tsopt.runtime.calling.graph_weights import GraphWeights, silently_written
@@ -135,6 +136,11 @@ class Graph:
         # What serves calls, and the parameters and buffers that it was made with: other threads read both at once.
         self._served: tuple[Optimized, GraphWeights] | None = None
         self._tried = False
+        self._lock = threading.Lock()
+        forks.tell(self)
+
+    def forked(self) -> None:
+        """No thread is there that may have held the lock."""
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:

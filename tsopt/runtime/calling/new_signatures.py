@@ -12,9 +12,11 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.precision_names import FP32
 from tsopt.compiler.sizes.dims import resized
 from tsopt.errors import TsoptError
+from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.calling.specializations import (
     MAX_SPECIALIZATIONS,
+    UNTOLD,
     CallKey,
     ForSizes,
     Seen,
@@ -78,7 +80,8 @@ class NewSignatures:
         self.seconds, self._since = 0.0, time.monotonic()
         self.skip, self._streak, self._pause = 0, 0, FIRST_PAUSE
         self._own: CallKey | None = None  # of the example
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.RLock(), False
+        forks.tell(self)
 
     def accepting(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Executable, Sequence[Any]] | None:
         """An executable that was used lately and serves this call, and the call's tensors. Takes microseconds."""
@@ -86,14 +89,13 @@ class NewSignatures:
 
     def serving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """What serves a call, compiled now if need be."""
-        key = call_key(args, kwargs, aliasing=self.aliasing)
         try:
+            key = call_key(args, kwargs, aliasing=self.aliasing)
             found = self._found(key, args, kwargs)
-        except TypeError:  # a constant that cannot be hashed: the call cannot be recognized again
+        except UNTOLD:  # it cannot be recognized again
             return self._eager
         if found is None:
-            with self._lock:
-                found = self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
+            found = self._made(key, args, kwargs)
         if isinstance(found, Executable):
             self.kept.used(found)
             self._streak, self._pause = 0, FIRST_PAUSE
@@ -102,6 +104,20 @@ class NewSignatures:
             if self._streak >= STREAK:
                 self.skip, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         return found
+
+    def _made(self, key: CallKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        with self._lock:
+            if self._compiling:  # for this very thread: the model calls itself
+                return self._eager
+            self._compiling = True
+            try:
+                return self._found(key, args, kwargs) or self._add(key, Example(args, kwargs))
+            finally:
+                self._compiling = False
+
+    def forked(self) -> None:
+        """No thread is there that may have held the lock."""
+        self._lock, self._compiling = threading.RLock(), False
 
     def skips(self) -> bool:
         """Whether to leave a call to the model without looking for what serves it.

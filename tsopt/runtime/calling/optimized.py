@@ -30,6 +30,7 @@ from tsopt.runtime.calling.new_signatures import NewSignatures
 from tsopt.runtime.calling.own_mode import OwnMode
 from tsopt.runtime.calling.served import NOT_COMPILED, NOT_FASTER
 from tsopt.runtime.calling.signature_guard import leaves_of
+from tsopt.runtime.calling.specializations import UNTOLD
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.accuracy import verify
 from tsopt.runtime.profiling.engines import profile
@@ -76,9 +77,8 @@ class Optimized:
     ) -> None:
         self.model, self.program, self.report, self.quantized = model, program, report, quantized
         self.backend = "eager" if executable is None else executable.backend
-        self.executable, self._threads = executable, threads
+        self.executable, self._threads, self._policy = executable, threads, on_new_signature
         self.example = example.renewed()  # what the user makes of theirs is their own
-        self._policy = on_new_signature
         self._lenient = "error" not in (on_new_signature, on_gradients)  # the model itself may serve whatever is called
         self._unserved = Unserved(model, report.model, on_gradients)
         self._leaves = leaves_of(program.signature) if executable is None else executable.accepts
@@ -232,7 +232,7 @@ class Optimized:
         executable = self.executable
         if executable is None or executable.accepts(args, kwargs) is not None:
             return executable
-        with contextlib.suppress(SignatureError):
+        with contextlib.suppress(SignatureError, *UNTOLD):
             executable.bind(args, kwargs)
             return executable
         accepting = self._new_signatures.accepting(args, kwargs)
@@ -240,7 +240,7 @@ class Optimized:
             return accepting[0]
         try:
             found = self._new_signatures.found(args, kwargs)
-        except (TypeError, TsoptError):  # what cannot be told is not served by what was made
+        except (*UNTOLD, TsoptError):  # what cannot be told is not served by what was made
             return None
         return found if isinstance(found, Executable) else None
 
@@ -262,7 +262,7 @@ class Optimized:
             return self._unserved(reason, args, kwargs)
         try:
             leaves = executable.bind(args, kwargs)
-        except SignatureError:
+        except (SignatureError, *UNTOLD):
             if self._policy == "error":
                 raise
             return self._by_specialization(args, kwargs)

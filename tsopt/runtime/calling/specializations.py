@@ -15,7 +15,7 @@ from tsopt.compiler.calls.memory import overlaps
 from tsopt.compiler.calls.structure import Structure, flatten
 from tsopt.compiler.calls.types import TensorType, unlike_a_tensor
 from tsopt.compiler.sizes.dims import Place
-from tsopt.errors import SignatureError
+from tsopt.errors import CaptureError, SignatureError
 from tsopt.runtime.calling.executable import Executable
 
 MAX_SPECIALIZATIONS = 16  # kept at a time: those that were called last
@@ -23,6 +23,9 @@ MAX_FORMS = 64  # remembered at a time
 MAX_ALIKE = 16  # of one form, with integers that no size explains
 MAX_REFUSED = 64  # remembered for each program
 RECENT = 4  # executables that are asked first whether they accept a call
+
+# Of a call whose constants cannot be hashed, which contains itself, or goes down more levels than Python does.
+UNTOLD = (TypeError, CaptureError, RecursionError)
 
 CallKey = tuple[Structure, tuple[Any, ...]]  # equal for calls that one specialization can serve
 Form = tuple[Structure, tuple[Any, ...]]  # the same without the sizes
@@ -68,7 +71,8 @@ def types_of(key: CallKey) -> list[TensorType]:
 
 def sizes_of(key: CallKey) -> dict[Place, int]:
     """The sizes of a call, by tensor and axis."""
-    return {(place, axis): size for place, kind in enumerate(types_of(key)) for axis, size in enumerate(kind.shape)}
+    tensors = ((place, kind) for place, kind in enumerate(key[1]) if isinstance(kind, TensorType))
+    return {(place, axis): size for place, kind in tensors for axis, size in enumerate(kind.shape)}
 
 
 @dataclass(slots=True)
