@@ -78,7 +78,7 @@ class Compiled:
         self._of_before = 0, 0  # calls of compiled forms that were given up, and how many of them eager has served
         self._in_eager: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock, self._optimizes = threading.RLock(), False
         forks.tell(self)
 
     @untraced
@@ -100,7 +100,7 @@ class Compiled:
 
     def forked(self) -> None:
         """No thread is there that may have held the lock."""
-        self._lock = threading.RLock()
+        self._lock, self._optimizes = threading.RLock(), False
 
     def _looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any], eager: Callable[..., Any]) -> Any:
         """A call that is timed, and audited where that is affordable."""
@@ -182,6 +182,8 @@ class Compiled:
             self._declined(reason)
             return None
         with self._lock:
+            if self._optimizes:  # in this very thread: the model calls itself
+                return None
             if self.fast is not None and self._changed():
                 if self._trains():
                     self._doubt()
@@ -194,7 +196,11 @@ class Compiled:
                 self._declined(self.why_eager)
                 return None
             if self.fast is None and not self.why_eager:
-                self._begin() if self.background else self._optimize(Example(args, kwargs))
+                self._optimizes = True
+                try:
+                    self._begin() if self.background else self._optimize(Example(args, kwargs))
+                finally:
+                    self._optimizes = False
             return None if self._stepped_back else self.fast
 
     def _optimize(self, example: Example) -> None:

@@ -178,3 +178,22 @@ def test_short_calls_are_compared_with_all_that_is_done_around_them(monkeypatch,
     monkeypatch.setattr(own_work, "seconds_of", lambda *_: 5e-6)
     monkeypatch.setattr(own_work, "seconds_in_turns", lambda *_: [[5e-6, 9e-6, 5e-6], [ours, ours, 9e-5]])
     assert own_work.loss(Net(), Net(), tsopt.example(X)).startswith(expected)
+
+
+@pytest.mark.filterwarnings("ignore:tsopt. halves runs in eager mode:UserWarning")
+def test_a_function_that_calls_itself_is_optimized_once(monkeypatch):
+    made = []
+
+    def optimize(model, example, **options):
+        made.append(example.args[1])
+        model(*example.args)
+        raise tsopt.CaptureError("no matter")
+
+    @tsopt.hybridize
+    def halves(x, depth):
+        return halves(x / 2, depth - 1) if depth else x
+
+    monkeypatch.setattr("tsopt.hybrid_state.optimize", optimize)
+    for _ in range(2):
+        assert halves(torch.ones(2), 3).tolist() == [0.125, 0.125]
+    assert made == [3]
