@@ -372,3 +372,12 @@ def test_optimize_audits_unless_told_otherwise(mlp, mlp_input):
     assert fast.executable is None or fast._audits.share == 0.01
     fast = tsopt.optimize(mlp, mlp_input, audit=0, **options)
     assert fast._audits.share == 0
+
+
+def test_in_a_fork_nobody_has_the_turn_of_a_thread_that_is_gone():
+    audits = Audits(clock=Clock(), choose=middle)
+    with audits.turn():  # as by a thread of the parent
+        audits.forked()
+        assert audits.left < NEVER
+        with audits.turn() as audited:
+            assert audited

@@ -96,7 +96,8 @@ class Audits:
     @contextmanager
     def turn(self) -> Iterator[bool]:
         """Whether this call is to be audited. The block is the audit; nobody else has a turn meanwhile."""
-        if not self._lock.acquire(blocking=False):
+        lock = self._lock  # a fork meanwhile gets another one
+        if not lock.acquire(blocking=False):
             self.left = 1
             yield False
             return
@@ -115,11 +116,12 @@ class Audits:
                 self._expected = min(took, self._expected or took)  # the first one is cold
         finally:
             self.left = 1 if self.share else NEVER
-            self._lock.release()
+            lock.release()
 
     def timed(self, call: Callable[[], Any]) -> Any:
         """Makes the call; its time stands for those since the last one that was timed."""
-        if not self._lock.acquire(blocking=False):
+        lock = self._lock  # a fork meanwhile gets another one
+        if not lock.acquire(blocking=False):
             return call()
         try:
             self.left = NEVER
@@ -138,7 +140,7 @@ class Audits:
             self._wait(NEAR)
             raise
         finally:
-            self._lock.release()
+            lock.release()
 
     def warm(self, audit: Callable[[], object]) -> Audits:
         """Makes an audit that does not count: the first one is many times as slow as those to come."""
