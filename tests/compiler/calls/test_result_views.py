@@ -57,64 +57,9 @@ def test_results_are_views_of_the_one_that_reaches_furthest():
     assert views(lambda x: (x + 1).chunk(2), X) == [None, None], "they share no element"
 
 
-@pytest.mark.parametrize(
-    ("function", "axes", "starts"),
-    [
-        (lambda x: x.t(), ((1, 1), (0, 1)), (0, 0)),
-        (lambda x: x[:, 1:], ((0, 1), (1, 1)), (0, 1)),
-        (lambda x: x[-1], ((1, 1),), (-1, 0)),
-        (lambda x: x[1:-1, 2], ((0, 1),), (1, 2)),
-        (lambda x: x[:, ::2], ((0, 1), (1, 2)), (0, 0)),
-        (lambda x: x.reshape(-1), ((1, 1),), (0, 0)),
-        (lambda x: x.view(-1, 2, 2), ((0, 1), (1, 2), (1, 1)), (0, 0)),
-    ],
-)
-def test_of_many_sizes_parts_are_known_by_where_they_begin(function, axes, starts):
-    program = tsopt.capture(function, torch.randn(5, 4), dynamic={"x": {0: "rows"}})
-    assert program.signature.returned[0].view == View(INPUT, 0, (), axes=axes, starts=starts)
-    run = tsopt.compile(program, "eager")
-    for rows in (5, 6, 9):
-        mine, theirs = torch.randn(rows, 4), torch.zeros(rows, 4)
-        torch.testing.assert_close(run(mine), function(mine))
-        mine.zero_()
-        run(mine).add_(1)
-        function(theirs).add_(1)
-        assert torch.equal(mine, theirs)
-
-
-def test_of_many_sizes_parts_of_results_are_known():
-    program = tsopt.capture(lambda x: (x.tanh(), x.tanh()[:, -1]), X, dynamic={"x": {0: "rows"}})
-    assert [item.view for item in program.signature.returned] == [None, None]
-
-    def several(x):
-        whole = x.tanh()
-        return whole, whole[:, -1], x, x * 2
-
-    program = tsopt.capture(several, torch.randn(5, 4), dynamic={"x": {0: "rows", 1: "columns"}})
-    part = View(OUTPUT, 0, (), axes=((0, 1),), starts=(0, -1))
-    assert [item.view for item in program.signature.returned] == [None, part, View(INPUT, 0, None), None]
-    whole, last, *_ = tsopt.compile(program, "eager")(torch.randn(7, 6))
-    last.zero_()
-    assert not whole[:, -1].any()
-    assert whole[:, :-1].all()
-
-
-def test_of_many_sizes_parts_that_begin_elsewhere_each_time_are_copies():
-    assert views(lambda x: x[x.shape[0] // 2 :], torch.randn(6, 4), dynamic={"x": {0: "rows"}}) == [None]
-
-
-def test_a_view_for_many_sizes_stays_within_its_tensor():
-    view, value = View(INPUT, 0, (), axes=((0, 1), (1, 1)), starts=(1, -2)), torch.zeros(1, 2)
-    assert view.within(X, value).tolist() == [[6, 7]]
-    for bad in (
-        replace(view, starts=(2, 0)),
-        replace(view, starts=(0, -5)),
-        replace(view, axes=((0, 1), (0, 2))),
-        replace(view, starts=(1, -1)),
-    ):
-        assert bad.within(X, value) is value
-    assert view.within(X, torch.zeros(2, 2)).shape == (2, 2)
-    assert not view.within(X, torch.zeros(2, 2)).any()
+def test_of_many_sizes_only_whole_inputs_are_known():
+    dynamic = {"x": {0: "rows"}}
+    assert views(lambda x: (x, x.t(), x * 2), X, dynamic=dynamic) == [View(INPUT, 0, None), None, None]
 
 
 class Counter(torch.nn.Module):
@@ -161,8 +106,6 @@ def test_a_signature_keeps_them_in_json():
     again = signature_json.from_json(signature_json.to_json(signature))
     assert [item.view for item in again.outputs] == [item.view for item in signature.outputs]
     assert again.outputs == signature.outputs
-    signature = tsopt.capture(lambda x: x[1:, -1], torch.randn(5, 4), dynamic={"x": {0: "rows"}}).signature
-    assert signature_json.from_json(signature_json.to_json(signature)).outputs == signature.outputs
 
 
 @pytest.mark.parametrize(
@@ -179,11 +122,6 @@ def test_a_signature_keeps_them_in_json():
         ["output", 0, []],  # a view of itself
         ["weight", 0, []],
         ["input", 0, [], [4, 2]],
-        ["input", 0, [], [[0, 1], [2, 1]], [0, 0]],  # no such axis
-        ["input", 0, [], [[0, 1]], [0, 0]],
-        ["input", 0, [], [[0, 1], [1, 1]], [0]],
-        ["input", 0, [], [[0, 1], [1, -1]], [0, 0]],
-        ["input", 0, [1, 2], [[0, 1], [1, 1]], [0, 0]],  # of another layout
         ["input", True, [], [4, 2], [1, 4], 0],
         ["input", 0, [], [4.0, 2], [1, 4], 0],
         "input",

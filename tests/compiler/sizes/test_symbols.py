@@ -92,31 +92,6 @@ def test_a_branch_on_a_size_ends_the_range():
     assert dims(tsopt.capture(model, rows(12), dynamic={"x": {0: "n"}})) == {"n": (10, None, 1)}
 
 
-@pytest.mark.parametrize("text", ["n", "n[1..40000]"])
-def test_a_branch_on_one_size_far_away_ends_the_range(text):
-    def model(x):
-        return x * 2 if x.shape[0] == 16000 else x * 3
-
-    assert dims(tsopt.capture(model, rows(8000, 1), dynamic={"x": {0: text}})) == {"n": (1, 15999, 1)}
-    assert dims(tsopt.capture(model, rows(17000, 1), dynamic={"x": {0: text}}))["n"][0] == 16001
-
-
-def test_a_branch_on_two_sizes_ends_ranges_that_have_ends():
-    def model(x):
-        return x * 2 if x.shape[0] * x.shape[1] == 1024 else x * 3
-
-    program = tsopt.capture(model, rows(20, 18), dynamic={"x": {0: "h[1..40]", 1: "w[1..36]"}})
-    assert dims(program) == {"h": (1, 40, 1), "w": (1, 31, 1)}
-
-
-def test_a_branch_on_a_multiple_that_the_example_is_not_ends_the_range():
-    def model(x):
-        return x * 2 if x.shape[0] % 8192 == 0 else x * 3
-
-    program = tsopt.capture(model, rows(20, 1), dynamic={"x": {0: "n"}})
-    assert dims(program) == {"n": (1, 8191, 1)}
-
-
 def test_a_branch_on_a_multiple_is_a_step():
     def model(x):
         return x.reshape(-1, 2, 4).sum(1) if x.shape[0] % 2 == 0 else x

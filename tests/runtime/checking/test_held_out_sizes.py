@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import tsopt
 from tsopt.compiler.calls.example import example
-from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.checking import held_out_sizes, other_sizes
-from tsopt.runtime.checking.held_out_sizes import validate_ranges, widened
+from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -159,79 +156,3 @@ def test_verify_tries_no_sizes_that_the_model_does_not_take():
 
     _, program = scaled("n[4..40]")
     assert tsopt.verify(model, tsopt.compile(program, "eager"), torch.randn(8, 4), program=program).ok
-
-
-class Grid(torch.nn.Module):
-    """A model that has a grid of its own, as vision transformers do."""
-
-    def forward(self, x):
-        return x * 2 if x.shape[0] * x.shape[1] == 1024 else x * 3
-
-
-def of_grids(*sizes):
-    calls = [torch.randn(size) for size in sizes]
-    program = tsopt.capture(Grid().eval(), calls)
-    return program, validate_ranges(Grid().eval(), program, *map(example, calls), seed=0)
-
-
-def test_a_range_does_not_hold_pairs_of_sizes_that_fail_a_condition():
-    _, found = of_grids((10, 12), (20, 18))
-    assert [(dim.low, dim.high) for dim in found.program.signature.dims] == [(1, 40), (1, 31)]
-
-
-def test_sizes_that_a_range_had_to_leave_are_noted_where_it_was_asked_for():
-    wanted = {"x": {0: "h[1..40]", 1: "w"}}
-    given = torch.randn(18, 20)
-    program = tsopt.capture(Grid().eval(), given, dynamic=wanted)
-    found = validate_ranges(Grid().eval(), program, example(given), seed=0, wanted=wanted)
-    rows, columns = (range(dim.low, dim.high + 1) for dim in found.program.signature.dims)
-    assert not any(row * column == 1024 for row in rows for column in columns)
-    assert found.notes == ("excluded h: 1..40: conditions of the model leave 1..31",)
-
-
-def test_examples_with_a_condition_between_them_are_refused():
-    with pytest.raises(CaptureError, match=r"(?s)decides by a size.*leave dynamic out"):
-        of_grids((30, 30), (34, 34))
-
-
-def grown(model, program, *calls, highest=None, limits=None):
-    """What is served after further calls by a program that was compiled for small sizes."""
-    dims = tuple(replace(dim, high=8) for dim in program.signature.dims)
-    run = tsopt.compile(replace(program, signature=replace(program.signature, dims=dims)), "eager")
-    run.reference, run.limits, run.highest = program, limits or program.signature.dims, highest or {}
-    for call in calls:
-        run = widened(model, run, example(call)) or run
-    return [(dim.low, dim.high) for dim in run.signature.dims]
-
-
-def test_a_range_grows_past_no_condition():
-    def model(x):
-        return x * 2 if x.shape[0] % 50 == 0 else x * 3
-
-    limits = (Dim("n", 1, None),)  # as if no condition had been known
-    program = tsopt.capture(model, torch.randn(6, 2), dynamic={"x": {0: "n"}})
-    assert grown(model, program, torch.randn(30, 2), limits=limits) == [(1, 49)]
-    assert grown(model, program, torch.randn(60, 2), limits=limits) == [(1, 8)], "50 is between the calls"
-
-
-def test_pairs_of_ranges_grow_past_no_condition():
-    model = Grid().eval()
-    program = tsopt.capture(model, torch.randn(6, 7), dynamic={"x": {0: "h", 1: "w"}})
-    rows, columns = (range(low, high + 1) for low, high in grown(model, program, torch.randn(20, 18)))
-    assert rows[-1] > 20
-    assert columns[-1] > 18
-    assert not any(row * column == 1024 for row in rows for column in columns)
-
-
-def test_where_ends_are_wrong_together_ranges_grow_to_the_call_only():
-    def model(x):
-        return x * 2 if min(x.shape) > 25 else x * 3
-
-    program = tsopt.capture(lambda x: x * 3, torch.randn(6, 7), dynamic={"x": {0: "h", 1: "w"}})
-    assert grown(model, program, torch.randn(20, 18)) == [(1, 20), (1, 18)]
-
-
-def test_a_range_grows_no_further_than_the_engine_is_exact():
-    program = tsopt.capture(lambda x: x * 3, torch.randn(6, 2), dynamic={"x": {0: "n"}})
-    assert grown(lambda x: x * 3, program, torch.randn(20, 2), highest={"n": 32}) == [(1, 32)]
-    assert grown(lambda x: x * 3, program, torch.randn(33, 2), highest={"n": 32}) == [(1, 8)]

@@ -6,7 +6,7 @@ In eager, a write to such a result is visible in what it aliases; an engine retu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tsopt.compiler.calls.types import TensorType
@@ -27,9 +27,6 @@ class View:
             elements it has.
         shape, stride, offset: the elements of that tensor that the view has, counted from its first one; all None
             where it is that tensor itself.
-        axes, starts: in their place where sizes are dynamic: for each axis of the view the axis of that tensor that it
-            runs along, and how many of its steps it takes; and where along each axis of that tensor it begins,
-            negative if counted from the end. Of a contiguous tensor.
     """
 
     kind: str
@@ -38,34 +35,16 @@ class View:
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     offset: int | None = None
-    axes: tuple[tuple[int, int], ...] | None = None
-    starts: tuple[int, ...] = ()
 
     def within(self, base: Any, value: Any) -> Any:
         """The view of a call's tensor; `value`, which is a copy, where that tensor has another layout."""
         if not self.holds_for(base):
             return value
-        if self.axes is not None:
-            place = self._place(tuple(base.shape), tuple(value.shape))
-            return value if place is None else base.as_strided(value.shape, place[0], base.storage_offset() + place[1])
         if self.shape is None:
             return base if base.shape == value.shape else value
         if value.shape != self.shape:
             return value
         return base.as_strided(self.shape, self.stride, base.storage_offset() + (self.offset or 0))
-
-    def _place(self, base: tuple[int, ...], own: tuple[int, ...]) -> tuple[tuple[int, ...], int] | None:
-        """The strides and the offset of a view with dynamic sizes; None where it would reach past its tensor."""
-        steps, axes = contiguous(base), self.axes or ()
-        if len(axes) != len(own) or len(self.starts) != len(base) or 0 in own:
-            return None
-        starts = [start if start >= 0 else size + start for start, size in zip(self.starts, base, strict=True)]
-        if not all(0 <= start < size for start, size in zip(starts, base, strict=True)):
-            return None
-        stride = tuple(steps[axis] * times for axis, times in axes)
-        offset = sum(start * step for start, step in zip(starts, steps, strict=True))
-        inside = offset + last_place(own, stride) <= last_place(base, steps)
-        return (stride, offset) if inside else None
 
     def holds_for(self, base: Any) -> bool:
         """Whether a tensor has the layout for which the result is a view of it."""
@@ -84,25 +63,15 @@ class View:
 
     def to_json(self) -> list[Any]:
         whole = [self.kind, self.of, None if self.layout is None else list(self.layout)]
-        if self.axes is not None:
-            return [*whole, [list(axis) for axis in self.axes], list(self.starts)]
         return whole if self.shape is None else [*whole, list(self.shape), list(self.stride or ()), self.offset]
 
     @classmethod
     def from_json(cls, data: Any) -> View:
         """Raises ValueError for what is not a view. Whether it stays within its tensor, `fits` says."""
         kind, of, layout, *part = data
-        whole = cls(kind, of, None if layout is None else tuple(layout))
-        if len(part) == 2:
-            axes, starts = part
-            made = replace(whole, axes=tuple((axis, times) for axis, times in axes), starts=tuple(starts))
-        else:
-            made = replace(whole, **dict(zip(("shape", "stride", "offset"), map(_as_tuple, part), strict=False)))
-        ends = [start if start >= 0 else -start for start in made.starts]
-        numbers = (of, *(made.layout or ()), *(made.shape or ()), *(made.stride or ()), made.offset or 0, *ends)
-        numbers += tuple(number for axis in made.axes or () for number in axis)
-        known = kind in (INPUT, OUTPUT, JOINT) and len(part) in (0, 2, 3)
-        known = known and (len(part) != 2 or (kind != JOINT and made.layout == ()))
+        made = cls(kind, of, None if layout is None else tuple(layout), *map(_as_tuple, part))
+        numbers = (of, *(made.layout or ()), *(made.shape or ()), *(made.stride or ()), made.offset or 0)
+        known = kind in (INPUT, OUTPUT, JOINT) and len(part) in (0, 3)
         known = known and (kind != JOINT or (len(part) == 3 and layout is not None and len(layout) == 1))
         if not known or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
             raise ValueError(f"invalid view: {str(data)[:80]}")
@@ -115,12 +84,9 @@ class View:
         if self.kind == JOINT and self.layout and self.stride and self.offset is not None:
             same = self.shape == own.shape and len(self.stride) == len(own.shape) and 0 not in own.shape
             return same and self.offset + last_place(own.shape, self.stride) < self.layout[0]
-        if self.axes is not None:  # the rest is looked at in each call
-            ranks = len(self.axes) == len(own.shape) and len(self.starts) == len(base.shape)
-            return ranks and all(axis < len(base.shape) for axis, _ in self.axes)
         if self.shape is None or self.stride is None or self.offset is None:
             return base.shape == own.shape
-        strides = self.layout or contiguous(base.shape)
+        strides = self.layout or _contiguous(base.shape)
         if self.layout is None or self.shape != own.shape or len(self.stride) != len(own.shape):
             return False
         if len(strides) != len(base.shape) or 0 in own.shape:
@@ -132,7 +98,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(size, 1))

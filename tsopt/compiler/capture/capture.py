@@ -40,7 +40,6 @@ from tsopt.compiler.capture.scripted import Scripted, is_scripted
 from tsopt.compiler.capture.shadow import shadow_of
 from tsopt.compiler.capture.shadow_check import answers_alike
 from tsopt.compiler.capture.thread_patches import TRACING, apart
-from tsopt.compiler.capture.views_of_sizes import views_of_all_sizes
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.program import Program
@@ -195,7 +194,6 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     check_repeated(examples[0], program.signature.written_inputs)
     signature = replace(program.signature, collected=collected(model, program.signature.outer))
-    asked = replace(asked, views=views_of_all_sizes(model, program, examples[0], asked))
     return replace(program, signature=_with_views(_with_answers(signature, asked), asked, program.state))
 
 
@@ -222,7 +220,8 @@ def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Te
         if view is not None and view.kind == INPUT and view.of >= users:
             position = held.get(id(asked.buffers[view.of - users]))
             view = None if position is None else replace(view, of=position)
-        views.append(view)
+        # The places of a part are those for the sizes of the example.
+        views.append(None if view is None or (signature.dims and view.shape is not None) else view)
     seen = iter(views)
     outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
     return replace(signature, outputs=tuple(outputs))

@@ -21,7 +21,6 @@ from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import comment_on, origins_of, rule_of
-from tsopt.compiler.sizes.conditions import Condition
 
 
 class Numerics(enum.IntEnum):
@@ -50,7 +49,6 @@ class Program:
         frontend: how the model was captured, and why, if not by torch.export.
         weights_file: the safetensors file that the weights are mapped from, if nothing writes to it; engines may map
             it as well.
-        conditions: on dynamic sizes, under which it was traced; files do not have them, as their ranges are final.
     """
 
     graph: fx.Graph
@@ -61,7 +59,6 @@ class Program:
     name: str = "program"
     frontend: str = ""
     weights_file: Path | None = None
-    conditions: tuple[Condition, ...] = ()
 
     def copy(self) -> Program:
         """A copy to edit: a separate graph with the same weights."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import fx
 from torch.export import ExportedProgram
@@ -16,16 +16,20 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import is_library, short_path
-from tsopt.compiler.sizes.conditions import ALWAYS, Condition, holds_at
 from tsopt.compiler.sizes.dims import Dynamic, Place
 from tsopt.errors import CaptureError
 
+# What torch writes into conditions on sizes, for whole numbers that are not negative.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
+    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
+    "ModularIndexing": lambda base, divisor, modulus: base // divisor % modulus,
+    **{"Max": max, "Min": min},
+}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-HORIZON = 1 << 16  # how far conditions are looked at for a size without an end
-FARTHEST = 1 << 22  # and for one with an end: it gets a nearer one
-FIRST_BLOCK = 1 << 10  # sizes that are looked at together; then twice as many each time
-USUAL = 4096  # a size without an end, while others are looked at
-LONGEST_STEP = 1024  # how far apart sizes may be, where they have to be multiples
+HORIZON = 4096  # how far conditions are looked at for a size without an end
+LONGEST_STEP = 1024  # and how far apart sizes may be, where they have to be multiples
+ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
 CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -108,89 +112,70 @@ class Range:
     step: int = 1
 
 
-def narrow(
-    exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]
-) -> tuple[Condition, ...]:
-    """Narrows the ranges until the guards of the trace hold in each of them, and returns the guards.
-
-    Those on several sizes are looked at for the usual sizes of the others: what is promised in the end is checked then.
+def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> None:
+    """Narrows the ranges until every guard of the trace holds in all of them.
 
     Raises:
         CaptureError: a range would shrink to one size: the model specializes on it.
     """
-    conditions: dict[Any, Condition] = {}
     for found, where in _guards(exported):
         expression = ties.read(found)
         free: set[Any] = getattr(expression, "free_symbols", set())
         symbols = [symbol for symbol in ranges if symbol in free]
         if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
             continue
-        if expression in conditions:
-            continue
-        places = tuple((symbol, ties.placed[symbol][0]) for symbol in symbols)
-        made = conditions[expression] = Condition(expression, places, _shown(expression, ties), where)
+        condition = _as_function(expression, symbols)
         for symbol in symbols:
-            others = {other: _ends(ranges[other], traced[other]) for other in symbols if other != symbol}
-            ranges[symbol] = _narrowed(made, symbol, ranges[symbol], traced[symbol], others)
-    return tuple(conditions.values())
+            others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
+            holds = partial(_holds, condition, others, symbols.index(symbol))
+            made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
+            if made is None:
+                raise CaptureError(
+                    f"the model specializes on a size: {_shown(expression, ties)}",
+                    where=where,
+                    why="sizes that fail this guard need a different program",
+                    fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
+                    "size is captured when it is first called",
+                )
+            ranges[symbol] = made
 
 
-def _narrowed(
-    condition: Condition, symbol: Any, known: Range, traced: int, others: Mapping[Any, Sequence[int]]
-) -> Range:
-    holds = partial(_holds, condition.expression, symbol, others)
-    made = _shrunk(known, traced, holds) or _stepped(known, traced, holds)
-    if made is None:
-        raise CaptureError(
-            f"the model specializes on a size: {condition.text}",
-            where=condition.where,
-            why="sizes that fail this guard need a different program",
-            fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
-            "size is captured when it is first called",
-        )
-    return made
+def _as_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., bool]:
+    """The condition as a function of the symbols: sympy is too slow to be asked for thousands of sizes."""
+    import sympy
+
+    return cast(Callable[..., bool], sympy.lambdify(list(symbols), expression, modules=[FUNCTIONS, "math"]))
 
 
-def _holds(expression: Any, symbol: Any, others: Mapping[Any, Sequence[int]], sizes: Any) -> Any:
-    """For each size whether a condition holds, whatever the others are; False if it cannot be evaluated."""
-    found = np.ones(len(sizes), dtype=bool)
+def _holds(condition: Callable[..., bool], others: Sequence[Sequence[int]], place: int, size: int) -> bool:
+    """Whether a condition holds for a size, whatever the others are; False if it cannot be evaluated."""
+    choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
     try:
-        for chosen in itertools.product(*others.values()):
-            found &= holds_at(expression, {symbol: sizes, **dict(zip(others, chosen, strict=True))})
-    except TypeError:
-        return np.zeros(len(sizes), dtype=bool)
-    return found
+        return all(condition(*sizes) for sizes in choices)
+    except (NameError, TypeError, ArithmeticError):
+        return False
 
 
 def _ends(known: Range, traced: int) -> list[int]:
-    return sorted({max(known.low, ALWAYS), traced, min(known.high or USUAL, USUAL)})
+    return sorted({max(known.low, ALWAYS), traced, min(known.high or HORIZON, HORIZON)})
 
 
-def _shrunk(known: Range, traced: int, holds: Callable[[Any], Any]) -> Range | None:
+def _shrunk(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
     """The sizes around the traced one for which a condition holds; those below 2 are for who runs them."""
     step, least = known.step, max(known.low, ALWAYS)
-    farthest = traced + FARTHEST * step
-    high = None if known.high is None else min(known.high, farthest)
-    low, all_below = _reach(traced, -step, (traced - least) // step, holds)
-    top, all_above = _reach(traced, step, HORIZON if high is None else (high - traced) // step, holds)
-    if low == top:
+    most = traced + HORIZON * step
+    most = most if known.high is None else min(known.high, most)
+    low = high = traced
+    while low - step >= least and holds(low - step):
+        low -= step
+    while high + step <= most and holds(high + step):
+        high += step
+    if low == high:
         return None
-    return Range(known.low if all_below else low, high if all_above else top, step)
+    return Range(known.low if low - step < least else low, known.high if high + step > most else high, step)
 
 
-def _reach(start: int, step: int, count: int, holds: Callable[[Any], Any]) -> tuple[int, bool]:
-    """The last of so many sizes up to which a condition holds, and whether it holds for them all."""
-    done, block = 0, FIRST_BLOCK
-    while done < count:
-        now = min(block, count - done)
-        found = holds(start + step * np.arange(done + 1, done + now + 1, dtype=np.int64))
-        if not found.all():
-            return start + step * (done + int(found.argmin())), False
-        done, block = done + now, 2 * block
-    return start + step * max(count, 0), True
-
-
-def _stepped(known: Range, traced: int, holds: Callable[[Any], Any]) -> Range | None:
+def _stepped(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
     """The same with larger steps: a condition on a remainder."""
     for step in range(2 * known.step, min(traced, LONGEST_STEP) + 1, known.step):
         if traced % step == 0:

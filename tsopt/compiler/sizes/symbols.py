@@ -18,9 +18,8 @@ from tsopt.compiler.calls.counters import axes_of, replaced
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.sizes.conditions import ALWAYS, Condition, fitted
 from tsopt.compiler.sizes.dims import Dynamic, Place
-from tsopt.compiler.sizes.guards import Range, Ties, narrow
+from tsopt.compiler.sizes.guards import ALWAYS, Range, Ties, narrow
 from tsopt.compiler.sizes.specialize import retyped, traced_sizes
 from tsopt.errors import CaptureError, UsageError
 
@@ -56,15 +55,11 @@ class Symbols:
 
     dims: the sizes that may differ.
     inputs, outputs: the names of their axes, in the order of the exported program: the user's inputs; all outputs.
-    conditions: on these sizes, under which it was traced.
-    ended: the names of the Dims for which the user has given an upper end.
     """
 
     dims: tuple[Dim, ...]
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
-    conditions: tuple[Condition, ...] = ()
-    ended: frozenset[str] = frozenset()
 
 
 def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str]) -> Symbols:
@@ -97,8 +92,7 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         ties.tie(symbol, base, int(expression - base))
     found = {symbol: _dim(exported, symbol, places, wanted, names) for symbol, places in placed.items()}
     ranges = {symbol: Range(dim.low, dim.high) for symbol, dim in found.items()}
-    traced = {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()}
-    conditions = narrow(exported, ties, ranges, traced)
+    narrow(exported, ties, ranges, {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()})
     dims: dict[Any, Dim] = {}
     more: dict[Any, int] = {}
     for group in ties.groups():
@@ -123,13 +117,6 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         tuple(dict.fromkeys(dims.values())),
         tuple(named(values[name]) for name in users),
         tuple(named(value) for value in outputs),
-        conditions,
-        frozenset(
-            dims[symbol].name
-            for symbol, places in placed.items()
-            for position, axis in places
-            if (given := wanted.axes[position][axis]) is not None and given.high is not None
-        ),
     )
 
 
@@ -239,13 +226,8 @@ def with_dims(program: Program, symbols: Symbols) -> Program:
     inputs = tuple(item if item.state else replace(item, axes=next(axes)) for item in signature.inputs)
     outputs = tuple(replace(item, axes=found) for item, found in zip(signature.outputs, symbols.outputs, strict=True))
     program.signature = replace(signature, inputs=inputs, outputs=outputs, dims=symbols.dims)
-    program.conditions = symbols.conditions
-    traced = traced_sizes(program.signature)
-    if {dim.name for dim in symbols.dims} <= symbols.ended:  # others get their ends, and are cut, where they are tried
-        least = [replace(dim, low=traced[dim.name], high=traced[dim.name]) for dim in symbols.dims]
-        program.signature = replace(program.signature, dims=fitted(program.conditions, program.signature, least))
     try:
-        return retyped(program, traced)
+        return retyped(program, traced_sizes(program.signature))
     except Exception as error:  # whatever an op says: torch.export has made something else of it
         raise CaptureError(
             "the dynamic graph from torch.export does not run at the sizes it was traced with",

@@ -48,7 +48,6 @@ class Executable:
         reference: the captured program, by which audits tell rounding from errors.
         model: the name of the model.
         place: `package.module:Class` of the backend, for bundles of a custom backend.
-        highest: by dynamic dimension the highest size that its range can be widened to for all that the engine says.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Executable:
         reference: Program | None = None,
         place: str = "",
         model: str = "",
-        highest: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.place, self.model = backend, place, model
         self.precision, self.tolerance = precision, tolerance
@@ -81,8 +79,7 @@ class Executable:
         if sys.modules.get("torch") is not None:
             untraced(type(self).__call__)
         self.reference = reference
-        self.highest = dict(highest or {})
-        self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened, by its graph
+        self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened
         self.passed_over: tuple[str, ...] = ()  # candidates that were tried before it, and why they were not chosen
         self._bare = run
         self._leaves: Leaves = self._leaves_at_first
@@ -126,7 +123,6 @@ class Executable:
             reference=self.reference,
             place=self.place,
             model=self.model,
-            highest=self.highest,
         )
         made.limits = self.limits
         return made

@@ -1,7 +1,6 @@
 """Validates dynamic sizes that a program was not traced with, and narrows its ranges to those that work.
 
-A range is accepted if the program was run at both ends and in between, and was correct, and if the conditions that it
-was traced under hold at all sizes of the range.
+A range is accepted if the program was run at both ends and in between, and was correct.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.sizes.conditions import fitted
 from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
@@ -89,7 +87,7 @@ def validate_ranges(
             possible; other dimensions are tried up to twice the largest example.
 
     Raises:
-        CaptureError: it is not right between the ends, or was traced under a condition that fails between the examples.
+        CaptureError: it is not right between the ends.
     """
     asked = ModelAtSizes(model, examples[0], seed)
     run = compile(program, "eager", share_weights=True)
@@ -99,9 +97,6 @@ def validate_ranges(
     limits, whole = program.signature.dims, with_upper_ends(wanted or {}, program.signature)
     dims = tuple(search.range_of(dim, [sizes[dim.name] for sizes in known], whole=dim.name in whole) for dim in limits)
     program = replace(program, signature=replace(program.signature, dims=dims))
-    cut = fitted(program.conditions, program.signature, [_around(dim, known) for dim in dims])
-    search.notes += [_note_of(dim, end) for dim, end in zip(dims, cut, strict=True) if dim.name in whole and dim != end]
-    program = replace(program, signature=replace(program.signature, dims=cut))
     held_out = tuple(answers_at_other_sizes(model, program, examples[0], seed=seed))
     for item in held_out:
         failure = failure_of(search.run, item.oracle)
@@ -178,9 +173,9 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     """
     if executable.reference is None or not executable.limits:
         return None
-    dims, limits = executable.signature.dims, tuple(_at_most(dim, executable.highest) for dim in executable.limits)
+    dims = executable.signature.dims
     example = example if executable.signature.aliasing else example.apart()
-    run = executable.called_as(replace(executable.signature, dims=limits))
+    run = executable.called_as(replace(executable.signature, dims=executable.limits))
     try:
         run.bind(example.args, example.kwargs)
     except SignatureError:
@@ -191,40 +186,8 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     search = _Search(ModelAtSizes(model, example, seed), program, run, sizes, accuracy=accuracy)
     if search.why_not(sizes):
         return None
-    least = tuple(_with(dim, sizes[dim.name]) for dim in dims)
-    wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, limits, strict=True))
-    try:
-        wider = fitted(program.conditions, replace(program.signature, dims=wider), least)
-    except CaptureError:  # one program cannot serve these calls and the earlier ones
-        return None
-    # Each end was tried with the sizes that the others have in this call.
-    ranges = (wider,) if len(dims) == 1 else (wider, least)
-    right = (
-        item for item in ranges if len(dims) == 1 or not search.is_wrong({dim.name: dim.high or 0 for dim in item})
-    )
-    found = next(right, None)
-    return None if found is None else executable.called_as(replace(executable.signature, dims=found))
-
-
-def _around(dim: Dim, known: Sequence[Mapping[str, int]]) -> Dim:
-    """The sizes of a Dim that calls have."""
-    sizes = [each[dim.name] for each in known if dim.admits(each[dim.name])]
-    return replace(dim, low=min(sizes), high=max(sizes)) if sizes else dim
-
-
-def _at_most(dim: Dim, highest: Mapping[str, int]) -> Dim:
-    """A Dim that ends where an engine's word for it does."""
-    ends = [end for end in (dim.high, highest.get(dim.name)) if end is not None]
-    return replace(dim, high=min(ends, default=None))
-
-
-def _with(dim: Dim, size: int) -> Dim:
-    """A Dim whose range a size is in."""
-    return replace(dim, low=min(dim.low, size), high=None if dim.high is None else max(dim.high, size))
-
-
-def _note_of(dim: Dim, cut: Dim) -> str:
-    return f"excluded {dim}: conditions of the model leave {cut.low}..{cut.high}"
+    wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, executable.limits, strict=True))
+    return executable.called_as(replace(executable.signature, dims=wider))
 
 
 def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
@@ -349,13 +312,6 @@ class _Search:
                 self.notes.append(f"excluded {dim.name} {tried}: {why}")
             tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
         return tried
-
-    def is_wrong(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the model runs at these sizes, and the program differs: ends may be right one by one only."""
-        if is_too_large(self.program.signature, sizes) or not self.asked.survives(self.program, sizes):
-            return False
-        oracle = self.asked.answers_at(self.program, sizes)
-        return oracle is not None and bool(failure_of(self.run, oracle, **self.accuracy))
 
     def why_not(self, sizes: Mapping[str, int]) -> str:
         if is_too_large(self.program.signature, sizes):

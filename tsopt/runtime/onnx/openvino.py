@@ -75,14 +75,6 @@ class OpenVinoBackend:
 
         return examine(program, OPENVINO, self.check_indices, self.threads or 0)
 
-    def _verdict(self, program: Program) -> Any:
-        """What must not change where ranges of sizes grow."""
-        from tsopt.runtime.onnx.integers.engine_differences import OPENVINO
-        from tsopt.runtime.onnx.integers.narrow_integers import examine
-
-        found = examine(program, OPENVINO, check_indices=True)  # whatever the checks cost at these sizes
-        return found.refused, found.bounds, _imprecise(program)
-
     def compile(self, program: Program) -> Executable:
         model = self._exported(program)
         with tempfile.TemporaryDirectory(prefix="tsopt-") as directory:
@@ -134,7 +126,6 @@ class OpenVinoBackend:
     def _executable(self, program: Program, model: OnnxModel, directory: Path) -> Executable:
         """Args: directory: holds the model as a file, and may go afterwards."""
         from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
-        from tsopt.runtime.onnx.integers.reach import reach
 
         options = self._options(program)
 
@@ -151,7 +142,6 @@ class OpenVinoBackend:
             options=options | to_options(bounds),
             notes=examined.notes,
             precision=self.precision,
-            highest=reach(program, self._verdict),
         )
 
     @staticmethod

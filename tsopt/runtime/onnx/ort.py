@@ -84,14 +84,6 @@ class OnnxRuntimeBackend:
         threads = NEVER if _is_on_gpu(program.signature) else self.threads or 0
         return examine(program, ONNX_RUNTIME, self.check_indices, threads)
 
-    def _verdict(self, program: Program) -> Any:
-        """What must not change where ranges of sizes grow."""
-        from tsopt.runtime.onnx.integers.engine_differences import ONNX_RUNTIME
-        from tsopt.runtime.onnx.integers.narrow_integers import examine
-
-        found = examine(program, ONNX_RUNTIME, check_indices=True)  # whatever the checks cost at these sizes
-        return found.refused, found.bounds
-
     def compile(self, program: Program) -> Executable:
         return self._executable(program, self._exported(program))
 
@@ -143,7 +135,6 @@ class OnnxRuntimeBackend:
 
     def _executable(self, program: Program, model: OnnxModel) -> Executable:
         from tsopt.runtime.onnx.int8_inputs import float_bounds, without_rounding
-        from tsopt.runtime.onnx.integers.reach import reach
 
         options = self._options(program)
         int8_weights.check(options)
@@ -161,7 +152,6 @@ class OnnxRuntimeBackend:
             save=model.save,
             options=options,
             notes=[*examined.notes, *(["recorded as a CUDA graph"] if own.get("cuda_graph") else [])],
-            highest=reach(program, self._verdict),
         )
 
     @staticmethod
