@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +19,7 @@ from tsopt.runtime.backends.cudagraph import CudaGraphBackend
 from tsopt.runtime.backends.gpu_variants import Variant, applicable, function_of
 from tsopt.runtime.backends.recorded import Recorded
 from tsopt.runtime.bundles.opening import open_bundle
+from tsopt.runtime.bundles.store import VARIANTS
 
 
 @pytest.fixture
@@ -165,6 +166,18 @@ def test_convolutions_apply_what_follows_them(monkeypatch):
         aten.conv2d.default,  # torch has kernels of its own for depthwise ones
     ]
     assert calls.count(aten.relu.default) == 1
+
+
+@pytest.mark.parametrize("setting", ["enabled", "deterministic"])
+def test_settings_of_cudnn_are_heeded(monkeypatch, setting):
+    program = tsopt.capture(Block(), (IMAGE,))
+    assert applicable(program)["fused"]
+    monkeypatch.setattr(torch.backends.cudnn, setting, setting != "enabled")
+    assert not applicable(program)["fused"]
+
+
+def test_what_a_bundle_may_say_are_the_properties_of_a_variant():
+    assert tuple(field.name for field in fields(Variant)) == VARIANTS
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_they_stay_in_front(width, pool):
     torch.testing.assert_close(made(X), model(X).detach())
 
 
-def test_a_file_is_right_in_a_session_of_the_users_own(tmp_path):
+def test_a_file_is_right_in_the_users_own_session(tmp_path):
     model = Padded(1, POOLING["maximum"])
     to_onnx(tsopt.capture(model, X)).save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")

@@ -115,7 +115,7 @@ def test_single_calls_are_compared_in_pairs_and_take_turns(monkeypatch):
 
 
 @pytest.mark.parametrize(("other", "turns"), [(2e-5, timing.FEW), (0.5e-5, timing.FEW), (1.1e-5, timing.TURNS)])
-def test_turns_end_when_it_is_clear_who_is_faster(monkeypatch, clock, other, turns):
+def test_turns_end_when_it_is_clear_which_is_faster(monkeypatch, clock, other, turns):
     monkeypatch.setattr(timing, "rest", lambda: None)
     found = seconds_in_turns([clock.taking(1e-5), clock.taking(other)], INPUTS[0])
     assert [len(samples) for samples in found] == [turns, turns]

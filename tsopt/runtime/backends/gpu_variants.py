@@ -1,4 +1,4 @@
-"""Forms of a program that compute the same, for which the libraries of a GPU have different kernels.
+"""Forms of a program for which the libraries of a GPU have different kernels.
 
 Which of them is the fastest depends on every size and on the GPU, and no rule predicts it: in float32 at batch 1, on an
 H200, a ViT-B/16 takes 3.34 ms with its weights as they are and 2.79 ms transposed, and BERT 2.44 and 2.57 ms; a
@@ -71,7 +71,7 @@ def applicable(program: Program) -> dict[str, bool]:
     return {
         "channels_last": any(map(_is_of_images, program.calls()))
         and not any(node.target in ops.BY_STRIDES for node in program.calls()),
-        "fused": any(map(_fusible, program.calls())),
+        "fused": _is_free() and any(map(_fusible, program.calls())),
         "transposed": bool(_matrices(program)),
         "separate_bias": any(map(_adds_bias, program.calls())),
     }
@@ -117,6 +117,12 @@ def _is_of_images(node: fx.Node) -> bool:
         return False
     weight = ops.bind(node)["weight"]
     return weight.op == "get_attr" and weight.meta["val"].dim() == 4
+
+
+def _is_free() -> bool:
+    """Whether cuDNN may choose any kernel: the calls that fuse heed no settings of the user's."""
+    cudnn = torch.backends.cudnn
+    return cudnn.enabled and not cudnn.deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 def _fusible(node: fx.Node) -> Site | None:

@@ -24,7 +24,7 @@ LONGEST_REST = 0.5  # seconds; a model with threads that never rest is timed all
 MIN_COLD, MAX_COLD, COLD_SECONDS = 3, 8, 0.3  # calls, calls, seconds: how long the first calls are watched
 WARM_RATIO = 1.3  # times the fastest call that follows: a call that takes no longer is as all others
 SHORT, SAMPLE = 2e-3, 2.5e-3  # seconds: a call that takes no longer is timed in a row with others, for so long
-TURNS, FEW = 9, 3  # of short calls that are compared; where the slowest of one is still faster than the others
+TURNS, FEW = 9, 3  # of short calls that are compared; if the slowest turn of one is faster than all turns of the others
 CLEARLY = 1.2  # times faster
 TRIES = 3  # for a sample, where the clock stands still or goes back
 
@@ -196,7 +196,7 @@ def seconds_in_turns(calls: Sequence[Callable[..., Any]], example: Example) -> l
             rest()
             found[turn].append(seconds_of_calls(calls[turn], [example], times, min(times, 10))[0] / times)
         fastest, *others = sorted(found, key=max)
-        if number + 1 >= FEW and all(min(other) > CLEARLY * max(fastest) for other in others):
+        if others and number + 1 >= FEW and all(min(other) > CLEARLY * max(fastest) for other in others):
             break
     return found
 
