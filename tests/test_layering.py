@@ -63,7 +63,6 @@ WITHOUT_TORCH = (
     "__init__.py",
     "errors.py",
     "compiler/calls/snapshot.py",
-    "compiler/calls/constants.py",
     "compiler/calls/counters.py",
     "compiler/calls/effects.py",
     "compiler/calls/memory.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import dict_class, elements_of, is_library, items_of
+from tsopt.compiler.calls.snapshot import dict_class, elements_of, items_of
 
 CONTAINERS = (dict, list, set, deque)  # and subclasses, which may override any method: those of these are called
 MOST = 2048  # values below the first ones that are looked at: what lies deeper belongs to more than the model
@@ -99,6 +100,12 @@ def is_plain(value: Any) -> bool:
     cls = type(value)
     has_namespace = bool(cls.__flags__ & HEAP_TYPE) and bool(cls.__dictoffset__)
     return has_namespace and not is_library(cls.__module__) and type(vars(value)) is dict
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a class or function comes with torch or with Python."""
+    package = (module or "").partition(".")[0]
+    return package == "torch" or package in sys.stdlib_module_names
 
 
 def holds_tensor(value: Any, depth: int = 3) -> bool:

@@ -15,13 +15,15 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.snapshot import ABSENT, HEAP_TYPE, content_of, elements_of, is_library
+from tsopt.compiler.calls.snapshot import elements_of
+from tsopt.compiler.contents import HEAP_TYPE, is_library
 
 SEARCHED = 4000  # containers and objects that are looked through
 PARTS = 64  # of a container that is looked through
 LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.dtype, torch.device, torch.Size)
 CODE = (FunctionType, property, classmethod, staticmethod, MemberDescriptorType)
 BASES = (nn.Module, object)
+ABSENT = object()  # where a name has no value
 TABLES = frozenset({"_parameters", "_buffers", "_modules"})
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -219,6 +221,14 @@ class _Search:
             return
         if not self._value(value, None) or isinstance(value, (FunctionType, nn.Module)):
             self.found.places.append((place, name))
+
+
+def content_of(cell: CellType) -> Any:
+    """What a variable of a closure holds; ABSENT while it has no value."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
 
 
 def _namespace(value: Any) -> dict[str, Any]:

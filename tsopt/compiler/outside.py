@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tsopt.compiler.calls.snapshot import ABSENT, content_of, is_library
-from tsopt.compiler.contents import Contents, holds_tensor
-from tsopt.compiler.model_reads import Reads, reads_of
+from tsopt.compiler.contents import Contents, holds_tensor, is_library
+from tsopt.compiler.model_reads import ABSENT, Reads, content_of, reads_of
 from tsopt.compiler.other_threads import others_run
 
 

@@ -13,8 +13,8 @@ from torch import nn
 import tsopt
 from tests.compiler.helpers import Net
 from tsopt.compiler.calls import signature_json
-from tsopt.compiler.calls.constants import Told
 from tsopt.compiler.calls.effects import outcome_of
+from tsopt.compiler.calls.snapshot import told
 from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.capture.capture import capture
 from tsopt.errors import AccuracyError, BundleError, CaptureError, GraphBreakError
@@ -138,7 +138,7 @@ CASES = {
 def plain(value):
     """What it holds, as nested lists that can be compared."""
     if isinstance(value, (Connection, Several, Slots, nn.Module, deque, set, bytearray)):
-        return str(Told(value))
+        return told(value)
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tsopt.compiler.calls.constants import Told
-from tsopt.compiler.calls.snapshot import Snapshot, elements_of, held_by, holders, is_python, iterator_in
+from tsopt.compiler.calls.snapshot import Snapshot, elements_of, held_by, holders, is_python, iterator_in, told
 
 
 class Slots:
@@ -55,15 +54,15 @@ DEEP = {
 def test_a_change_is_seen_told_and_taken_back(name):
     make, change = DEEP[name]
     item = make()
-    kept, before = Snapshot(item), Told(item)
+    kept, before = Snapshot(item), told(item)
     assert not kept.changed()
-    assert Told(item) == before
+    assert told(item) == before
     change(item)
     assert kept.changed()
-    assert Told(item) != before
+    assert told(item) != before
     kept.restore()
     assert not kept.changed()
-    assert Told(item) == before
+    assert told(item) == before
 
 
 @pytest.mark.parametrize(
@@ -74,11 +73,23 @@ def test_what_cannot_change_holds_nothing(value):
     assert not Snapshot(value)
 
 
+def test_equal_contents_are_told_alike():
+    assert told({"a": [1, {2}]}) == told({"a": [1, {2}]})
+    assert told([1]) != told([True])
+
+
+def test_tensors_are_told_by_what_was_written_to_them():
+    item = [torch.zeros(2)]
+    before = told(item)
+    item[0].add_(1)
+    assert told(item) != before
+
+
 def test_what_contains_itself_comes_to_an_end():
     item: list[object] = []
     item.append(item)
     assert len(list(holders(item))) == 1
-    assert Told(item) == Told(item)
+    assert told(item) == told(item)
 
 
 def test_what_a_model_holds():
@@ -115,8 +126,8 @@ class Unset:
 
 
 def test_what_a_class_does_with_unknown_attributes_does_not_count():
-    assert str(Told(Answers(a=1))) == "Answers('a': 1)"
-    assert str(Told(Unset())) == "Unset()"
+    assert told(Answers(a=1)) == "Answers('a': 1)"
+    assert told(Unset()) == "Unset()"
     assert not Snapshot(Answers(a=1)).changed()
 
 

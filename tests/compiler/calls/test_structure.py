@@ -38,27 +38,6 @@ class Bag(dict):
     pass
 
 
-class Boxes(Pair):
-    __slots__ = ()
-
-    def __new__(cls, first, second):
-        return super().__new__(cls, second, first)
-
-
-class Two(tuple):
-    def __new__(cls, a, b):
-        return tuple.__new__(cls, (a, b))
-
-
-class Feature(tuple):
-    scale = 1.0
-
-
-def with_attributes(made, **attributes):
-    vars(made).update(attributes)
-    return made
-
-
 VALUES = [
     A,
     (),
@@ -75,23 +54,12 @@ VALUES = [
 ]
 
 
-OF_OTHER_CLASSES = [
-    Boxes(A, 3),
-    Two(A, B),
-    with_attributes(Feature((A,)), scale=2.0),
-    with_attributes(OrderedDict(a=A), scale=2.0),
-    A.shape,
-    torch.return_types.max((A, B)),
-]
-
-
-@pytest.mark.parametrize("value", VALUES + OF_OTHER_CLASSES, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: type(v).__name__)
 def test_unflatten_is_the_inverse_of_flatten(value):
     leaves, structure = flatten(value)
     made = unflatten(structure, leaves)
     assert type(made) is type(value)
     assert repr(made) == repr(value)
-    assert getattr(made, "scale", None) == getattr(value, "scale", None)
     again, same = flatten(made)
     assert same == structure
     assert all(x is y for x, y in zip(again, leaves, strict=True))
@@ -118,12 +86,6 @@ def test_constructors_are_not_run_again(monkeypatch):
         ((A, None), (A, B)),
         ((A, 0.0), (A, -0.0)),
         ((A, (0.0,)), (A, (-0.0,))),
-        ({1: A}, {1.0: A}),
-        ({1: A}, {True: A}),
-        ({(1, "a"): A}, {(True, "a"): A}),
-        (with_attributes(Feature((A,)), scale=2.0), with_attributes(Feature((A,)), scale=3.0)),
-        (with_attributes(Feature((A,)), scale=2.0), Feature((A,))),
-        ((A, slice(0, torch.tensor(3))), (A, slice(0, torch.tensor(3)))),
     ],
 )
 def test_calls_that_differ_have_other_structures(a, b):
@@ -164,30 +126,6 @@ def test_what_contains_itself_is_refused(make):
     value.append(value) if isinstance(value, list) else value.update(me=value)
     with pytest.raises(CaptureError, match="contains itself"):
         flatten(value)
-
-
-def test_what_is_nested_too_deeply_is_refused():
-    value = [A]
-    for _ in range(10_000):
-        value = [value]
-    with pytest.raises(CaptureError, match="nested too deeply"):
-        flatten(value)
-
-
-class Shares:
-    scale = 1.0
-
-    def __init__(self, value):
-        self.value = value
-
-
-@pytest.mark.parametrize("make", [lambda: Shares(A), lambda: Shares, lambda: Feature((A,))])
-def test_what_the_objects_of_a_class_share_is_part_of_the_form(make, monkeypatch):
-    before = flatten(make())[1]
-    assert flatten(make())[1] == before
-    for cls in (Shares, Feature):
-        monkeypatch.setattr(cls, "scale", 2.0)
-    assert flatten(make())[1] != before
 
 
 class Slots:

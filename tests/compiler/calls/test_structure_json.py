@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.compiler.calls.test_structure import VALUES, A, Bag, Feature, Plain, with_attributes
+from tests.compiler.calls.test_structure import VALUES, A, Bag, Plain
 from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.calls.structure_json import from_json, to_json
 from tsopt.errors import BackendError, BundleError
@@ -34,15 +34,6 @@ def test_json_keeps_the_structure(value):
     if not isinstance(value, OrderedDict):
         assert type(made) is type(value)
     assert flatten(made)[0] == leaves
-
-
-def test_a_tuple_of_an_unknown_class_keeps_its_attributes():
-    value = with_attributes(Feature((A, 1)), scale=2.0)
-    leaves, structure = flatten(value)
-    stored = from_json(json.loads(json.dumps(to_json(structure))))
-    made = unflatten(stored, leaves)
-    assert (*made, made.scale) == (A, 1, 2.0)
-    assert stored == structure
 
 
 def test_json_keeps_constants_to_the_bit():

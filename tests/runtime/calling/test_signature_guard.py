@@ -48,29 +48,6 @@ def asks(x, y):
     return x if x.is_contiguous() and not y.requires_grad else y
 
 
-class Scaled(tuple):
-    pass
-
-
-def scaled(*parts, **attributes):
-    made = Scaled(parts)
-    vars(made).update(attributes)
-    return made
-
-
-class Config:
-    scale = 2.0
-    names = ("a",)
-
-
-class Registry(Config):
-    known = ["a"]
-
-
-def by_class(x, config):
-    return x * config.scale
-
-
 CALLS = {
     "positional": (
         positional,
@@ -116,17 +93,6 @@ CALLS = {
             ((X, True, "a", 0.5, None, True), {}),
         ],
     ),
-    "keys": (lambda x: x[1] + x["a"], example({1: X, "a": Y}), [(({True: X, "a": Y},), {}), (({1.0: X, "a": Y},), {})]),
-    "tuple with attributes": (
-        lambda x: x[0] * x.scale + x[1],
-        example(scaled(X, Y, scale=2.0)),
-        [
-            ((scaled(X, Y, scale=3.0),), {}),
-            ((scaled(X, Y),), {}),
-            ((scaled(X, scale=2.0),), {}),
-            ((scaled(X, Y, scale=2.0, more=1),), {}),
-        ],
-    ),
     "written": (
         written,
         example(X.clone(), Y),
@@ -153,15 +119,6 @@ def test_the_guard_takes_what_the_thorough_check_takes_and_nothing_else(name):
         assert (mine is None) == (thorough is None), (args, kwargs)
         assert mine is None or all(a is b for a, b in zip(mine, thorough, strict=True))
     assert executable.accepts(captured_for.args, captured_for.kwargs) is not None
-
-
-@pytest.mark.parametrize(("cls", "name"), [(Config, "scale"), (Registry, "scale"), (Registry, "known")])
-def test_what_a_class_holds_is_part_of_the_form(cls, name, monkeypatch):
-    executable = compile(capture(by_class, example(X, cls)), "eager")
-    assert executable.accepts((X, cls), {}) is not None
-    monkeypatch.setattr(cls, name, 3.0)
-    assert executable.accepts((X, cls), {}) is None
-    assert taken(executable.bind, (X, cls), {}) is None
 
 
 def test_the_order_of_keywords_counts_where_the_model_collects_them():

@@ -1,4 +1,4 @@
-"""The contents of objects that are passed through uncopied: found at any depth, compared, restored.
+"""The contents of objects that are passed through uncopied: found at any depth, printed, compared, restored.
 
 Does not import torch.
 """
@@ -7,21 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import PurePath
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
@@ -30,8 +21,6 @@ SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python's, or one of C that has been made at run time
 LAID_OUT = (object, dict, OrderedDict, SimpleNamespace)  # classes of C whose instances are their items and attributes
 ORDERED, UNORDERED = (list, deque, bytearray), (set,)
-CONTAINERS = (dict, *ORDERED, *UNORDERED)
-ABSENT = object()  # where a name has no value
 
 
 def is_leaf(value: object) -> bool:
@@ -122,7 +111,7 @@ def holders(*roots: Any) -> Iterator[Any]:
         if id(item) in seen or isinstance(item, FIXED) or is_leaf(item) or is_symbolic(item):
             continue
         seen[id(item)] = item  # held on to: what is gone could have its id taken
-        if isinstance(item, CONTAINERS) or has_dict(item) or _slots_of(item):
+        if isinstance(item, (dict, *ORDERED, *UNORDERED)) or has_dict(item) or _slots_of(item):
             yield item
         todo += _parts(item)[::-1]
 
@@ -146,22 +135,33 @@ def held_by(model: Any) -> set[int]:
     return set(map(id, holders(*roots)))
 
 
-def _around(function: FunctionType) -> list[Any]:
-    return [*map(content_of, function.__closure__ or ())]
+def _around(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a name that has no value yet
+            yield cell.cell_contents
 
 
-def content_of(cell: CellType) -> Any:
-    """What a variable of a closure holds; ABSENT while it has no value."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
+def told(item: Any) -> str:
+    """All that an object holds, in a line that changes when it does."""
+    found = list(holders(item))
+    places = {id(holder): number for number, holder in enumerate(found)}
 
+    def said(part: Any) -> str:
+        if id(part) in places:
+            return f"#{places[id(part)]}"
+        if isinstance(part, SCALARS):
+            return repr(part)
+        if isinstance(part, (tuple, frozenset)):
+            return f"({', '.join(map(said, elements_of(part)))})"
+        return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '') if is_leaf(part) else ''}"
 
-def is_library(module: str | None) -> bool:
-    """Whether a class or function comes with torch or with Python."""
-    package = (module or "").partition(".")[0]
-    return package == "torch" or package in sys.stdlib_module_names
+    def line(holder: Any) -> str:
+        elements = _elements(holder) or []
+        pairs = list(elements.items()) if isinstance(elements, dict) else list(enumerate(elements))
+        texts = [f"{said(key)}: {said(part)}" for key, part in (*pairs, *attributes_of(holder).items())]
+        return f"{type(holder).__name__}({', '.join(sorted(texts) if isinstance(holder, set) else texts)})"
+
+    return "; ".join(map(line, found))
 
 
 def is_iterator(value: object) -> bool:
@@ -182,7 +182,7 @@ def iterator_in(*roots: Any) -> Any:
         if is_iterator(item) and (is_given or not isinstance(item, io.IOBase)):
             return item
         seen[id(item)] = item
-        is_given = is_given and isinstance(item, (tuple, frozenset, *CONTAINERS))
+        is_given = is_given and isinstance(item, (tuple, frozenset, dict, *ORDERED, *UNORDERED))
         todo += [(part, is_given) for part in _parts(item)[::-1]]
     return None
 

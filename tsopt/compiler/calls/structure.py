@@ -12,21 +12,21 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import BuiltinFunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from tsopt.compiler.calls.constants import Told, all_equal, same, told, values_of
 from tsopt.compiler.calls.snapshot import (
     FIXED,
     attributes_of,
-    elements_of,
     has_dict,
+    holders,
     is_leaf,
     is_python,
     is_symbolic,
     items_of,
     refill_items,
     set_attribute,
+    told,
 )
 from tsopt.errors import BundleError, CaptureError
 
@@ -38,12 +38,11 @@ class Structure:
     """One node of a nesting.
 
     kind is `leaf` (a tensor, `index` into the flat list), `const` (a value kept as it was), `tuple`,
-    `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping or the tuple,
+    `list`, `dict`, `namedtuple` or `object` (dataclasses, model outputs, caches: items of the mapping,
     if it is one, then attributes). Two structures are equal when the same call would be made: constants
-    count by type and value, and by what they, or the class of an object, hold: `contents`, None where that is unknown
-    or nothing. A list, a dict or an object met twice is `shared` the second time, by the number of the first; one of
-    the call itself is `given`, and `keys` are the path to it. An integer that goes along with a size of a tensor of
-    the call is a `size`: `index` and `keys` are those of the tensor, `value` its axis and what is added.
+    count by type and value. A list, a dict or an object met twice is `shared` the second time, by the number of the
+    first; one of the call itself is `given`, and `keys` are the path to it. An integer that goes along with a size of a
+    tensor of the call is a `size`: `index` and `keys` are those of the tensor, `value` its axis and what is added.
     """
 
     kind: str
@@ -52,21 +51,19 @@ class Structure:
     children: tuple[Structure, ...] = ()
     index: int = -1
     value: Any = None
-    contents: Told | None = None
+    contents: str = ""
     named: str = ""  # the class of an object, or one that is a constant, where a file names what cannot be had
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Structure) or not _same_form(self, other) or self.index != other.index:
-            return False
-        if self.children != other.children or not _same_class(self, other):
-            return False
-        if self.contents is not None and other.contents is not None and self.contents != other.contents:
-            return False
-        by_name = self.named or other.named or self.kind not in ("const", "size") or isinstance(self.value, type)
-        return bool(by_name) or same(self.value, other.value)
+        return isinstance(other, Structure) and self._key() == other._key() and _same_class(self, other)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.keys, self.index, len(self.children)))
+
+    def _key(self) -> tuple[Any, ...]:
+        by_name = self.named or isinstance(self.value, type)
+        value = _identity(self.value) if self.kind in ("const", "size") and not by_name else None
+        return self.kind, self.keys, self.children, self.index, value, self.contents
 
     def __str__(self) -> str:
         if self.kind in ("leaf", "shared", "given", "size"):
@@ -107,7 +104,7 @@ class Structure:
 
 def where_different(mine: Structure, theirs: Structure, prefix: str = "") -> tuple[str, Structure, Structure]:
     """The path to the first part in which two structures differ, and both parts."""
-    if _same_form(mine, theirs):
+    if (mine.kind, mine.keys, len(mine.children)) == (theirs.kind, theirs.keys, len(theirs.children)):
         for key, a, b in zip(mine.labels(), mine.children, theirs.children, strict=True):
             if a != b:
                 return where_different(a, b, f"{prefix}.{key}" if prefix else str(key))
@@ -130,17 +127,11 @@ def same_but_for_sharing(a: Structure, b: Structure) -> bool:
     """Whether two structures differ at most in which of their tensors are one object."""
     if a.kind == b.kind == "leaf":
         return True
-    if not _same_form(a, b):
+    if (a.kind, a.keys, len(a.children)) != (b.kind, b.keys, len(b.children)):
         return False
     if not a.children:
         return a == b
     return _same_class(a, b) and all(map(same_but_for_sharing, a.children, b.children))
-
-
-def _same_form(a: Structure, b: Structure) -> bool:
-    """Whether two nodes are of one kind, with the same keys: 1 and True are equal, and two keys."""
-    same_keys = a.keys is b.keys or (a.keys == b.keys and all_equal(a.keys, b.keys))
-    return a.kind == b.kind and len(a.children) == len(b.children) and same_keys
 
 
 def _same_class(a: Structure, b: Structure) -> bool:
@@ -156,6 +147,19 @@ def _same_class(a: Structure, b: Structure) -> bool:
 def name_of(cls: type | None) -> str:
     """A class as files name it."""
     return "" if cls is None else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _identity(value: Any) -> Any:
+    """What a constant is compared by: bits for floats (-0.0 is not 0.0, NaN is NaN), itself for an object."""
+    if isinstance(value, (float, complex)):
+        return repr(value)
+    return value if isinstance(value, FIXED) or next(holders(value), None) is None else id(value)
+
+
+def _const(value: Any) -> Structure:
+    """A constant, with what it holds now: a configuration object that is changed later is another constant."""
+    simple = isinstance(value, FIXED) or type(value).__module__ == "torch"
+    return Structure("const", type(value), value=value, contents="" if simple else told(value))
 
 
 CHANGEABLE = ("list", "dict", "object")
@@ -180,17 +184,10 @@ def flatten(
         held: ids of objects that outlive the call: where they have no tensors, they are themselves.
 
     Raises:
-        CaptureError: the value contains itself, or is nested too deeply.
+        CaptureError: the value contains itself.
     """
     walk = _Flattening(share, given or {}, held)
-    try:
-        structure = walk.node(value)
-    except RecursionError:
-        raise CaptureError(
-            "the inputs or outputs are nested too deeply",
-            why="lists in lists, or objects in objects, go down more levels than Python calls of functions can",
-            fix="pass the tensors in one list",
-        ) from None
+    structure = walk.node(value)
     return walk.leaves, structure
 
 
@@ -206,13 +203,6 @@ class _Flattening:
         self.seen: dict[int, int] = {}
         self.open_ids: set[int] = set()
         self.objects: dict[int, int] = {}
-        self.classes: dict[type, Told | None] = dict.fromkeys((tuple, list, dict, OrderedDict))
-
-    def told_of(self, cls: type) -> Told | None:
-        """What the objects of a class share."""
-        if cls not in self.classes:
-            self.classes[cls] = Told(cls) if values_of(cls) else None
-        return self.classes[cls]
 
     def leaf(self, item: Any) -> Structure:
         if self.share and id(item) in self.seen:
@@ -228,7 +218,7 @@ class _Flattening:
             return Structure("given", keys=item.path if isinstance(item, Given) else self.given[id(item)])
         parts = parts_of(item)
         if parts is None:
-            return Structure("const", type(item), value=item, contents=told(item))
+            return _const(item)
         if id(item) in self.open_ids:
             raise CaptureError(
                 f"a {type(item).__name__} contains itself",
@@ -246,10 +236,10 @@ class _Flattening:
         if kind == "object" and not _holds_leaf(nodes) and (id(item) in self.held or not _is_its_attributes(item)):
             for inner in [key for key, number in objects.items() if number >= count]:
                 del objects[inner]
-            return Structure("const", type(item), value=item, contents=told(item))
+            return _const(item)
         if kind in CHANGEABLE:
             objects[id(item)] = len(objects)
-        return Structure(kind, type(item), keys, nodes, contents=self.told_of(type(item)))
+        return Structure(kind, type(item), keys, nodes)
 
 
 def _holds_leaf(nodes: tuple[Structure, ...]) -> bool:
@@ -266,19 +256,11 @@ def _is_its_attributes(item: Any) -> bool:
 def _is_of_attributes(cls: type) -> bool:
     if cls is SimpleNamespace:
         return True
-    if not is_python(cls) and not _is_plain_tuple(cls):
+    if not is_python(cls):
         return False
     plain = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__"))
     slots = any(vars(base).get("__slots__") for base in cls.__mro__) and not dataclasses.is_dataclass(cls)
-    is_new = cls.__new__ in (object.__new__, dict.__new__, OrderedDict.__new__) or _is_plain_tuple(cls)
-    return plain and not slots and is_new
-
-
-@lru_cache(maxsize=1024)
-def _is_plain_tuple(cls: type) -> bool:
-    """Whether a tuple of this class can be made of its elements past its own `__new__`: none that C makes otherwise."""
-    makers = ((base, vars(base).get("__new__")) for base in cls.__mro__)
-    return next((base is tuple for base, made_by in makers if isinstance(made_by, BuiltinFunctionType)), False)
+    return plain and not slots and cls.__new__ in (object.__new__, dict.__new__, OrderedDict.__new__)
 
 
 def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
@@ -286,21 +268,17 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
     if isinstance(item, FIXED) or is_symbolic(item):
         return None
     cls: Any = type(item)
-    is_more = has_dict(item) and bool(item.__dict__)  # than its items
-    if isinstance(item, tuple) and not is_more:
-        kind = "namedtuple" if hasattr(cls, "_fields") else "tuple"
-        return kind, tuple(getattr(cls, "_fields", ())), elements_of(item)
+    if isinstance(item, tuple):
+        return ("namedtuple" if hasattr(cls, "_fields") else "tuple"), tuple(getattr(cls, "_fields", ())), item
     if cls is list:
         return "list", (), item
-    if cls is dict or (cls is OrderedDict and not is_more):
+    if cls in (dict, OrderedDict):
         return "dict", tuple(item), list(item.values())
     if hasattr(cls, "named_parameters") or isinstance(item, (list, set, deque, bytearray, defaultdict)):
         return None  # an nn.Module in a call is configuration, not data; the others are more than their attributes
-    is_tuple = isinstance(item, tuple)
-    if not is_tuple and not is_python(cls):
+    if not is_python(cls):
         return None
-    held = items_of(item).items() if isinstance(item, dict) else enumerate(elements_of(item) if is_tuple else ())
-    items = [(("item", key), child) for key, child in held]
+    items = [(("item", key), child) for key, child in items_of(item).items()] if isinstance(item, dict) else []
     pairs = items + [(("attr", name), child) for name, child in attributes_of(item).items()]
     if not pairs and not (has_dict(item) and _is_its_attributes(item)):
         return None
@@ -352,22 +330,14 @@ def _unflatten(structure: Structure, leaves: Sequence[Any], call: Any, objects: 
     return made
 
 
-class Items(tuple[Any, ...]):
-    """A tuple with attributes, of a class that a file names and nobody has."""
-
-
 def _made(structure: Structure, children: list[Any]) -> Any:
     kind, cls = structure.kind, structure.cls
     if kind == "list":
         return children
-    if cls is not None and kind in ("tuple", "namedtuple") and _is_plain_tuple(cls):
-        return tuple.__new__(cls, children)
     if kind == "tuple":
-        return tuple(children) if cls is None else cls(children)  # such as a torch.Size
+        return tuple(children) if cls is None else cls(children)
     if kind == "object":
-        items = [key for place, key in structure.keys if place == "item"]
-        unknown = Items if items and items == list(range(len(items))) else SimpleNamespace
-        return _rebuild(cls or unknown, structure.keys, children)
+        return _rebuild(cls or SimpleNamespace, structure.keys, children)
     if cls is None:
         raise BundleError("the stored output structure is damaged", why=f"a {kind} without a class")
     if kind == "dict":
@@ -379,11 +349,7 @@ def _made(structure: Structure, children: list[Any]) -> Any:
 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
     # NOTE: never through __init__: it may check, copy or count, and ran already in the user's model.
-    if issubclass(cls, tuple):
-        items = [child for (place, _), child in zip(keys, children, strict=True) if place == "item"]
-        made: Any = tuple.__new__(cls, items)
-    else:
-        made = cls.__new__(cls)  # type: ignore[call-overload]
+    made: Any = cls.__new__(cls)  # type: ignore[call-overload]
     put(made, keys, children)
     return made
 
@@ -394,5 +360,5 @@ def put(target: Any, keys: Sequence[tuple[str, Any]], children: Sequence[Any]) -
     if isinstance(target, dict):
         refill_items(target, {key: child for (place, key), child in pairs if place == "item"})
     for (place, key), child in pairs:
-        if place == "attr" or not isinstance(target, (dict, tuple)):
+        if place == "attr" or not isinstance(target, dict):
             set_attribute(target, key, child)

@@ -126,7 +126,7 @@ def _from_json(data: Any) -> Structure:
         case {"kind": "tuple" | "list" | "dict" | "namedtuple" | "object" as kind, "children": list(children)}:
             keys = tuple(map(key_from, data.get("keys", ())))
             cls = _known_class(str(data.get("class", ""))) if kind in ("namedtuple", "object") else PLAIN[kind]
-            if data.get("class") == name_of(OrderedDict) and kind in ("dict", "object"):
+            if data.get("class") == name_of(OrderedDict) and kind == "dict":
                 cls = OrderedDict
             named = str(data.get("class", "")) if kind in ("object", "tuple") else ""
             if kind == "tuple" and named:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tsopt.compiler.calls.constants import can_change
 from tsopt.compiler.calls.effects import Effect, containers_of
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.memory import is_repeated, overlaps
@@ -211,7 +210,7 @@ def check_result(result: Structure, effects: Sequence[Effect], held: Container[i
 
 def _changing(node: Structure) -> Iterator[Any]:
     """Constants that can change."""
-    if node.kind == "const" and (can_change(node.value) or is_iterator(node.value)):
+    if node.kind == "const" and (node.contents or is_iterator(node.value)):
         yield node.value
     for child in node.children:
         yield from _changing(child)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from tsopt.compiler.calls.constants import Told, all_equal, values_of
 from tsopt.compiler.calls.memory import is_repeated, overlap
 from tsopt.compiler.calls.signature import DERIVED, Dim, Input, Output, Signature, dim_of
-from tsopt.compiler.calls.snapshot import SCALARS, attributes_of, elements_of, has_only_dict, items_of
+from tsopt.compiler.calls.snapshot import attributes_of, has_only_dict, items_of
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.question import Question
 from tsopt.runtime.calling import ambient
 
-BY_IDENTITY = (*SCALARS, Enum)  # values of classes that cannot change
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any] | None]
 
 
@@ -72,21 +70,6 @@ def watcher() -> Callable[[], bool]:
     return found
 
 
-class Shared:
-    """The values of a class, whether they are what they were. Takes a microsecond."""
-
-    def __init__(self, cls: type, values: Mapping[str, Any]) -> None:
-        tables = [vars(base) for base in cls.__mro__]
-        self._values = [(table, name, table[name]) for table in tables for name in table if name in values]
-        self._sizes = [(table, len(table)) for table in tables]
-
-    def changed(self) -> bool:
-        for table, name, value in self._values:
-            if table.get(name) is not value:
-                return True
-        return any(len(table) != size for table, size in self._sizes)
-
-
 class _Writer:
     """Lines of Python that return None for a call that does not fit.
 
@@ -100,7 +83,6 @@ class _Writer:
         self._containers: list[str] = []
         self._integers: list[tuple[str, int, tuple[int, int]]] = []  # that go along with a size: where, and of what
         self._seen: set[int] = set()
-        self._classes: set[type] = set()
         self._torch = sys.modules.get("torch")
         if self._torch is not None:
             self.names |= ambient.fast_names() | {"forward": self._torch.autograd.forward_ad}
@@ -164,7 +146,7 @@ class _Writer:
         if node.kind != "tuple":
             self._containers.append(name)
         if node.kind == "dict":
-            self._keys(name, node.keys)
+            self.unless(f"tuple({name}) != {self.bound(node.keys)}")
             keys = [self.bound(key) for key in node.keys]
         else:
             keys = list(map(str, range(len(node.children))))
@@ -176,42 +158,19 @@ class _Writer:
         self.unless(f"type({name}) is not {self.bound(cls)}")
         self._containers.append(name)
         attributes = None if has_only_dict(cls) else attributes_of
-        is_tuple = issubclass(cls, tuple)
-        readers: dict[str, Callable[[Any], Any] | None] = {"item": elements_of if is_tuple else items_of}
-        readers["attr"] = attributes
-        self._class(cls)
+        readers: dict[str, Callable[[Any], Any] | None] = {"item": items_of, "attr": attributes}
         known = True
         for kind, reader in readers.items():
             keys = tuple(key for what, key in node.keys if what == kind)
-            if kind == "item" and not issubclass(cls, (dict, tuple)):
+            if kind == "item" and not issubclass(cls, dict):
                 continue
             held = self._variable(f"{name}.__dict__" if reader is None else f"{self.bound(reader)}({name})")
-            if kind == "item" and is_tuple:
-                self.unless(f"len({held}) != {len(keys)}")
-            else:
-                self._keys(held, keys)
+            self.unless(f"tuple({held}) != {self.bound(keys)}")
             children = (child for (what, _), child in zip(node.keys, node.children, strict=True) if what == kind)
             known = known and all(
                 self.part(f"{held}[{self.bound(key)}]", child) for key, child in zip(keys, children, strict=True)
             )
         return known
-
-    def _keys(self, place: str, keys: tuple[Any, ...]) -> None:
-        """What a dict is asked for. NOTE: texts that are equal are taken for the same, whatever their class."""
-        self.unless(f"tuple({place}) != {self.bound(keys)}")
-        if any(type(key) is not str for key in keys):  # 1 and True are equal, and two keys
-            self.unless(f"not {self.bound(all_equal)}(tuple({place}), {self.bound(keys)})")
-
-    def _class(self, cls: type) -> None:
-        """What the objects of a class share is what it was."""
-        values = values_of(cls)
-        if not values or cls in self._classes:
-            return
-        self._classes.add(cls)
-        if all(isinstance(value, BY_IDENTITY) for value in values.values()):
-            self.unless(f"{self.bound(Shared(cls, values).changed)}()")
-        else:
-            self.unless(f"{self.bound(Told)}({self.bound(cls)}) != {self.bound(Told(cls))}")
 
     def _leaf(self, place: str, index: int) -> None:
         if index in self._seen:  # one tensor in two places
@@ -224,8 +183,6 @@ class _Writer:
         if value is None or type(value) is bool:
             self.unless(f"{place} is not {value}")
             return True
-        if isinstance(value, type):
-            self._class(value)
         if isinstance(value, (type, Enum)) or (self._torch is not None and isinstance(value, self._torch.dtype)):
             self.unless(f"{place} is not {self.bound(value)}")
             return True
