@@ -82,7 +82,16 @@ def test_tensors_are_told_by_what_was_written_to_them():
     item = [torch.zeros(2)]
     before = told(item)
     item[0].add_(1)
-    assert told(item) != before
+    written = told(item)
+    assert written != before
+    item[0].data = torch.zeros(2)
+    assert told(item) != written
+
+
+def test_tensors_that_count_no_writes_are_told():
+    with torch.inference_mode():
+        item = [torch.zeros(2)]
+    assert told(item) == told(item) != told([torch.zeros(2)])
 
 
 def test_what_contains_itself_comes_to_an_end():

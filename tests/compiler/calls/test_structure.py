@@ -71,6 +71,36 @@ def test_constructors_are_not_run_again(monkeypatch):
     assert unflatten(structure, leaves).made is True
 
 
+class Scaled(namedtuple("Scaled", ["first", "second"])):
+    def __new__(cls, first, second):
+        return super().__new__(cls, first * 2, second)
+
+
+class Two(tuple):
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.parametrize(
+    "made", [Scaled(A, B), Two(A, B), torch.max(torch.ones(2, 2), 0)], ids=["named", "own", "torch"]
+)
+def test_tuples_are_not_constructed_again(made):
+    leaves, structure = flatten(made)
+    again = unflatten(structure, leaves)
+    assert type(again) is type(made)
+    assert all(mine is theirs for mine, theirs in zip(again, made, strict=True))
+
+
+def test_a_tuple_with_attributes_is_a_constant_with_what_it_holds():
+    value = Two(A, B)
+    assert len(flatten(value)[0]) == 2
+    value.scale = 2.0
+    leaves, before = flatten(value)
+    assert leaves == []
+    value.scale = 3.0
+    assert flatten(value)[1] != before
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [

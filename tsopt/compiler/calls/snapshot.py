@@ -17,6 +17,7 @@ from typing import Any
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 FIXED = (*SCALARS, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, Enum, PurePath, range, slice)
+PLAIN_TENSORS = ("Tensor", "Parameter", "Buffer")
 SYMBOLIC = ("SymInt", "SymFloat", "SymBool")
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class of Python's, or one of C that has been made at run time
 LAID_OUT = (object, dict, OrderedDict, SimpleNamespace)  # classes of C whose instances are their items and attributes
@@ -153,7 +154,7 @@ def told(item: Any) -> str:
             return repr(part)
         if isinstance(part, (tuple, frozenset)):
             return f"({', '.join(map(said, elements_of(part)))})"
-        return f"{type(part).__name__} {id(part):x}{getattr(part, '_version', '') if is_leaf(part) else ''}"
+        return f"{type(part).__name__} {id(part):x}{_memory(part) if is_leaf(part) else ''}"
 
     def line(holder: Any) -> str:
         elements = _elements(holder) or []
@@ -162,6 +163,17 @@ def told(item: Any) -> str:
         return f"{type(holder).__name__}({', '.join(sorted(texts) if isinstance(holder, set) else texts)})"
 
     return "; ".join(map(line, found))
+
+
+def _memory(leaf: Any) -> str:
+    """Where a tensor lies, which `.data =` changes, and how often it was written; nothing of what has neither."""
+    found = ""
+    if type(leaf).__name__ in PLAIN_TENSORS:  # those of a tracer complain when they are asked
+        with contextlib.suppress(RuntimeError, AttributeError):
+            found += f" at {leaf.data_ptr():x}"
+    with contextlib.suppress(RuntimeError, AttributeError):  # a tensor of inference mode, an array
+        found += f" {leaf._version}"
+    return found
 
 
 def is_iterator(value: object) -> bool:

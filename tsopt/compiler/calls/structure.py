@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import SimpleNamespace
+from types import BuiltinFunctionType, SimpleNamespace
 from typing import Any
 
 from tsopt.compiler.calls.snapshot import (
@@ -269,6 +269,8 @@ def parts_of(item: Any) -> tuple[str, tuple[Any, ...], Sequence[Any]] | None:
         return None
     cls: Any = type(item)
     if isinstance(item, tuple):
+        if has_dict(item) and item.__dict__:
+            return None  # more than its items
         return ("namedtuple" if hasattr(cls, "_fields") else "tuple"), tuple(getattr(cls, "_fields", ())), item
     if cls is list:
         return "list", (), item
@@ -335,7 +337,7 @@ def _made(structure: Structure, children: list[Any]) -> Any:
     if kind == "list":
         return children
     if kind == "tuple":
-        return tuple(children) if cls is None else cls(children)
+        return tuple(children) if cls is None else _tuple(cls, children)
     if kind == "object":
         return _rebuild(cls or SimpleNamespace, structure.keys, children)
     if cls is None:
@@ -343,8 +345,14 @@ def _made(structure: Structure, children: list[Any]) -> Any:
     if kind == "dict":
         return cls(zip(structure.keys, children, strict=True))
     if kind == "namedtuple":
-        return cls(*children)
+        return _tuple(cls, children)
     raise BundleError("the stored output structure is damaged", why=f"unknown kind {kind!r}")
+
+
+def _tuple(cls: Any, children: list[Any]) -> Any:
+    # NOTE: by tuple, torch.Size, or whatever else is of C: a `__new__` of the user's may compute, and ran already.
+    news = (vars(base).get("__new__") for base in cls.__mro__)
+    return next(new for new in news if isinstance(new, BuiltinFunctionType))(cls, children)
 
 
 def _rebuild(cls: type, keys: tuple[Any, ...], children: list[Any]) -> Any:
