@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# One more process than there are cores: tests wait for processes that they have started.
+SPREAD := -n $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)') --dist worksteal
 QUICK := tests/test_layering.py tests/test_errors.py tests/test_messages.py tests/test_optimize.py \
 	tests/compiler/calls tests/compiler/graph tests/compiler/rewriting tests/compiler/capture/test_capture.py \
 	tests/passes/test_algebra.py tests/passes/test_cse.py tests/runtime/test_rendering.py tests/runtime/backends/test_candidate.py
@@ -23,13 +25,13 @@ demo: $(READY) ## export ResNet-18 and show eager, TorchScript and ONNX Runtime 
 	$(BIN)/tsopt export examples/resnet18.py -o out/resnet18.tsopt
 
 test: lint types ## lint, type check, and all tests except the slow ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -rs --durations=25 --durations-min=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -rs --durations=25 --durations-min=2
 
 slow: $(READY) ## the slow tests, which `make test` skips
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m slow
 
 quick: lint ## lint and one minute of tests, for the inner loop
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m "not slow" $(QUICK)
 
 lint: $(READY) ## ruff check and ruff format
 	$(BIN)/ruff check .
@@ -39,7 +41,7 @@ types: $(READY) ## mypy --strict
 	$(BIN)/mypy
 
 fuzz: $(READY) ## all tests, including the long fuzzing campaigns
-	TSOPT_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=40 -m "" tests
+	TSOPT_FUZZ=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) --durations=40 -m "" tests
 
 bench: $(READY) ## benchmark real models, eager against compiled and pass by pass; write bench/results
 	$(BIN)/python -m pytest bench -p no:cacheprovider --benchmark-only --benchmark-json=bench/results/pytest_benchmark.json

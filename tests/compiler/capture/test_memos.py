@@ -79,7 +79,7 @@ def test_what_is_memoized_is_real_and_the_model_is_what_it_was(way):
     torch.testing.assert_close(program.module()(x)[0], found)
 
 
-@pytest.mark.sliced(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_optimized_as_one_graph(way):
     model, x = Positions(way).eval(), torch.randn(2, 4)

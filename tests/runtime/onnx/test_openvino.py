@@ -142,6 +142,7 @@ signal.raise_signal(signal.SIGTERM)
 """
 
 
+@pytest.mark.slow
 @installed
 def test_a_signal_is_handled_after_executables_are_gone():
     """A Core that is destroyed leaves the process with a stack for signal handlers that is gone."""
