@@ -92,7 +92,7 @@ def test_both_branches_are_right():
 def test_the_report_says_why_and_what_the_parts_are():
     fast = optimized()
     assert "2 of 3 parts optimized, the Python code between them is kept" in fast.report.frontend
-    assert "part 3: traced later, and optimized when it is called again" in fast.report.text
+    assert "part 3: traced later, and optimized when it is called again" in fast.report.text, fast.report.text
     assert "the model has data-dependent control flow: an if" in fast.report.text
     assert "test_partitioned.py:" in fast.report.frontend
     assert "part 1: " in fast.report.text
