@@ -132,7 +132,7 @@ def test_a_factor_that_makes_one_channel_small_folds():
 
 @pytest.mark.parametrize("layer", ["linear-3d", "transposed"])
 def test_a_factor_that_leaves_no_digits_to_one_channel_of_float16_stays(layer):
-    """1e-5 is an ordinary number there, and what another channel holds is no comfort to this one."""
+    """1e-5 is an ordinary number there, and what another channel holds does not help this one."""
     module, shape, sizes = LAYERS[layer]
     k = torch.ones(6).index_fill(0, torch.tensor([4]), 1e-5).reshape(sizes)
     model = layer_then(copy.deepcopy(module), k, OPS["conv_mul"]).half()

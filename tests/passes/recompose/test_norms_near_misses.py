@@ -80,7 +80,7 @@ def test_near_misses_stay(name):
     assert not found.done & {rule.name for rule in norms.RULES}
 
 
-def test_a_sum_over_nearly_its_count_is_no_mean_in_float64():
+def test_a_sum_over_nearly_its_count_is_not_a_mean():
     model = lambda x: x * torch.rsqrt((x**2).sum(**ARGS) / (N + 1e-6) + 1e-6)  # noqa: E731
     check_declines(norms.rms_norm_formula, model, X.double())
 

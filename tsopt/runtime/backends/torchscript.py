@@ -60,7 +60,7 @@ class TorchScriptBackend:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
                 plain = _scripted(program) if program.signature.dims else _traced(program)
-                # NOTE: of its own, it folds into convolutions what our passes decline: `conv(x) + 1.5 * 2**23` rounds.
+                # NOTE: on its own, it folds into convolutions what our passes decline: `conv(x) + 1.5 * 2**23` rounds.
                 frozen = torch.jit.freeze(plain, optimize_numerics=False)
                 script = torch.jit.optimize_for_inference(frozen)
         except Exception as error:  # TorchScript raises whatever its C++ throws
