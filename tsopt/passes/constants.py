@@ -205,7 +205,7 @@ def mul_mul(at, x, a, b):
     first = 1 / first if at.root.args[0].target is aten.div.Tensor else first
     second = 1 / second if at.root.target is aten.div.Tensor else second
     product, limits = first * second, torch.finfo(dtype)
-    if not keeps_digits(first, second, dtype):
+    if not product_is_normal(product, first, second, dtype):
         return at.skip(OUT_OF_RANGE)
     # Where x * a overflows, so does the whole, unless b is below 1; and a modest a overflows no ordinary x.
     if bool((second.abs() < 1).any()) and bool((first.abs() > limits.max**0.125).any()):
@@ -229,9 +229,9 @@ def add_add(at, x, a, b):
     return merged(at, aten.add.Tensor, x, total, a, b)
 
 
-def keeps_digits(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
+def product_is_normal(product: torch.Tensor, first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether the product of two factors, in float64, is a normal number of a dtype, or 0 because one of them is."""
-    product, limits = first * second, torch.finfo(dtype)
+    limits = torch.finfo(dtype)
     is_normal = (product.abs() >= limits.smallest_normal) & (product.abs() <= limits.max)
     is_zero = (product == 0) & ((first == 0) | (second == 0))
     return bool((is_normal | is_zero).all())

@@ -33,7 +33,7 @@ def widens(at: Site, cast: fx.Node) -> bool:
     return holds(cast.meta["val"].dtype, at.type(source).dtype)
 
 
-def keeps_digits(at: Site, cast: fx.Node) -> bool:
+def rounds_no_more_than_root(at: Site, cast: fx.Node) -> bool:
     """Whether a cast loses nothing, or no more than the dtype of the root does."""
     return widens(at, cast) or holds(cast.meta["val"].dtype, at.type(at.root).dtype)
 

@@ -16,7 +16,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import USED_ELSEWHERE, Site, Skip, rule
-from tsopt.passes.constants import OUT_OF_RANGE, keeps_digits
+from tsopt.passes.constants import OUT_OF_RANGE, product_is_normal
 from tsopt.passes.recompose.formulas import (
     PRODUCTS,
     affine,
@@ -231,9 +231,10 @@ def _times(at: Site, w: fx.Node | None, k: fx.Node | None) -> fx.Node | Skip | N
     if left is None or right is None:
         return None
     first, second = left.double(), right.double()
-    if not keeps_digits(first, second, left.dtype):
+    product = first * second
+    if not product_is_normal(product, first, second, left.dtype):
         return at.skip(OUT_OF_RANGE)
-    return at.constant((first * second).to(left.dtype), f"{w.target}.scaled")
+    return at.constant(product.to(left.dtype), f"{w.target}.scaled")
 
 
 @rule(lambda x, b: aten.add.Tensor(x, b), numerics=Numerics.ROUNDING)

@@ -13,7 +13,7 @@ from torch import fx
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes.recompose.formulas import OVER, RESHAPES, TIMES, is_float, is_of, literal
-from tsopt.passes.recompose.layouts import CASTS, keeps_digits, moved
+from tsopt.passes.recompose.layouts import CASTS, moved, rounds_no_more_than_root
 from tsopt.passes.recompose.masks import Mask
 
 MATMULS = (aten.matmul.default, aten.bmm.default)
@@ -65,7 +65,7 @@ def read_weights(at: Site, node: Any, dtype: torch.dtype) -> Weights | None:
     zeroed: Any = None
     while not is_of(node, aten.softmax.int, aten._softmax.default):
         inside.append(node)
-        is_cast = node.target in CASTS and is_float(at, node.args[0]) and keeps_digits(at, node)
+        is_cast = node.target in CASTS and is_float(at, node.args[0]) and rounds_no_more_than_root(at, node)
         if is_cast or _splits_leading_axes(at, node):
             node = node.args[0]
         elif zeroed is None and node.target is aten.masked_fill.Scalar and literal(at, node.args[2]) == 0:
@@ -105,7 +105,7 @@ def _scores(at: Site, node: Any, scale: float, depth: int) -> Scores | None:
 
 def _steps(at: Site, node: fx.Node, scale: float) -> Iterator[tuple[Any, float, Mask | None]]:
     """(inner scores, factor, mask) for each way in which a node may be scores that were scaled, masked or moved."""
-    if (node.target in CASTS and keeps_digits(at, node)) or _splits_leading_axes(at, node):
+    if (node.target in CASTS and rounds_no_more_than_root(at, node)) or _splits_leading_axes(at, node):
         yield node.args[0], 1.0, None
         return
     for inner, factor, mask in _changes(at, node, scale):
