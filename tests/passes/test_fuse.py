@@ -108,6 +108,13 @@ def test_a_term_that_rounds_on_purpose_stays(layer, k):
     check_declines(fuse.conv_add, then(module, lambda y: (y + k) - k), torch.randn(shape), ABSORBS)
 
 
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 256.0), (torch.bfloat16, 32.0)], ids=str)
+def test_in_half_precision_an_ordinary_term_folds_and_one_that_leaves_two_digits_stays(dtype, least):
+    x = torch.randn(2, 4, dtype=dtype)
+    check_fires(fuse.conv_add, then(nn.Linear(4, 6).to(dtype), lambda y: y + (least - 1)), x)
+    check_declines(fuse.conv_add, then(nn.Linear(4, 6).to(dtype), lambda y: y + least), x, ABSORBS)
+
+
 @pytest.mark.parametrize("rule", OPS)
 def test_a_bias_that_rounds_on_purpose_stays(rule):
     layer = nn.Linear(4, 6)

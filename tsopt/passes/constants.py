@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
@@ -235,14 +236,6 @@ def product_is_normal(product: torch.Tensor, first: torch.Tensor, second: torch.
     is_normal = (product.abs() >= limits.smallest_normal) & (product.abs() <= limits.max)
     is_zero = (product == 0) & ((first == 0) | (second == 0))
     return bool((is_normal | is_zero).all())
-
-
-def absorbs(term: torch.Tensor | float, dtype: torch.dtype) -> bool:
-    """Whether a term takes digits from what it is added to: (x + 1.5 * 2**23) - 1.5 * 2**23 rounds x to an integer."""
-    if not dtype.is_floating_point:
-        return False
-    modest = abs(term) <= torch.finfo(dtype).eps ** -0.5
-    return not bool(modest.all() if isinstance(modest, torch.Tensor) else modest)
 
 
 def wide(at: Site, operand: object) -> torch.Tensor | None:

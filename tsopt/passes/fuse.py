@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.graph.ops import aten, bind
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, Skip, rule
-from tsopt.passes.constants import ABSORBS, absorbs
+from tsopt.passes.constants import ABSORBS
 
 CONVOLUTIONS = (
     aten.conv1d.default,

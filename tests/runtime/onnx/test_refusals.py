@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tsopt
+from tsopt.runtime.backends import onednn
+from tsopt.runtime.backends.backend import get_backend
 from tsopt.runtime.onnx.openvino import OpenVinoBackend
 from tsopt.runtime.onnx.ort import OnnxRuntimeBackend
 
@@ -158,6 +160,7 @@ def test_a_kernel_that_refuses_a_call_is_told_in_our_words(several):
 # ---- what the exporter, or OpenVINO, makes another computation of ---------------------------------------------
 
 IMAGE = torch.ones(1, 2, 6, 7)
+MAGIC = 1.5 * 2**23  # adding and subtracting it rounds to an integer
 PLACES = torch.zeros(1, 2, 6, 7, dtype=torch.int64)
 BY_THE_EXPORTER = [
     (lambda x: torch.zeros_like(x).scatter_reduce(1, PLACES, x, "mean"), "makes a sum of scatter_reduce"),
@@ -173,8 +176,21 @@ BY_OPENVINO = [
     (lambda x: F.max_pool2d(x, 2, 3, 1, ceil_mode=True), "begins in the padding"),
     (lambda x: F.interpolate(x, size=(4, 4), mode="bilinear", antialias=True), "other weights"),
     (lambda x: F.interpolate(x, size=(4, 4), mode="bicubic", antialias=True), "other weights"),
-    (lambda x: (x * 40 + 12582912.0) - 12582912.0, "does not round where 12582912.0"),
-    (lambda x: 12582912 - (12582912 - x).relu(), "does not round where 12582912"),
+    *(
+        (rounding, "OpenVINO does not round as PyTorch does where 12582")
+        for rounding in (
+            lambda x: (x * 40 + MAGIC) - MAGIC,
+            lambda x: MAGIC - (MAGIC - x).relu(),
+            lambda x: (x * 40 + (MAGIC + 3)) - MAGIC,
+            lambda x: torch.sub(torch.add(x, MAGIC), 1.0, alpha=MAGIC),
+            lambda x: torch.add(x, 1.0, alpha=MAGIC) - MAGIC,
+            lambda x: -(x + MAGIC) + MAGIC,
+            lambda x: (x + MAGIC) * 2 - 2 * MAGIC,
+            lambda x: (x + MAGIC + x) / 2 - MAGIC / 2,
+            lambda x: (x + MAGIC).permute(0, 2, 3, 1).clamp(min=0).double() - MAGIC,
+            lambda x: (x[..., :3] + MAGIC).split(1, 1)[0] - MAGIC,
+        )
+    ),
 ]
 TAKEN = [
     lambda x: torch.zeros_like(x).scatter_reduce(1, PLACES, x, "sum"),
@@ -189,6 +205,9 @@ TAKEN = [
     lambda x: (x + 2.0) - 2.0,
     lambda x: x + 4096.0,
     lambda x: (x > 0).int() + 4096 - 4096,
+    lambda x: (x.sin() + 10000.0).log() + (x.cos() + 10000.0).sqrt(),
+    lambda x: (x + 4096.0) + 4096.0,
+    lambda x: 4096.0 - x * 2.0 + 4096.0,
 ]
 
 
@@ -203,6 +222,65 @@ def test_what_openvino_gets_wrong_is_refused_by_it_alone(model, why):
     program = tsopt.capture(model, IMAGE)
     assert any(why in found.why for found in OpenVinoBackend().unsupported(program))
     assert not OnnxRuntimeBackend().unsupported(program)
+
+
+def norm(layer, kind, dtype=torch.float32):
+    made = kind(4).eval()
+    nn.init.constant_(made.bias, MAGIC)
+    return nn.Sequential(layer, made).to(dtype)
+
+
+class Rounded(nn.Module):
+    """Rounds what a layer computes; k is added, if any, and the same or MAGIC subtracted."""
+
+    def __init__(self, layer, k=None):
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("k", k)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y - MAGIC if self.k is None else (y + self.k) - self.k
+
+
+ROWS, PLANES = torch.Size([5, 3]), torch.Size([2, 3, 6, 6])
+FEATURES = MAGIC + 2 * torch.arange(4.0)
+CHANNELS = FEATURES[:, None, None]
+BY_TENSORS = {
+    "conv": (Rounded(nn.Conv2d(3, 4, 3), CHANNELS), PLANES),
+    "conv1d": (Rounded(nn.Conv1d(3, 4, 3), FEATURES[:, None]), PLANES[:3]),
+    "conv, scaled": (Rounded(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), CHANNELS), PLANES),
+    "conv, norm": (Rounded(norm(nn.Conv2d(3, 4, 3), nn.BatchNorm2d)), PLANES),
+    "transposed, norm": (Rounded(norm(nn.ConvTranspose2d(3, 4, 3), nn.BatchNorm2d)), PLANES),
+    "linear, norm": (Rounded(norm(nn.Linear(3, 4), nn.BatchNorm1d)), ROWS),
+    "linear": (Rounded(nn.Linear(3, 4), FEATURES), ROWS),
+    "linear, rows": (Rounded(nn.Linear(3, 4), MAGIC + 2 * torch.arange(5.0)[:, None]), ROWS),
+    "linear, 3d": (Rounded(nn.Linear(3, 4, bias=False), FEATURES), torch.Size([1, 5, 3])),
+}
+
+
+@pytest.mark.parametrize("case", BY_TENSORS)
+@pytest.mark.parametrize("engine", ["eager", "torchscript", "onednn", "onnxruntime", "openvino"])
+def test_every_engine_rounds_by_a_large_tensor_as_pytorch_does_or_refuses(engine, case, monkeypatch):
+    """ONNX Runtime and OpenVINO make the tensor part of the layer: then each of its products is rounded."""
+    monkeypatch.setattr(onednn, "_is_faster", lambda *_: True)
+    model, shape = BY_TENSORS[case]
+    x = 10 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    program = tsopt.transform(tsopt.capture(model.eval(), x))
+    whys = [found.why for found in get_backend(engine).unsupported(program)]
+    if engine in ("onnxruntime", "openvino"):
+        assert any("is added and then subtracted" in why for why in whys)
+    elif not whys:
+        torch.testing.assert_close(tsopt.compile(program, engine)(x), model(x), rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize("form", [torch.relu, lambda y: y.view(-1), lambda y: y.clone()])
+@pytest.mark.parametrize(("term", "is_refused"), [(1536.0, True), (64.0, False)])
+def test_float16_that_is_computed_in_float32_is_not_rounded_by_a_large_term(form, term, is_refused):
+    program = tsopt.capture(lambda x: form(x + term) - term, ONE.half())
+    for backend in (OnnxRuntimeBackend(), OpenVinoBackend()):
+        whys = [found.why for found in backend.unsupported(program)]
+        assert any("is added and then subtracted" in why for why in whys) == is_refused
 
 
 @pytest.mark.parametrize("model", TAKEN)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.graph.ops import aten, bind, is_call
 from tsopt.compiler.graph.program import type_of
 from tsopt.compiler.rewriting.rewrite import Site
-from tsopt.passes.constants import absorbs
 
 PRODUCTS = (
     lambda a, b: aten.mul.Tensor(a, b),

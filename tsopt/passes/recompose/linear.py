@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import fx
 
+from tsopt.compiler.analysis.large_terms import absorbs
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.rewriting.rewrite import Site, rule
-from tsopt.passes.constants import ABSORBS, absorbs
+from tsopt.passes.constants import ABSORBS
 from tsopt.passes.recompose.attention import attend
 from tsopt.passes.recompose.formulas import is_float
 from tsopt.passes.recompose.layouts import in_layout_of_root, moved, parameter, permuted, uncopied

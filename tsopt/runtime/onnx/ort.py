@@ -65,7 +65,10 @@ class OnnxRuntimeBackend:
         return to_install("onnxruntime", "onnx", "onnxscript")
 
     def unsupported(self, program: Program) -> list[Unsupported]:
-        found = refusals(program, "ONNX Runtime", ("cpu", "cuda")) or list(self._examined(program).refused)
+        from tsopt.runtime.onnx.wrong_translations import of_onnx_runtime
+
+        found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program)]
+        found = found or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
             import onnxruntime as ort
 

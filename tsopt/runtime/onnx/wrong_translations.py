@@ -1,15 +1,14 @@
-"""Calls that the ONNX exporter translates incorrectly, or OpenVINO computes incorrectly: refused by name."""
+"""Calls that the ONNX exporter translates incorrectly, or an engine computes incorrectly: refused by name."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.large_terms import Rounding, roundings
 from tsopt.compiler.analysis.range_rules import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
@@ -17,7 +16,6 @@ from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.backend import Unsupported
 
-SUMS = frozenset({"add", "sub", "rsub"})
 SHIFTS = frozenset({"lshift", "rshift", "bitwise_left_shift", "bitwise_right_shift"})
 MEANS = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 ANTIALIASED = frozenset({"upsample_bilinear2d_aa", "upsample_bicubic2d_aa"})
@@ -30,7 +28,12 @@ def of_the_exporter(program: Program) -> list[Unsupported]:
 
 def of_openvino(program: Program) -> list[Unsupported]:
     """What OpenVINO computes differently from the ONNX standard."""
-    return [*_found(program, _by_openvino), *_rounding(program)]
+    return [*_found(program, _by_openvino), *_rounding(program, "OpenVINO", lambda _: True)]
+
+
+def of_onnx_runtime(program: Program) -> list[Unsupported]:
+    """What ONNX Runtime computes differently."""
+    return list(_rounding(program, "ONNX Runtime", _is_lost))
 
 
 def _found(program: Program, why: Callable[[fx.Node], str]) -> Iterator[Unsupported]:
@@ -39,23 +42,17 @@ def _found(program: Program, why: Callable[[fx.Node], str]) -> Iterator[Unsuppor
             yield Unsupported(origin_of(node), reason)
 
 
-def _rounding(program: Program) -> Iterator[Unsupported]:
-    """Sums that round: OpenVINO makes one term of the two in (x + 1.5 * 2**23) - 1.5 * 2**23."""
-    terms = {node: term for node in all_calls(program) if (term := _large_term(node))}
-    counts = Counter(terms.values())
-    for node, term in terms.items():
-        if counts[term] > 1:
-            why = f"OpenVINO does not round where {term} is added and subtracted again"
-            yield Unsupported(origin_of(node), why)
+def _rounding(program: Program, engine: str, is_wrong: Callable[[Rounding], bool]) -> Iterator[Unsupported]:
+    for found in roundings(program):
+        if is_wrong(found):
+            why = f"{engine} does not round as PyTorch does where {found.term} is added and then subtracted"
+            yield Unsupported(origin_of(found.node), why)
 
 
-def _large_term(node: fx.Node) -> float:
-    """The magnitude of a number that a sum adds, if it takes digits from the other term; else 0."""
-    call = ops.bind(node) if ops.is_overload(node.target) and base_name(node) in SUMS else {}
-    term, value = call.get("other"), node.meta["val"]
-    if not isinstance(term, (int, float)) or not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return 0.0
-    return abs(term) if torch.finfo(value.dtype).eps ** -0.5 < abs(term) < math.inf else 0.0
+def _is_lost(rounding: Rounding) -> bool:
+    """ONNX Runtime makes a tensor part of the layer before it, and computes float16 in float32 on the CPU."""
+    is_wide = rounding.dtype == torch.float16 and ops.tensors_of(rounding.node.meta["val"])[0].device.type == "cpu"
+    return rounding.by_tensor or is_wide
 
 
 def _by_the_exporter(node: fx.Node) -> str:
