@@ -146,6 +146,20 @@ def test_a_factor_that_leaves_no_digits_to_one_channel_of_float16_stays(layer):
     check_declines(fuse.conv_mul, model, torch.ones(shape, dtype=torch.float16), fuse.TOO_SMALL)
 
 
+@pytest.mark.parametrize(("bias", "folds"), [(10.0, False), (0.0, False), (200.0, True)])
+def test_a_bias_hides_the_digits_of_a_channel_only_where_it_is_larger_by_all_of_its_own(bias, folds):
+    """k * 10 is just above the smallest normal of float16, beside weights that lose their digits."""
+    layer = nn.Linear(64, 6)
+    layer.weight.data.fill_(0.1)
+    layer.bias.data.fill_(bias)
+    k = torch.ones(6).index_fill(0, torch.tensor([4]), 1e-5)
+    model, x = layer_then(layer, k, OPS["conv_mul"]).half(), torch.ones(2, 64).half()
+    if folds:
+        check_fires(fuse.conv_mul, model, x)
+    else:
+        check_declines(fuse.conv_mul, model, x, fuse.TOO_SMALL)
+
+
 def test_a_factor_of_zero_for_one_channel_of_float16_folds():
     k = torch.ones(6).index_fill(0, torch.tensor([4]), 0.0)
     check_fires(fuse.conv_mul, layer_then(nn.Linear(4, 6), k, OPS["conv_mul"]).half(), torch.ones(2, 4).half())

@@ -68,9 +68,10 @@ def fold(at: Site, layer: fx.Node, scale: torch.Tensor, shift: torch.Tensor) -> 
         return at.skip(TOO_SMALL)
     # NOTE: what is that small in float32 is a dead channel of a batch norm; in float16, it is an ordinary number.
     if weight.numel() and smallest > torch.finfo(torch.float32).smallest_normal:
-        lost = _by_channel(layer, new) < smallest
-        lost &= (_by_channel(layer, weight) >= smallest) & (factor != 0) & (new_bias.abs() < smallest)
-        if bool(lost.any()):
+        largest = _by_channel(layer, new)
+        lost = (largest < smallest) & (_by_channel(layer, weight) >= smallest) & (factor != 0)
+        hidden = new_bias.abs().double() * torch.finfo(weight.dtype).eps >= largest  # below the digits of the bias
+        if bool((lost & ~hidden).any()):
             return at.skip(TOO_SMALL)
     name = str(arguments["weight"].target)
     arguments["weight"] = at.constant(new, f"{name}.folded")
