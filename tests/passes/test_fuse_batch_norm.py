@@ -69,6 +69,22 @@ def test_a_dead_channel_of_float16_folds_beside_its_shift():
     check_fires(fuse.conv_batch_norm, net(nn.Linear(3, 4), norm).half(), torch.randn(2, 3).half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_batch_norm_of_products_with_a_vector_stays(dtype):
+    """`linear` without output features: its only axes are those of x."""
+
+    class Dot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return F.linear(x, self.w)
+
+    found = check(fuse.conv_batch_norm, net(Dot(), warm(nn.BatchNorm1d(4))).to(dtype), torch.randn(3, 4, 4).to(dtype))
+    assert found.ops == ["linear", "batch_norm"]
+
+
 def test_batch_norm_keeps_its_eps():
     norm = warm(nn.BatchNorm2d(4, eps=0.5))
     norm.running_var.fill_(1e-3)

@@ -123,6 +123,8 @@ def conv_batch_norm(at, *holes):
         return at.skip(NO_BATCH)
     if layer.target is aten.linear.default and len(at.type(layer).shape) != 2:
         return at.skip("the channels of the norm are not the output features of the linear layer")
+    if layer.target is aten.linear.default and len(at.type(weight_of(layer)).shape) != 2:
+        return None  # a vector of weights: a dot product, without output features
     gamma, beta, mean, var = (at.value(norm[k]) for k in ("weight", "bias", "running_mean", "running_var"))
     if (
         mean is None
