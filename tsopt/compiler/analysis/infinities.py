@@ -15,10 +15,18 @@ from tsopt.compiler.graph.program import Program
 # Infinite at the edge of their domain.
 POLES = frozenset(
     {"log", "log2", "log10", "log1p", "logit", "atanh", "erfinv", "lgamma", "reciprocal", "rsqrt", "digamma"}
-    | {"polygamma", "mvlgamma", "xlogy", "special_logit", "special_xlog1py", "special_entr", "special_ndtri"}
-    | {"special_zeta", "special_bessel_y0", "special_bessel_y1", "special_modified_bessel_k0"}
-    | {"special_modified_bessel_k1", "special_scaled_modified_bessel_k0", "special_scaled_modified_bessel_k1"}
+    | {"polygamma", "mvlgamma", "xlogy", "xlog1py", "entr", "ndtri", "zeta", "bessel_y0", "bessel_y1"}
+    | {"modified_bessel_k0", "modified_bessel_k1", "scaled_modified_bessel_k0", "scaled_modified_bessel_k1"}
 )
+# Second names in ATen. Programs that are not canonicalized have them.
+ALIASES = {
+    "arctanh": "atanh",
+    "psi": "digamma",
+    "gammaln": "lgamma",
+    "multigammaln": "mvlgamma",
+    "divide": "div",
+    "true_divide": "div",
+}
 DIVISIONS = frozenset({"div", "floor_divide", "addcdiv"})
 POWERS = frozenset({"pow", "float_power"})
 # Sums over many terms: a window of infinities does not survive them.
@@ -57,7 +65,7 @@ def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
     if not ops.is_call(node):
         constant = program.weights.get(str(node.target))
         return [] if constant is not None and not bool(constant.isinf().any()) else None
-    name = base_name(node)
+    name = _plain_name(node)
     if any(isinstance(item, float) and math.isinf(item) for item in ops.bind(node).values()):
         return None
     if name in BOUNDED or name in MIXING or name == "nan_to_num" or (name == "clamp" and has_both_ends(node)):
@@ -65,6 +73,12 @@ def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
     if name in POLES or (name in POWERS and not _is_power(node)) or (name in DIVISIONS and not _is_scaling(node)):
         return None
     return node.all_input_nodes
+
+
+def _plain_name(node: fx.Node) -> str:
+    """One name for all the names of an op, `lgamma` for `special_gammaln`."""
+    name = base_name(node).removeprefix("special_")
+    return ALIASES.get(name, name)
 
 
 def _is_power(node: fx.Node) -> bool:
