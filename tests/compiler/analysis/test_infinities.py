@@ -55,6 +55,9 @@ def verdict(model, *args):
         (lambda x, k: x.clamp(-1, 1), False),
         (lambda x, k: x.clamp(min=-1), True),
         (lambda x, k: x.long(), False),
+        (lambda x, k: (k.int() * 2139095040).view(torch.float32), True),
+        (lambda x, k: F.max_pool1d(k.float(), 2, 1, 1), False),
+        (lambda x, k: F.max_pool1d(k.float(), 2, 1, 1, 2), True),
     ],
 )
 def test_which_values_may_be_infinite(model, expected):

@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 
 from tsopt.compiler.analysis.non_finite import BOUNDED, has_both_ends
-from tsopt.compiler.analysis.range_rules import base_name
+from tsopt.compiler.analysis.range_rules import may_miss
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
@@ -29,6 +30,7 @@ ALIASES = {
 }
 DIVISIONS = frozenset({"div", "floor_divide", "addcdiv"})
 POWERS = frozenset({"pow", "float_power"})
+POOLS = frozenset({"max_pool1d", "max_pool2d", "max_pool3d"})
 # Sums over many terms: a window of infinities does not survive them.
 MIXING = frozenset(
     {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "conv1d", "conv2d", "conv3d", "convolution"}
@@ -70,6 +72,8 @@ def _sources(program: Program, node: fx.Node) -> list[fx.Node] | None:
         return None
     if name in BOUNDED or name in MIXING or name == "nan_to_num" or (name == "clamp" and has_both_ends(node)):
         return []
+    if name == "view_dtype" or (name in POOLS and may_miss(ops.bind(node))):
+        return None
     if name in POLES or (name in POWERS and not _is_power(node)) or (name in DIVISIONS and not _is_scaling(node)):
         return None
     return node.all_input_nodes

@@ -30,7 +30,11 @@ class Range:
 
 ANY = Range(-math.inf, math.inf)
 FLAG = Range(0, 1)
-WITHOUT_KERNELS = (torch.uint16, torch.uint32, torch.uint64)  # torch stores them, and compares next to nothing
+WITHOUT_KERNELS = (
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)  # torch can store these dtypes, but has few kernels for them
 
 
 def of_dtype(dtype: torch.dtype) -> Range:

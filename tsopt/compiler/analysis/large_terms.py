@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.non_finite import PASSING
-from tsopt.compiler.analysis.range_rules import base_name
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 

@@ -7,7 +7,8 @@ from enum import IntEnum
 
 from torch import fx
 
-from tsopt.compiler.analysis.range_rules import SAME_VALUES, base_name
+from tsopt.compiler.analysis.range_rules import SAME_VALUES
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 
@@ -22,7 +23,19 @@ class Harm(IntEnum):
 
 
 # Infinities pass, and so does NaN.
-PASSING = SAME_VALUES | {"to", "to_copy", "cat", "stack", "where", "masked_fill", "constant_pad_nd", "getitem"}
+PASSING = SAME_VALUES | {
+    "max_pool1d",
+    "max_pool2d",
+    "dropout",
+    "to",
+    "to_copy",
+    "cat",
+    "stack",
+    "where",
+    "masked_fill",
+    "constant_pad_nd",
+    "getitem",
+}
 BOUNDED = frozenset({"sigmoid", "tanh", "erf", "atan", "hardtanh", "relu6", "hardsigmoid"})
 ZERO_AT_NEGATIVE_INFINITY = frozenset({"softmax", "exp", "relu"})
 ATTENTION, MASK = "scaled_dot_product_attention", "attn_mask"

@@ -9,88 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, rounded, wrapped
-from tsopt.compiler.graph import ops
+from tsopt.compiler.analysis.intervals import FLAG, Range, of_dtype
+from tsopt.compiler.analysis.ranged_call import RangedCall
 
-Ranges = dict[fx.Node, Range]
-Values = Mapping[fx.Node, Any]  # fake tensors and sizes by node
 STEPS = 4  # by how many units in the last place a kernel's result is off, where it is not the nearest number
-
-
-class RangedCall:
-    """One call, whose arguments are ranges.
-
-    Args:
-        doubtful: floats that may be NaN, of which any whole number may become.
-    """
-
-    def __init__(self, node: fx.Node, values: Values, found: Ranges, doubtful: Collection[fx.Node] = ()) -> None:
-        self.node, self.values, self.found, self.doubtful = node, values, found, doubtful
-        self.value: Any = values[node]  # several for an op with several results
-        self.name = base_name(node)
-        self.arguments = ops.bind(node)
-
-    def of(self, argument: Any) -> Range:
-        """The range of an argument, as it is in its dtype, and in that of a float result."""
-        argument = self.arguments[argument] if isinstance(argument, str) else argument
-        if isinstance(argument, (list, tuple)):
-            return self.union(argument)
-        if isinstance(argument, fx.Node):
-            value = self.values[argument]
-            if isinstance(value, torch.Tensor):
-                if argument in self.doubtful and not self.is_float:
-                    return ANY
-                found = wrapped(self.found[argument], value.dtype)
-                return found if value.dtype == getattr(self.value, "dtype", None) else self.rounded(found)
-            argument = value
-        number = argument if isinstance(argument, float) else int(argument)
-        return self.rounded(Range(number, number))
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the result, or one of several, is of floats."""
-        return any(value.is_floating_point() for value in ops.tensors_of(self.value))
-
-    def rounded(self, found: Range, steps: int = 0) -> Range:
-        """A range in the dtype of a float result; a kernel may be off by some steps more."""
-        is_one = isinstance(self.value, torch.Tensor) and self.value.is_floating_point()
-        return rounded(found, self.value.dtype, steps) if is_one else found
-
-    def union(self, arguments: Sequence[Any]) -> Range:
-        found = [self.of(argument) for argument in arguments]
-        return Range(min(r.low for r in found), max(r.high for r in found))
-
-    def number(self, name: str, default: float | None = None) -> float:
-        found = self.arguments.get(name, default)
-        found = self.values[found] if isinstance(found, fx.Node) else default if found is None else found
-        if not isinstance(found, (int, float)):
-            raise TypeError(name)
-        return found
-
-    def size(self, name: str = "self", dims: Any = None) -> int:
-        """How many elements an argument has along some of its axes, or in all."""
-        shape = self.values[self.arguments[name]].shape
-        if dims is None or dims == []:
-            return math.prod(shape)
-        dims = dims if isinstance(dims, (list, tuple)) else [dims]
-        return math.prod(shape[int(dim)] for dim in dims) if shape else 1
-
-
-def base_name(node: fx.Node) -> str:
-    """`add` for `aten.add.Tensor`, `getitem`; empty for calls that are neither ATen nor quantization ops."""
-    if node.target is operator.getitem:
-        return "getitem"
-    name = node.target._schema.name if ops.is_overload(node.target) else ""  # type: ignore[union-attr]
-    namespace, _, base = name.partition("::")
-    return base.strip("_") if namespace == "aten" or ops.is_quantization(node.target) else ""
-
-
 Rule = Callable[[RangedCall], Range | None]
 ROUNDINGS: dict[str, Callable[[float], int]] = {
     "floor": math.floor, "ceil": math.ceil, "round": round, "trunc": math.trunc,
@@ -109,7 +37,7 @@ SAME_VALUES = frozenset(
         "narrow", "unfold", "diagonal", "movedim", "swapaxes", "take",
         "take_along_dim", "masked_select", "expand_as", "view_as", "reshape_as", "unsafe_view",
         "amin", "amax", "as_strided", "repeat_interleave", "lift_fresh_copy", "detach_copy",
-        "ravel", "broadcast_to", "max_pool2d", "max_pool1d", "dropout",
+        "ravel", "broadcast_to",
     }
 )  # fmt: skip
 
@@ -153,6 +81,9 @@ def _quotient(call: RangedCall) -> Range | None:
     divisor = call.of("other")
     if divisor.low <= 0 <= divisor.high:
         return None
+    if not call.is_float:
+        found = _corners(operator.floordiv, call.of("self"), divisor)
+        return Range(found.low, found.high + 1)  # cut towards zero, it may be one more
     is_exact = divisor.low == divisor.high and abs(math.frexp(divisor.low)[0]) == 0.5
     found = call.rounded(_corners(operator.truediv, call.of("self"), divisor), 0 if is_exact else STEPS)
     if call.name == "div" and call.arguments.get("rounding_mode") is None:
@@ -192,8 +123,10 @@ def _is_exact(call: RangedCall, *ranges: Range) -> bool:
     return all(end == _floor(end) and abs(end) <= most for found in ranges for end in (found.low, found.high))
 
 
-def _reduced(call: RangedCall) -> Range:
+def _reduced(call: RangedCall) -> Range | None:
     """A sum over axes: of as many values as there are along them. One of floats is rounded at each step."""
+    if not call.is_float and call.reads_float("self"):
+        return None  # which casts each value before it adds it
     count, value = call.size("self", call.arguments.get("dim")), call.of("self")
     value = value | Range(0, 0) if call.name == "cumsum" else value
     found = Range(_product(value.low, count), _product(value.high, count))
@@ -220,18 +153,19 @@ def _scatter(call: RangedCall) -> Range | None:
     return call.union([call.arguments["self"], call.arguments["src" if "src" in call.arguments else "value"]])
 
 
-def _to_whole(found: Range, way: Callable[[float], int]) -> Range:
+def to_whole(found: Range, way: Callable[[float], int]) -> Range:
+    """A range of numbers that are made whole numbers this way."""
     return Range(*(end if math.isinf(end) else way(end) for end in (found.low, found.high)))
 
 
 def _rounded(way: Callable[[float], int]) -> Rule:
-    """To whole numbers; of decimals nothing is known."""
-    return lambda call: None if call.arguments.get("decimals") else _to_whole(call.of("self"), way)
+    """To whole numbers; nothing is known with `decimals`."""
+    return lambda call: None if call.arguments.get("decimals") else to_whole(call.of("self"), way)
 
 
 def _cast(call: RangedCall, source: str = "self") -> Range:
     """The range after a cast: a float holds a large integer only approximately, and is cut to become one."""
-    return call.of(source) if call.is_float else _to_whole(call.of(source), math.trunc)
+    return call.of(source) if call.is_float else to_whole(call.of(source), math.trunc)
 
 
 def _replaced(call: RangedCall) -> Range:
@@ -290,7 +224,7 @@ def _shift(call: RangedCall, left: bool) -> Range | None:
     by = call.of("other")
     if by.low < 0 or by.high > 63:
         return None
-    return _corners(lambda x, n: _floor(x * 2**n if left else x / 2**n), call.of("self"), by)
+    return _corners(lambda x, n: int(x) << int(n) if left else int(x) >> int(n), call.of("self"), by)
 
 
 def _logarithm(call: RangedCall) -> Range | None:
@@ -316,7 +250,35 @@ def _constant(name: str) -> Rule:
 
 
 def _quantized(call: RangedCall) -> Range:
+    """NaN becomes zero, which may not lie between the ends."""
+    if call.arguments["input"] in call.doubtful:
+        return of_dtype(call.value.dtype)
     return Range(call.number("quant_min"), call.number("quant_max"))
+
+
+def _pooled(call: RangedCall) -> Range | None:
+    return None if may_miss(call.arguments) else call.of("self")
+
+
+def may_miss(arguments: Mapping[str, Any]) -> bool:
+    """Whether a window of a maximum may hold nothing but padding, and the result be the lowest number."""
+    padding, dilation = (max(tree_leaves(arguments[name])) for name in ("padding", "dilation"))
+    return bool(padding > 0 and dilation > 1)
+
+
+def _dropped(call: RangedCall) -> Range | None:
+    """What is kept of it in training is scaled."""
+    return None if call.arguments["train"] and call.arguments["p"] else call.of("input")
+
+
+def _softmax(call: RangedCall) -> Range | None:
+    """Between zero and one, unless a number becomes infinite in the dtype of the result: inf - inf is NaN."""
+    dtype = call.values[call.arguments["self"]].dtype
+    held = call.of("self")
+    if dtype.is_floating_point:
+        most = torch.finfo(dtype).max
+        held &= call.rounded(Range(-most, most))
+    return FLAG if math.isfinite(held.low) and math.isfinite(held.high) else None
 
 
 def _repeated(call: RangedCall) -> Range:
@@ -393,6 +355,8 @@ RULES: dict[str, Rule] = {
     "pow": _power,
     "log": _logarithm,
     "sigmoid": lambda call: FLAG,
-    "softmax": lambda call: FLAG,
+    "softmax": _softmax,
+    **dict.fromkeys(("max_pool2d", "max_pool1d"), _pooled),
+    "dropout": _dropped,
     "tanh": lambda call: Range(-1, 1),
 }

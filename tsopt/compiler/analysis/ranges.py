@@ -15,9 +15,16 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, range_of_tensor
-from tsopt.compiler.analysis.range_rules import PLACES, RULES, SAME_VALUES, RangedCall, Ranges, Values, base_name
+from tsopt.compiler.analysis.range_rules import PLACES, RULES, SAME_VALUES, to_whole
+from tsopt.compiler.analysis.ranged_call import RangedCall, Ranges, Values, base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
+
+# Ops that read the shape of their first argument, and ops that read nothing else of their second.
+SHAPED = frozenset(
+    {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "fill", "zero", "copy"}
+)
+LIKE_ANOTHER = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
 
 
 def recorded(program: Program) -> Values:
@@ -31,7 +38,7 @@ def ranges_of(program: Program, values: Values, inputs: Sequence[Range], with_na
     Args:
         values: what the nodes are at the sizes that are asked about.
         inputs: of each input of the signature, state included.
-        with_nan: any whole number may become of a float that may be NaN. Otherwise floats are taken for numbers.
+        with_nan: a float that may be NaN may be cast to any whole number. Otherwise floats are taken for numbers.
     """
     found: Ranges = {}
     doubtful: set[fx.Node] = set()
@@ -57,18 +64,29 @@ def _may_be_nan(node: fx.Node, value: Any, found: Ranges, doubtful: Collection[f
     literals = tree_leaves((node.args, dict(node.kwargs)))
     if any(isinstance(item, float) and not math.isfinite(item) for item in literals):
         return True
-    return base_name(node) != "nan_to_num" and any(source in doubtful for source in node.all_input_nodes)
+    return base_name(node) != "nan_to_num" and any(source in doubtful for source in _read(node))
+
+
+def _read(node: fx.Node) -> list[Any]:
+    """The arguments whose numbers a call reads; of others it reads the shape or the dtype."""
+    name = base_name(node)
+    if name in SHAPED:
+        return tree_leaves((node.args[1:], dict(node.kwargs)))
+    return [node.args[0]] if name in LIKE_ANOTHER else node.all_input_nodes
 
 
 def _range_of(call: RangedCall) -> Range:
     if call.value.dtype == torch.bool:
         return FLAG
+    if call.value.is_complex():
+        return ANY
     if call.name == "getitem":
         return _range_of_part(call)
     rule = RULES.get(call.name)
     try:
         found = rule(call) if rule is not None else None
-        found = None if found is None else call.rounded(found)
+        if found is not None:  # what is written into whole numbers is cut: `full_like(ids, 0.5)` is zero
+            found = call.rounded(found) if call.is_float else to_whole(found, math.trunc)
     except (KeyError, TypeError, ValueError, ArithmeticError):
         found = None  # a form of the op that the rule does not know
     return ANY if found is None or math.isnan(found.low) or math.isnan(found.high) else found

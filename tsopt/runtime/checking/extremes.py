@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import Range, of_dtype
-from tsopt.compiler.analysis.range_rules import PLACES, RULES, base_name
+from tsopt.compiler.analysis.range_rules import PLACES, RULES
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.analysis.ranges import recorded
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls

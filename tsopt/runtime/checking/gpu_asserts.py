@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from tsopt.compiler.analysis.intervals import ANY, Range, of_dtype, range_of_tensor
-from tsopt.compiler.analysis.range_rules import Ranges, Values, base_name
+from tsopt.compiler.analysis.ranged_call import Ranges, Values, base_name
 from tsopt.compiler.analysis.ranges import ranges_of, recorded
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.control import all_calls

@@ -164,7 +164,7 @@ class OnnxRuntimeBackend:
 
 def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
     """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
-    from tsopt.compiler.analysis.range_rules import base_name
+    from tsopt.compiler.analysis.ranged_call import base_name
     from tsopt.compiler.graph import ops
     from tsopt.compiler.graph.control import all_calls
     from tsopt.compiler.graph.origin import origin_of

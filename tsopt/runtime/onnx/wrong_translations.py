@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.large_terms import Rounding, roundings
-from tsopt.compiler.analysis.range_rules import base_name
+from tsopt.compiler.analysis.ranged_call import base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.control import all_calls
 from tsopt.compiler.graph.origin import origin_of

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import Range
-from tsopt.compiler.analysis.range_rules import Values, base_name
+from tsopt.compiler.analysis.ranged_call import Values, base_name
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.calling.value_checks import INDEX, REFUSED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from tsopt.compiler.analysis.range_rules import Values, base_name
+from tsopt.compiler.analysis.ranged_call import Values, base_name
 from tsopt.compiler.graph.program import Program
 
 FLOPS = 2e11  # in a second and a thread: faster than any core is

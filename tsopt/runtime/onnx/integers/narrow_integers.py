@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, wrapped
-from tsopt.compiler.analysis.range_rules import Ranges, Values, base_name
+from tsopt.compiler.analysis.ranged_call import Ranges, Values, base_name
 from tsopt.compiler.analysis.ranges import ranges_of, recorded
 from tsopt.compiler.calls.signature import Signature, dim_of
 from tsopt.compiler.graph import ops
