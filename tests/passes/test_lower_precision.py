@@ -46,6 +46,17 @@ def dtypes(program):
 
 
 @pytest.mark.parametrize("precision", LOW)
+def test_bits_are_read_from_float32(precision):
+    program = lowered(lambda self, x: F.linear(x, W).view(torch.int32), X, precision=precision)
+    assert program.outputs[0].meta["val"].shape == X.shape
+    assert dtypes(program) == {
+        "to": [str(LOW[precision])[6:], "float32"],
+        "linear": [str(LOW[precision])[6:]],
+        "view": ["int32"],
+    }
+
+
+@pytest.mark.parametrize("precision", LOW)
 def test_products_and_what_lies_between_them_are_low(precision):
     program = lowered(mlp(), X, precision=precision)
     low = str(LOW[precision]).removeprefix("torch.")

@@ -269,4 +269,6 @@ def _has(dtype: torch.dtype, value: object, *, whole: bool) -> bool:
 def _follows(node: fx.Node, name: str) -> bool:
     """Whether an op may be computed in the precision of its operands."""
     target: Any = node.target
+    if target is aten.view.dtype:
+        return False  # it reads the bits of its operand
     return name in FOLLOWING or (name not in SENSITIVE and torch.Tag.pointwise in getattr(target, "tags", ()))

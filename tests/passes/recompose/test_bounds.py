@@ -47,6 +47,7 @@ from tsopt.passes.recompose.bounds import bounds
         (lambda b, i, x: (b.float() * LOWEST + LOWEST) * 1, None),
         (lambda b, i, x: torch.complex(b.float(), b.float()), None),
         (lambda b, i, x: b.float() + torch.full((2, 2), math.nan), None),
+        (lambda b, i, x: i.to(torch.int32).view(torch.float32), None),
     ],
 )
 def test_bounds_hold_for_every_input(model, wanted):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tsopt.compiler.graph.ops import bind, is_call
+from tsopt.compiler.graph.ops import aten, bind, is_call
 from tsopt.compiler.rewriting.rewrite import Site
 from tsopt.passes.recompose.formulas import NESTING, is_float, literal
 
@@ -69,6 +69,8 @@ def _range(dtype: torch.dtype) -> Bounds | None:
 
 
 def _of_call(at: Site, node: fx.Node, read: Callable[[Any], Bounds | None]) -> Bounds | None:
+    if node.target is aten.view.dtype:
+        return None
     name = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
     if name in _LIMITED:
         return _LIMITED[name]
