@@ -130,6 +130,16 @@ def bind(node: fx.Node) -> Arguments:
     return bound
 
 
+def whole_literals(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[int]:
+    """The integers that a call is given as numbers, rather than as sizes or axes."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    kinds = {item.name: str(item.type).removeprefix("Optional[").rstrip("]") for item in node.target._schema.arguments}
+    given = [item for name, item in bind(node).items() if kinds[name] in ("number", "Tensor")]
+    found = [values.get(item) if isinstance(item, fx.Node) else item for item in given]
+    return [item for item in found if type(item) is int]
+
+
 @functools.cache
 def writes(target: object) -> bool:
     """Whether the call changes one of its arguments."""

@@ -14,8 +14,9 @@ import tsopt
 from tests.runtime.helpers import save
 from tsopt.errors import IndexOutOfRange
 from tsopt.runtime.calling.value_checks import INDEX, RANGE, REFUSED, Bound
+from tsopt.runtime.onnx.integers.engine import Engine
 from tsopt.runtime.onnx.integers.engine_differences import ONNX_RUNTIME, OPENVINO
-from tsopt.runtime.onnx.integers.narrow_integers import Engine, examine
+from tsopt.runtime.onnx.integers.narrow_integers import examine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 INTS, FLOATS = torch.tensor([1, 2, 0]), torch.tensor([0.5, 1.5, 2.0])
@@ -107,6 +108,82 @@ def test_onnx_runtime_refuses_floats_that_it_computes_in_fewer_bits(model, args)
     assert examined(model, *args, engine=ONNX_RUNTIME).refused
 
 
+LARGE = 2**24 + 1
+PAIRS = [
+    *(torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, torch.maximum, torch.minimum, torch.isin),
+    lambda x, y: x.clamp(min=y),
+    lambda x, y: x.clamp(0, LARGE),
+    lambda x, y: torch.bucketize(x, torch.tensor([1, LARGE])),
+    lambda x, y: torch.where(y > 5, x, y),
+    lambda x, y: x.masked_fill(y > 5, 3),
+]
+
+
+@pytest.mark.parametrize("model", PAIRS)
+def test_openvino_compares_and_chooses_integers_in_float32(model):
+    found = examined(model, INTS, INTS.flip(0))
+    assert {max(-low, high) for low, high, _ in limits(found)} <= {2**24 - 1}
+    assert found.bounds
+    assert not found.refused
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x == 1,
+        lambda x: (x > 0) & (x != 0),
+        lambda x: x.clamp(0, 9),
+        lambda x: x.clamp(min=-5),
+        lambda x: x.maximum(torch.tensor(7)),
+        lambda x: torch.isin(x, torch.tensor([2, 3])),
+        lambda x: torch.arange(3) < x,
+        lambda x: x.clamp(0, 3) < 2**32,
+        lambda x: x.clamp(0, 3).clamp(-(2**40), 2**31),
+        lambda x: torch.where(x > 2, 1, 0),
+    ],
+)
+def test_what_is_compared_with_a_small_number_may_be_large(model):
+    """Rounding keeps their order."""
+    found = examined(model, INTS.int())
+    assert not found.refused
+    assert not found.bounds
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda x: x.clamp(2**30, 2**30 + 10),
+        lambda x: x.clamp(0, 7).sub(9) // 2**32,
+        lambda x: (x.clamp(0, 1) + 2**30) - 2684354560,
+        lambda x: 2684354560 - (x.clamp(0, 1) + 2**30),
+        lambda x: F.pad(x.clamp(0, 1), (1, 1), value=LARGE),
+        lambda x: x.clamp(0, 1).masked_fill(x > 5, LARGE),
+    ],
+)
+def test_openvino_is_not_given_literals_that_it_does_not_hold(model):
+    assert examined(model, INTS).refused
+
+
+def test_positions_of_a_sequence_without_an_end_are_compared():
+    """A causal mask, and buckets of distances; no call has 2^30 positions, squared."""
+
+    def model(x):
+        at = torch.arange(x.shape[1])
+        distance = at[None] - at[:, None]
+        return distance <= 0, torch.where(distance > 4, distance.clamp(max=9), distance), x.cumsum(1) * 0
+
+    assert not examined(model, torch.ones(2, 5), dynamic={"x": {1: "n"}}).refused
+
+
+@openvino_only
+def test_a_call_beyond_what_openvino_compares_is_served_by_eager():
+    model = lambda x, y: (x == y, torch.maximum(x, y))  # noqa: E731
+    made = tsopt.compile(tsopt.transform(tsopt.capture(model, (INTS, INTS + 1))), "openvino")
+    large = torch.arange(LARGE - 1, LARGE + 3)[:3]
+    for args in ((INTS, INTS + 1), (large, large + 1)):
+        assert all(map(torch.equal, made(*args), model(*args)))
+
+
 def test_a_weight_beyond_int32_is_refused():
     class Model(nn.Module):
         def __init__(self):
@@ -116,7 +193,7 @@ def test_a_weight_beyond_int32_is_refused():
         def forward(self, x):
             return x < self.since
 
-    (found,) = examined(Model(), torch.tensor([1, 2])).refused
+    found, *_ = examined(Model(), torch.tensor([1, 2])).refused
     assert "since" in found.where
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
+from tsopt.runtime.onnx.integers.engine import AS_BOOL, Engine, signed
 from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_index_only, uses_of
 from tsopt.runtime.onnx.integers.least_time import least_seconds
 
@@ -35,35 +36,9 @@ LADDER = (31, 24, 15)
 LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this size is larger than any that is tried
 CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
 NEVER = 1 << 30  # threads: so fast that no check is worth its time
-AS_BOOL, CASTS = "bool", frozenset({"to", "to_copy", "type_as"})  # a cast to bool has an entry of its own
+CASTS = frozenset({"to", "to_copy", "type_as"})
+ELEMENTWISE = frozenset({"where", "masked_fill"})
 SHARE = 0.01  # of a call, for checks that nobody has asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What an engine computes otherwise than PyTorch.
-
-    Attributes:
-        dtypes: the numbers that it holds of a dtype, where those are not all.
-        by_op: the numbers that an op may take and make.
-        absent: dtypes that it does not have, and what happens to them.
-        rounds: float ops that it makes of a quotient, which is rounded before it is cut.
-        doubles: ops that it computes in float32 where they are of float64.
-        beyond: what it does with an index that is out of range.
-    """
-
-    name: str
-    dtypes: Mapping[torch.dtype, Range] = field(default_factory=dict)
-    by_op: Mapping[str, Range] = field(default_factory=dict)
-    absent: Mapping[torch.dtype, str] = field(default_factory=dict)
-    rounds: frozenset[str] = frozenset()
-    doubles: frozenset[str] = frozenset()
-    beyond: str = "accepts negative and out-of-range indices"
-
-
-def signed(bits: int) -> Range:
-    """The numbers of so many bits and a sign, without the lowest."""
-    return Range(-(2**bits) + 1, 2**bits - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +213,9 @@ def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
         return f"represents {_of(value.dtype)} only up to {_size(narrow)}, and {name} may exceed that"
     if not ops.is_call(node) or value.dtype.is_floating_point:
         return ""
+    for number in ops.whole_literals(node, place.values):
+        if narrow is not None and Range(number, number) not in narrow and name not in engine.compared:
+            return f"represents {_of(value.dtype)} only up to {_size(narrow)}, and {name} is given {number}"
     return _fault_of_operands(node, name, place, ranges, engine)
 
 
@@ -245,10 +223,16 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     made = place.values.get(node)
     if name in CASTS and isinstance(made, torch.Tensor) and made.dtype == torch.bool:
         name = AS_BOOL
-    limit = engine.by_op.get(name)
+    found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if _is_whole(place.values.get(n))]
+    limit, compared = engine.by_op.get(name), engine.compared.get(name)
+    if isinstance(made, torch.Tensor) and name in (*engine.compared, *ELEMENTWISE) and _is_too_large(made):
+        return ""
+    if compared is not None:
+        found += [Range(number, number) for number in ops.whole_literals(node, place.values)]
+        beyond = max(sum(item.high > compared.high for item in found), sum(item.low < compared.low for item in found))
+        return f"compares integers in {name} correctly only {_within(compared)}" if beyond > 1 else ""
     if limit is None:
         return ""
-    found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if _is_whole(place.values.get(n))]
     if found and node in ranges:
         found.append(ranges[node])
         if isinstance(made, torch.Tensor) and all(item in limit for item in found):
@@ -257,6 +241,11 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     if all(item in limit for item in found):
         return ""
     return f"computes {name} of integers correctly only {_within(limit)}"
+
+
+def _is_too_large(value: torch.Tensor) -> bool:
+    """Whether no call makes it, as where all positions of the longest sequence are compared with each other."""
+    return type(value.numel()) is int and value.numel() > LARGEST_SIZE
 
 
 def _within(limit: Range) -> str:
