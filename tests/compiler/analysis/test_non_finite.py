@@ -44,9 +44,10 @@ def harms(program):
         (lambda self, x: torch.where(x > 0, 1.0, 2.0), Harm.NONE),
         (lambda self, x: x.masked_fill(x.isnan(), 0.0), Harm.NEGATIVE_INFINITY),
         (lambda self, x: x.sort()[0], Harm.NEGATIVE_INFINITY),
+        (lambda self, x: x.view(torch.float16).relu(), Harm.NEGATIVE_INFINITY),
     ],
     ids=["linear", "moved", "relu", "negated", "softmax", "tanh", "clamp", "one end", "inf - inf", "nan_to_num",
-         "compared", "condition", "filled", "one of two results"],
+         "compared", "condition", "filled", "one of two results", "bits"],
 )  # fmt: skip
 def test_what_reaches_the_result(model, expected):
     assert harms(tsopt.capture(Net(model), X)) == [expected]
