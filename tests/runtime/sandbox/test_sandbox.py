@@ -217,6 +217,7 @@ def test_what_is_opened_from_its_files_is_not_checked_twice_on_everything(try_al
 
 def test_a_sandbox_can_be_closed_and_started_again(mlp_program):
     with Sandbox() as sandbox:
+        sandbox.open({"fp32": mlp_program}, threads=1)
         sandbox.close()
         with pytest.raises(isolation.CandidateDied):
             sandbox.contender(Candidate("eager"))

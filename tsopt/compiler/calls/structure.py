@@ -184,10 +184,17 @@ def flatten(
         held: ids of objects that outlive the call: where they have no tensors, they are themselves.
 
     Raises:
-        CaptureError: the value contains itself.
+        CaptureError: the value contains itself, or is nested too deeply.
     """
     walk = _Flattening(share, given or {}, held)
-    structure = walk.node(value)
+    try:
+        structure = walk.node(value)
+    except RecursionError:
+        raise CaptureError(
+            "the inputs or outputs are nested too deeply",
+            why="lists in lists, or objects in objects, go down more levels than Python calls of functions can",
+            fix="pass the tensors in one list",
+        ) from None
     return walk.leaves, structure
 
 
