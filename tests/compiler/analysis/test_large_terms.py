@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import tsopt
 from tsopt.compiler.analysis.large_terms import absorbs, roundings
 
-ROW = torch.tensor([0.0, -5000.0, 1.0])
+ROW = torch.tensor([0.0, -100000.0, 1.0])
 DTYPES = [(torch.float16, 255.0, 256.0), (torch.bfloat16, 31.0, 32.0), (torch.float32, 2896.0, 2897.0)]
 
 
@@ -30,11 +30,11 @@ def found(function):
 @pytest.mark.parametrize(
     ("function", "term", "by_tensor"),
     [
-        (lambda x: (x + 5000) - 4000.0, 5000.0, False),
-        (lambda x: torch.add(x, ROW, alpha=2) + 5000, 10000.0, True),
-        (lambda x: -5000 - (x.cos() - 6000).double(), 6000.0, False),
-        (lambda x: F.batch_norm(x[None], ROW, ROW.abs()) - 5000.0, 5000.0, True),
-        (lambda x: torch.cond(x.sum() > 0, lambda x: (x + 5000) - 5000, torch.sin, (x,)), 5000.0, False),
+        (lambda x: (x + 100000) - 80000.0, 100000.0, False),
+        (lambda x: torch.add(x, ROW, alpha=2) + 100000, 200000.0, True),
+        (lambda x: -100000 - (x.cos() - 120000).double(), 120000.0, False),
+        (lambda x: F.batch_norm(x[None], ROW, ROW.abs()) - 100000.0, 100000.0, True),
+        (lambda x: torch.cond(x.sum() > 0, lambda x: (x + 100000) - 100000, torch.sin, (x,)), 100000.0, False),
     ],
 )
 def test_a_large_term_is_followed_to_where_it_is_subtracted(function, term, by_tensor):
@@ -44,15 +44,19 @@ def test_a_large_term_is_followed_to_where_it_is_subtracted(function, term, by_t
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: (x + 5000).log() - 5000,
-        lambda x: (x + 5000) + 5000,
-        lambda x: (x - 5000) * -1 + 5000,
-        lambda x: (x + 5000) * x - 5000,
-        lambda x: (x + 5000, x - 5000),
+        lambda x: (x + 100000).log() - 100000,
+        lambda x: (x + 100000) + 100000,
+        lambda x: (x - 100000) * -1 + 100000,
+        lambda x: (x + 100000) * x - 100000,
+        lambda x: (x + 100000, x - 100000),
         lambda x: (x + math.inf) - math.inf,
-        lambda x: (x.long() + 5000) - 5000,
-        lambda x: (x + torch.zeros(0, 1)) - 5000,
+        lambda x: (x.long() + 100000) - 100000,
+        lambda x: (x + torch.zeros(0, 1)) - 100000,
     ],
 )
 def test_other_terms_are_not_found(function):
     assert not found(function)
+
+
+def test_fine_steps_are_not_taken_for_a_purpose():
+    assert not found(lambda x: ((x - 27315.0) / 100).relu() * 100 + 27315.0)

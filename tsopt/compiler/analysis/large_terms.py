@@ -23,6 +23,7 @@ KEEPING = PASSING | frozenset(
     {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "amax", "amin", "mean"}
     | {f"{kind}_pool{axes}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for axes in (1, 2, 3)}
 )
+STEP = 2**-7  # what is rounded to finer steps is so by accident: (x - mean) / std ... * std + mean
 SUMS = frozenset({"add", "sub", "rsub"})
 NORMS = frozenset({"batch_norm", "native_batch_norm", "native_batch_norm_legit_no_training", "instance_norm"})
 PRODUCTS_AND_SUMS = frozenset({"addmm", "addmv", "addr", "addbmm", "baddbmm"})
@@ -132,7 +133,8 @@ def _large(program: Program, term: Term, dtype: torch.dtype) -> dict[int, float]
     """The largest magnitudes of a term that take digits from a value of this dtype, by their sign."""
     factor, value = term
     ends = [factor * end for end in _bounds(program, value) or ()]
-    return {1 if end > 0 else -1: abs(end) for end in ends if limit(dtype) <= abs(end) < math.inf}
+    least = max(limit(dtype), STEP / torch.finfo(dtype).eps)
+    return {1 if end > 0 else -1: abs(end) for end in ends if least <= abs(end) < math.inf}
 
 
 def _bounds(program: Program, value: object) -> tuple[float, float] | None:
