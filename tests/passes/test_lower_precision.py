@@ -9,6 +9,7 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
+from tests.passes.low import LOW, W, X, mlp
 from tsopt.compiler.graph.program import Numerics
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.compiler.rewriting.pass_base import Limits
@@ -16,15 +17,6 @@ from tsopt.compiler.rewriting.pipeline import run
 from tsopt.passes.lower_precision import LowerPrecision, in_precision
 from tsopt.runtime.backends import onednn
 from tsopt.runtime.backends.backend import get_backend
-
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8)).eval()
 
 
 def lowered(model, *inputs, precision="bf16"):

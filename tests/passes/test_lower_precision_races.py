@@ -11,22 +11,13 @@ from torch import nn
 
 import tsopt
 from tests.compiler.helpers import Net
+from tests.passes.low import X, mlp
 from tests.passes.quantize.models import OwnInput, OwnScores, OwnWeight
 from tsopt.compiler.graph.program import Numerics
 from tsopt.passes.lower_precision import LowerPrecision, in_precision
 from tsopt.passes.quantize.weights import Int8Weights
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.compare import compare
-
-X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) / 3
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8)).eval()
-
 
 # ---- how far is too far -----------------------------------------------------------------------------------
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import threading
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.calling.helpers import OPTIONS, outcomes
 from tsopt import request as request_module
 from tsopt.runtime.calling import new_signatures, specializations
 from tsopt.runtime.calling.new_signatures import NewSignatures
@@ -24,7 +23,6 @@ from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
 
 A, B = torch.zeros(2, 3), torch.ones(2, 3)
-OPTIONS = {"backends": ("onnxruntime", "eager"), "seconds": 0.05, "isolate": False, "cache": False}
 
 
 def net() -> nn.Module:
@@ -54,15 +52,6 @@ class Counts(nn.Module):
     def forward(self, x):
         self.calls += 1
         return self.inner(x)
-
-
-@pytest.fixture
-def wins(monkeypatch):
-    """The first backend wins whatever was measured."""
-    from tests.runtime.racing.helpers import fast_timings
-
-    fast_timings(monkeypatch, wins="ONNX Runtime")
-    monkeypatch.setattr("tsopt.runtime.racing.preparation.HOPELESS", 1e9)
 
 
 def test_sizes_are_those_of_tensors_wherever_arrays_are():
@@ -109,10 +98,6 @@ def test_a_fork_does_not_wait_for_what_its_parent_compiles(optimized_by):
     may_end.set()
     compiles.join(30)
     assert os.waitstatus_to_exitcode(status) == 0
-
-
-def outcomes(fast) -> list[str]:
-    return [outcome for _, outcome in fast.report.signatures]
 
 
 def test_the_second_size_makes_it_dynamic(wins):
@@ -247,35 +232,6 @@ def test_one_tensor_in_two_places(wins, hybrid):
                 torch.testing.assert_close(fast(x, y), model(x, y))
 
 
-class Decoder(nn.Module):
-    """Attends to all steps so far, which it keeps in the dict that it is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x, cache):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if "k" in cache:
-            k, v = torch.cat([cache["k"], k], 1), torch.cat([cache["v"], v], 1)
-        cache["k"], cache["v"] = k, v
-        return self.out(torch.softmax(q @ k.transpose(1, 2), -1) @ v)
-
-
-def test_a_cache_that_grows_is_captured_twice_at_most(wins):
-    model = Decoder().eval()
-    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
-    with torch.no_grad():
-        for prompt in (5, 3):
-            mine, theirs = {}, {}
-            for step in range(40):
-                x = torch.randn(1, prompt if step == 0 else 1, 8)
-                torch.testing.assert_close(fast(x, mine), model(x, theirs))
-                torch.testing.assert_close(mine["k"], theirs["k"])
-    compiled = type(fast)._tsopt_compiled.fast
-    assert len(outcomes(compiled)) == 1
-
-
 def test_forms_are_forgotten(wins, monkeypatch):
     monkeypatch.setattr(specializations, "MAX_FORMS", 3)
 
@@ -287,78 +243,6 @@ def test_forms_are_forgotten(wins, monkeypatch):
     for number in range(6):
         assert fast(torch.ones(2), **{f"b{number}": torch.ones(1)}).sum() == 4
     assert len(fast._new_signatures.kept._forms) <= 3
-
-
-class Window(nn.Module):
-    """Keeps the last 7 steps, and counts all of them in Python, as sliding-window caches do."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x, cache):
-        q, k, v = self.qkv(x).chunk(3, -1)
-        if cache.seen:
-            k, v = torch.cat([cache.k, k], 1), torch.cat([cache.v, v], 1)
-        cache.all = torch.cat([cache.all, x], 1)
-        first = cache.seen - 7 if cache.seen >= 8 else 0
-        cache.k, cache.v, cache.seen = k[:, -7:], v[:, -7:], cache.seen + x.shape[1]
-        place = torch.arange(first, first + k.shape[1])
-        return self.out(torch.softmax(q @ k.transpose(1, 2) + place / 100, -1) @ v) + cache.all.mean(1, keepdim=True)
-
-
-def window_cache():
-    return SimpleNamespace(k=None, v=None, seen=0, all=torch.zeros(1, 1, 8))
-
-
-@pytest.mark.slow
-def test_a_cache_that_counts_its_steps_is_captured_once_for_each_of_its_conditions(wins):
-    model = Window().eval()
-    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
-    with torch.no_grad():
-        for steps in (40, 40, 60):
-            mine, theirs = window_cache(), window_cache()
-            for step in range(steps):
-                x = torch.randn(1, 3 if step == 0 else 1, 8)
-                torch.testing.assert_close(fast(x, mine), model(x, theirs))
-                torch.testing.assert_close(mine.k, theirs.k)
-                assert mine.seen == theirs.seen
-    found = outcomes(type(fast)._tsopt_compiled.fast)
-    assert [outcome for outcome in found if "1.." in outcome]
-    assert len([outcome for outcome in found if ".." in outcome]) == 2
-
-
-def test_loops_that_take_turns_and_caches_that_are_copied_or_cropped_are_right(wins):
-    model = Window().eval()
-    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
-    pairs = [(window_cache(), window_cache()) for _ in range(2)]
-    with torch.no_grad():
-        for step in range(30):
-            for number, (mine, theirs) in enumerate(pairs):
-                x = torch.randn(1, 2 + number if step == 0 else 1, 8)
-                torch.testing.assert_close(fast(x, mine), model(x, theirs))
-                assert mine.seen == theirs.seen
-            if step == 20:
-                pairs = [tuple(copy.deepcopy(pair)) for pair in pairs]
-            if step == 25:
-                for cache in pairs[0]:
-                    cache.k, cache.v, cache.seen = cache.k[:, :4], cache.v[:, :4], 4
-
-
-def test_a_size_that_was_fixed_becomes_dynamic_with_the_others(wins):
-    model = Decoder().eval()
-    fast = tsopt.hybridize(model, audit=0, **OPTIONS | {"share_weights": False})
-    with torch.no_grad():
-        for rows in (1, 2, 3, 4):
-            mine, theirs = {}, {}
-            for step in range(12):
-                x = torch.randn(rows, 3 if step == 0 else 1, 8)
-                torch.testing.assert_close(fast(x, mine), model(x, theirs))
-    found = outcomes(type(fast)._tsopt_compiled.fast)
-    steps = [outcome for outcome in found if "cache_1" in outcome]
-    assert len(steps) == 2
-    assert "batch" not in steps[0]
-    assert "batch" in steps[1]
 
 
 class OneByOne(nn.Module):

@@ -138,7 +138,7 @@ def _fusible(node: fx.Node) -> Site | None:
 
 
 def _fuse(graph: fx.Graph, site: Site) -> None:
-    """Puts one call of cuDNN in the place of a convolution, a residual sum and a ReLU."""
+    """Replaces a convolution, a residual sum and a ReLU with one call of cuDNN."""
     given = ops.bind(site.layer)
     image = (given["input"], given["weight"])
     how = (given["bias"], *(each(given[key], 2) for key in ("stride", "padding", "dilation")), given["groups"])
