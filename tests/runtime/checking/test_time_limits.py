@@ -6,6 +6,8 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tsopt.runtime.checking.time_limits import at_most
 
 
@@ -29,3 +31,31 @@ def test_in_another_thread_there_is_no_limit():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(patient).result()
+
+
+def test_a_model_that_catches_the_end_is_ended_again():
+    caught = []
+    with pytest.raises(TimeoutError), at_most(0.01):
+        while True:
+            try:
+                while True:
+                    pass
+            except TimeoutError:
+                if caught:
+                    raise
+                caught.append(1)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_end_that_python_drops_comes_again():
+    class Slow:
+        def __del__(self):
+            end = time.monotonic() + 0.05
+            while time.monotonic() < end:
+                pass
+
+    with pytest.raises(TimeoutError), at_most(0.01):
+        Slow()
+        while True:
+            pass
