@@ -41,12 +41,14 @@ class Preview:
     frontend: who has read the model.
     ops: name, number of calls, place of the first, after the passes.
     dims: the sizes that may differ from call to call, as captured: which of them hold is found out by running.
+    conditions: what else these sizes have to satisfy.
     """
 
     model: str
     frontend: str
     nodes: tuple[int, int]
     dims: tuple[str, ...]
+    conditions: tuple[str, ...]
     ops: tuple[tuple[str, int, str], ...]
     backends: tuple[Taker, ...]
 
@@ -130,6 +132,7 @@ def preview(captured: Program, optimized: Program, racing: Iterable[Candidate]) 
         captured.frontend or "by torch.export",
         (captured.node_count, optimized.node_count),
         tuple(map(str, captured.signature.dims)),
+        tuple(map(str, captured.signature.decisive)),
         tuple((name, count, places[name]) for name, count in counts.most_common() if name != "getitem"),
         tuple(_taker(name, optimized) for name in names),
     )
@@ -155,6 +158,8 @@ def show(out: Output, found: Preview) -> None:
     out.say(f"{found.model}: {found.nodes[0]} op nodes, {found.nodes[1]} after the passes; captured {found.frontend}")
     for dim in found.dims:
         out.say(f"size {dim}")
+    for condition in found.conditions:
+        out.say(f"only where {condition}")
     out.say()
     out.table(("op", "calls", "first"), [(name, str(count), place) for name, count, place in found.ops])
     out.say()

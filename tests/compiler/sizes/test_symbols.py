@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,3 +165,43 @@ def test_a_size_that_becomes_a_number_of_pythons_own_is_fixed():
 def test_what_values_decide_is_refused_as_ever():
     with pytest.raises(tsopt.GraphBreakError, match="data-dependent"):
         tsopt.capture(lambda x: x * 2 if x.sum() > 0 else x, [rows(2), rows(5)])
+
+
+def far(x):
+    return x * 2 if x.shape[0] == 16000 else x
+
+
+def of_both(x):
+    return x * 2 if x.shape[0] * x.shape[1] == 24 else x
+
+
+def by_remainder(x):
+    return x * 2 if (x.shape[0] + x.shape[1]) % 64 == 63 else x
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "other"),
+    [
+        (far, (5000, 2), (16000, 2)),
+        (of_both, (5, 7), (4, 6)),
+        (of_both, (5, 7), (24, 1)),
+        (by_remainder, (3, 5), (60, 3)),
+    ],
+)
+def test_what_ranges_do_not_say_calls_are_asked(model, shape, other):
+    program = tsopt.capture(model, rows(*shape), dynamic={"x": {0: "n", 1: "m"}})
+    run = tsopt.compile(program, "eager")
+    beyond, n, m = rows(*other), *program.signature.dims
+    wide = run.called_as(replace(run.signature, dims=(replace(n, high=None), replace(m, high=None))))
+    assert wide.accepts((beyond,), {}) is None
+    with pytest.raises(tsopt.SignatureError, match=r"(?s)do not satisfy .*[nm].* != \d+.*where: .*test_symbols.py"):
+        wide(beyond)
+    for x in (rows(*shape), rows(shape[0] + 1, shape[1]), rows(3, 3)):
+        assert torch.equal(wide(x), model(x))
+
+
+def test_sizes_whose_ranges_say_everything_have_no_further_conditions():
+    def model(x):
+        return x * 2 if 3 < x.shape[0] + 1 < 100 and x.shape[0] != 300 else x
+
+    assert not tsopt.capture(model, rows(9), dynamic={"x": {0: "n"}}).signature.conditions

@@ -138,6 +138,38 @@ def test_the_range_of_several_examples_grows_as_well(wins):
     assert outcomes(fast) == []
 
 
+class Decides(nn.Module):
+    """Decides by a size that is far from the examples, or by two sizes together."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * 2 if self.by(*x.shape) else x.tanh() + 1
+
+
+@pytest.mark.parametrize(
+    ("by", "sizes"),
+    [
+        (lambda rows, width: rows == 160, [(11, 6), (200, 6), (160, 6), (161, 6), (160, 6)]),
+        (lambda rows, width: rows * width == 24, [(6, 8), (4, 6), (3, 8), (6, 4), (5, 6), (24, 1)]),
+    ],
+)
+def test_where_the_model_decides_by_sizes_calls_are_asked(wins, by, sizes):
+    model = Decides(by)
+    fast = tsopt.optimize(model, torch.randn(5, 6), **OPTIONS)
+    for rows, width in ((7, 6), (7, 7), *sizes):
+        x = torch.randn(rows, width)
+        torch.testing.assert_close(fast(x), model(x))
+
+
+def test_the_report_tells_of_conditions_that_sizes_may_fail(wins):
+    model = Decides(lambda rows, width: rows * width == 24)
+    fast = tsopt.optimize(model, [torch.randn(5, 5), torch.randn(7, 7)], **OPTIONS)
+    assert fast.report.sizes.endswith("; only where batch * x_1 != 24"), fast.report.sizes
+
+
 def test_a_range_that_was_asked_for_does_not_grow(wins):
     model = net()
     fast = tsopt.optimize(model, torch.randn(4, 6), dynamic={"input": {0: "batch[1..8]"}}, **OPTIONS)

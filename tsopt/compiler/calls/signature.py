@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tsopt.compiler.calls.conditions import Condition
 from tsopt.compiler.calls.counters import as_called
 from tsopt.compiler.calls.effects import Effect, finish
 from tsopt.compiler.calls.memory import is_repeated, overlaps
@@ -25,6 +26,7 @@ LONG_TEXT = 300  # characters of a signature in a message
 
 # For each axis the name of its Dim, or `past+1` where it is that much larger; none at all where every size is fixed.
 Axes = tuple[str | None, ...]
+ENDLESS = 1 << 48  # a size that no tensor has
 DERIVED = "?"  # an axis of an output whose size follows from those of the inputs
 
 
@@ -40,6 +42,11 @@ class Dim:
     def __str__(self) -> str:
         steps = f", multiples of {self.step}" if self.step > 1 else ""
         return f"{self.name}: {self.low}..{self.high or ''}{steps}"
+
+    @property
+    def sizes(self) -> range:
+        first = -(-self.low // self.step) * self.step
+        return range(first, (ENDLESS if self.high is None else self.high) + 1, self.step)
 
     def admits(self, size: int) -> bool:
         return size >= self.low and (self.high is None or size <= self.high) and size % self.step == 0
@@ -91,7 +98,7 @@ class Signature:
     the call are one object or share memory, because the model writes to one of them or checks. `modes` are the thread's
     modes that the model has read, and whether they were on. `collected` are the keywords that the model takes as
     `**kwargs`, whose order it can see. `default_dtype`: torch's default dtype at the capture, where what the
-    model computes follows it.
+    model computes follows it. `conditions` on the sizes hold for every call that is served.
     """
 
     inputs: tuple[Input, ...]
@@ -104,6 +111,7 @@ class Signature:
     modes: tuple[tuple[str, bool], ...] = ()
     collected: tuple[str, ...] = ()
     default_dtype: str = ""
+    conditions: tuple[Condition, ...] = ()
 
     @property
     def user_inputs(self) -> tuple[Input, ...]:
@@ -197,10 +205,29 @@ class Signature:
         for pair in overlaps(leaves) if self.aliasing else ():
             if not self.written_inputs.isdisjoint(pair):
                 raise _other_sharing(f"share memory: {' and '.join(self.user_inputs[i].name for i in pair)}")
-        reason = misfit(self.dims, self.sizes_of(leaves))
+        sizes = self.sizes_of(leaves)
+        reason = misfit(self.dims, sizes)
         if reason:
             raise SignatureError(reason, fix="pass sizes in the supported range, or optimize for these sizes as well")
+        failed = self.unmet({name: next(iter(found)) for name, found in sizes.items()})
+        if failed is not None:
+            raise SignatureError(
+                f"the sizes of the call do not satisfy {failed}",
+                where=failed.where or None,
+                why="the model decides by these sizes, and the program was captured where this holds",
+                fix="optimize for these sizes as well",
+            )
         return leaves
+
+    def unmet(self, sizes: Mapping[str, int]) -> Condition | None:
+        """A condition that the sizes of a call, by Dim, do not fulfil."""
+        return next((condition for condition in self.conditions if not condition.holds_at(sizes)), None)
+
+    @property
+    def decisive(self) -> tuple[Condition, ...]:
+        """The conditions that sizes in the ranges may fail, for users to read: most hold in all of them."""
+        sizes = {dim.name: dim.sizes for dim in self.dims}
+        return tuple(item for item in self.conditions if item.may_fail([sizes[name] for name in item.dims]))
 
     @property
     def viewed(self) -> tuple[tuple[int, View], ...]:
@@ -235,6 +262,7 @@ class Signature:
             inputs=tuple(replace(item, axes=named(item.axes)) for item in self.inputs),
             outputs=tuple(replace(item, axes=named(item.axes)) for item in self.outputs),
             dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
+            conditions=tuple(condition.renamed(b.name, a.name) for condition in self.conditions),
         )
 
     def flat(self) -> Signature:

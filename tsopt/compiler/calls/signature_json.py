@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from tsopt.compiler.calls import structure_json
+from tsopt.compiler.calls.conditions import Condition, function_of
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
 from tsopt.compiler.calls.result_views import INPUT, JOINT, View
@@ -39,6 +40,7 @@ def to_json(signature: Signature) -> dict[str, Any]:
         **({"modes": [list(mode) for mode in signature.modes]} if signature.modes else {}),
         **({"collected": list(signature.collected)} if signature.collected else {}),
         **({"default_dtype": signature.default_dtype} if signature.default_dtype else {}),
+        **({"conditions": list(map(_condition_json, signature.conditions))} if signature.conditions else {}),
     }
 
 
@@ -74,7 +76,9 @@ def from_json(data: Any) -> Signature:
         default_dtype = data.get("default_dtype", "")
         if default_dtype not in ("", *DEFAULT_DTYPES):
             raise ValueError(f"invalid default dtype {str(default_dtype)[:40]!r}")
-        made = Signature(inputs, outputs, outer, result, dims, effects, aliasing, modes, collected, default_dtype)
+        further = aliasing, modes, collected, default_dtype
+        conditions = tuple(_condition_from(item, names) for item in data.get("conditions", ()))
+        made = Signature(inputs, outputs, outer, result, dims, effects, *further, conditions)
         _check_indices(made)
         _check_sizes(made)
         _check_views(made)
@@ -154,6 +158,18 @@ def _dim_from(data: Any) -> Dim:
     if not isinstance(name, str) or not all(type(n) is int and 0 <= n < 2**48 for n in ends) or step < 1:
         raise ValueError(f"invalid dimension: {str(data)[:80]}")
     return Dim(name, low, high, step)
+
+
+def _condition_json(condition: Condition) -> list[Any]:
+    return [condition.text, list(condition.dims), condition.where]
+
+
+def _condition_from(data: Any, names: set[str]) -> Condition:
+    text, dims, where = data
+    if not (isinstance(text, str) and isinstance(where, str) and dims and names.issuperset(dims)):
+        raise ValueError(f"invalid condition: {str(data)[:80]}")
+    function_of(text, len(dims))
+    return Condition(text, tuple(dims), where)
 
 
 def _type_from(data: Any) -> TensorType:

@@ -113,7 +113,8 @@ class Program:
 
     def text_with(self, names: dict[fx.Node, str]) -> str:
         """The program as text, its values under these names."""
-        dims = f"  # {'; '.join(map(str, self.signature.dims))}" if self.signature.dims else ""
+        sizes = [*map(str, self.signature.dims), *(f"only where {item}" for item in self.signature.decisive)]
+        dims = f"  # {'; '.join(sizes)}" if sizes else ""
         return "\n".join([f"program {self.name}{dims}", *self.lines(names)])
 
     def lines(self, names: dict[fx.Node, str] | None = None, *, origins: bool = True) -> Iterator[str]:
@@ -176,7 +177,8 @@ class Program:
         """sha256 of the text without origins; with `contents`, also of the bytes of the weights and the state."""
         digest = hashlib.sha256("\n".join(self.lines(origins=False)).encode())
         digest.update(repr(self.signature.inputs).encode() + repr(self.signature.outputs).encode())
-        digest.update(repr(self.signature.dims).encode())
+        conditions = list(map(str, self.signature.conditions))
+        digest.update(repr(self.signature.dims).encode() + (repr(conditions).encode() if conditions else b""))
         views = [item.view for item in self.signature.outputs]
         digest.update(repr(views).encode() if any(views) else b"")
         if contents:

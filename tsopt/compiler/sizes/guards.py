@@ -1,12 +1,11 @@
-"""torch.export's guards on sizes: which sizes they make equal, and the ranges they leave."""
+"""torch.export's guards on sizes: which sizes they make equal, the ranges they leave, and what calls are asked."""
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -14,22 +13,16 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from tsopt.compiler.calls.conditions import ALWAYS, Condition, function_of, plain
+from tsopt.compiler.calls.signature import ENDLESS, Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import is_library, short_path
 from tsopt.compiler.sizes.dims import Dynamic, Place
 from tsopt.errors import CaptureError
 
-# What torch writes into conditions on sizes, for whole numbers that are not negative.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("FloorDiv", "CleanDiv"), operator.floordiv),
-    **dict.fromkeys(("Mod", "PythonMod"), operator.mod),
-    "ModularIndexing": lambda base, divisor, modulus: base // divisor % modulus,
-    **{"Max": max, "Min": min},
-}
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 HORIZON = 4096  # how far conditions are looked at for a size without an end
 LONGEST_STEP = 1024  # and how far apart sizes may be, where they have to be multiples
-ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
 CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
 
 
@@ -112,19 +105,29 @@ class Range:
     step: int = 1
 
 
-def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> None:
-    """Narrows the ranges until every guard of the trace holds in all of them.
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A condition of the trace: an expression of sympy over symbols, and the line of the user's that asks."""
+
+    expression: Any
+    where: str | None
+
+
+def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> list[Guard]:
+    """Narrows the ranges until the guards of the trace hold in them, as far as that is looked at; returns the guards.
 
     Raises:
         CaptureError: a range would shrink to one size: the model specializes on it.
     """
-    for found, where in _guards(exported):
-        expression = ties.read(found)
+    kept = []
+    for guard in _guards(exported):
+        expression = ties.read(guard.expression)
         free: set[Any] = getattr(expression, "free_symbols", set())
         symbols = [symbol for symbol in ranges if symbol in free]
         if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
             continue
-        condition = _as_function(expression, symbols)
+        kept.append(guard)
+        condition = _condition(expression, symbols, [str(symbol) for symbol in symbols])
         for symbol in symbols:
             others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
             holds = partial(_holds, condition, others, symbols.index(symbol))
@@ -132,28 +135,96 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
             if made is None:
                 raise CaptureError(
                     f"the model specializes on a size: {_shown(expression, ties)}",
-                    where=where,
+                    where=guard.where,
                     why="sizes that fail this guard need a different program",
                     fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
                     "size is captured when it is first called",
                 )
             ranges[symbol] = made
+    return kept
 
 
-def _as_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., bool]:
-    """The condition as a function of the symbols: sympy is too slow to be asked for thousands of sizes."""
+def conditions_of(guards: Sequence[Guard], dims: Mapping[Any, Dim], as_first: Mapping[Any, Any]) -> list[Condition]:
+    """What the sizes of a call are asked, besides the ranges of the Dims.
+
+    Args:
+        dims: by symbol.
+        as_first: symbols as expressions of the one that is the size of their Dim.
+
+    Raises:
+        CaptureError: a guard cannot be asked.
+    """
     import sympy
 
-    return cast(Callable[..., bool], sympy.lambdify(list(symbols), expression, modules=[FUNCTIONS, "math"]))
+    found: dict[str, Condition] = {}
+    for guard in guards:
+        expression = guard.expression.xreplace(as_first)
+        symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
+        names = [dims[symbol].name for symbol in symbols]
+        made = _condition(expression, symbols, names, guard.where or "")
+        if expression == sympy.true or (made is not None and _is_certain(expression, symbols, made, dims)):
+            continue
+        if made is None:
+            raise CaptureError(
+                f"the model decides by sizes in a way that a call cannot be asked: {expression}",
+                where=guard.where,
+                fix="leave dynamic out: each size is captured when it is first called",
+            )
+        found.setdefault(str(made), made)
+    return list(found.values())
 
 
-def _holds(condition: Callable[..., bool], others: Sequence[Sequence[int]], place: int, size: int) -> bool:
+def _condition(expression: Any, symbols: Sequence[Any], names: Sequence[str], where: str = "") -> Condition | None:
+    """A guard as Python; None where there is no such Python."""
+    import sympy
+
+    as_python = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for i, symbol in enumerate(symbols)}
+    try:
+        text = plain(_printer().doprint(expression.xreplace(as_python)))
+        function_of(text, len(symbols))
+    except (AssertionError, NotImplementedError, TypeError, ValueError):  # how torch's printer refuses, and ours
+        return None
+    return Condition(text, tuple(names), where)
+
+
+@cache
+def _printer() -> Any:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    class Plain(PythonPrinter):
+        """Without calls of torch, and without powers, whose numbers may grow without end."""
+
+        def _print_ToFloat(self, expr: Any) -> str:
+            return f"float({self._print(expr.args[0])})"
+
+        def _helper_sqrt(self, expr: Any) -> str:
+            return f"math.sqrt({self._print(expr)})"
+
+        def _print_FloatPow(self, expr: Any) -> str:
+            return f"math.pow({', '.join(map(self._print, expr.args))})"
+
+    return Plain()
+
+
+def _is_certain(expression: Any, symbols: Sequence[Any], condition: Condition, dims: Mapping[Any, Dim]) -> bool:
+    """Whether a comparison of one size holds in its whole range: where both sides are linear, its ends tell."""
+    import sympy
+
+    if len(symbols) != 1 or not isinstance(expression, sympy.core.relational.Relational):
+        return False
+    (symbol,), difference = symbols, expression.lhs - expression.rhs
+    if not difference.is_polynomial(symbol) or sympy.degree(difference, symbol) != 1:
+        return False
+    low, high = max(dims[symbol].low, ALWAYS), dims[symbol].high or ENDLESS
+    if isinstance(expression, sympy.Ne):
+        return not low <= -difference.coeff(symbol, 0) / difference.coeff(symbol, 1) <= high
+    return not isinstance(expression, sympy.Eq) and condition.holds(low) and condition.holds(high)
+
+
+def _holds(condition: Condition | None, others: Sequence[Sequence[int]], place: int, size: int) -> bool:
     """Whether a condition holds for a size, whatever the others are; False if it cannot be evaluated."""
     choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
-    try:
-        return all(condition(*sizes) for sizes in choices)
-    except (NameError, TypeError, ArithmeticError):
-        return False
+    return condition is not None and all(condition.holds(*sizes) for sizes in choices)
 
 
 def _ends(known: Range, traced: int) -> list[int]:
@@ -193,7 +264,7 @@ def _shown(expression: Any, ties: Ties) -> str:
     return text
 
 
-def _guards(exported: ExportedProgram) -> Iterator[tuple[Any, str | None]]:
+def _guards(exported: ExportedProgram) -> Iterator[Guard]:
     """Every condition on sizes under which torch.export has traced, with where the model asks."""
     environments = {}
     for node in exported.graph.nodes:
@@ -203,11 +274,11 @@ def _guards(exported: ExportedProgram) -> Iterator[tuple[Any, str | None]]:
                 environments[id(environment)] = environment
     for environment in environments.values():
         for guard in environment.guards:
-            yield environment.simplify(environment.replace(guard.expr)), _place(guard)
+            yield Guard(environment.simplify(environment.replace(guard.expr)), _place(guard))
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymBool) and not is_of_values(value):
-            yield value.node.expr, None
+            yield Guard(value.node.expr, None)
 
 
 def _place(guard: Any) -> str | None:

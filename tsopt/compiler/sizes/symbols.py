@@ -14,12 +14,13 @@ from torch.export import Dim as ExportDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tsopt.compiler.calls.conditions import ALWAYS, Condition
 from tsopt.compiler.calls.counters import axes_of, replaced
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import Dynamic, Place
-from tsopt.compiler.sizes.guards import ALWAYS, Range, Ties, narrow
+from tsopt.compiler.sizes.guards import Range, Ties, conditions_of, narrow
 from tsopt.compiler.sizes.specialize import retyped, traced_sizes
 from tsopt.errors import CaptureError, UsageError
 
@@ -55,11 +56,13 @@ class Symbols:
 
     dims: the sizes that may differ.
     inputs, outputs: the names of their axes, in the order of the exported program: the user's inputs; all outputs.
+    conditions: on the sizes, besides the ranges.
     """
 
     dims: tuple[Dim, ...]
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
+    conditions: tuple[Condition, ...]
 
 
 def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str]) -> Symbols:
@@ -81,7 +84,7 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
                 raise _fixed(f"axis {axis} of {names[position]}", size)
             symbol = size.node.expr
             if not symbol.is_Symbol:
-                symbol = derived.setdefault(symbol, sympy.Dummy(str(symbol)))
+                symbol = derived.setdefault(symbol, sympy.Dummy(str(symbol), integer=True, positive=True))
             placed.setdefault(symbol, []).append((position, axis))
     ties = Ties(placed, wanted, names)
     for expression, symbol in derived.items():
@@ -92,12 +95,15 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         ties.tie(symbol, base, int(expression - base))
     found = {symbol: _dim(exported, symbol, places, wanted, names) for symbol, places in placed.items()}
     ranges = {symbol: Range(dim.low, dim.high) for symbol, dim in found.items()}
-    narrow(exported, ties, ranges, {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()})
+    traced = {s: hinted(values[users[p[0][0]]].shape[p[0][1]]) for s, p in placed.items()}
+    guards = narrow(exported, ties, ranges, traced)
     dims: dict[Any, Dim] = {}
     more: dict[Any, int] = {}
+    as_first: dict[Any, Any] = {}
     for group in ties.groups():
         least = min(group, key=ties.more.__getitem__)
         more |= {symbol: ties.more[symbol] - ties.more[least] for symbol in group}
+        as_first |= {symbol: least + more[symbol] for symbol in group if symbol != least}
         parts = [_shifted(ranges[symbol], more[symbol]) for symbol in group]
         highs = [part.high for part in parts if part.high is not None]
         low, step = max(part.low for part in parts), math.lcm(*(part.step for part in parts))
@@ -117,6 +123,7 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         tuple(dict.fromkeys(dims.values())),
         tuple(named(values[name]) for name in users),
         tuple(named(value) for value in outputs),
+        tuple(conditions_of(guards, dims, as_first)),
     )
 
 
@@ -225,7 +232,9 @@ def with_dims(program: Program, symbols: Symbols) -> Program:
     axes = iter(symbols.inputs)
     inputs = tuple(item if item.state else replace(item, axes=next(axes)) for item in signature.inputs)
     outputs = tuple(replace(item, axes=found) for item, found in zip(signature.outputs, symbols.outputs, strict=True))
-    program.signature = replace(signature, inputs=inputs, outputs=outputs, dims=symbols.dims)
+    program.signature = replace(
+        signature, inputs=inputs, outputs=outputs, dims=symbols.dims, conditions=symbols.conditions
+    )
     try:
         return retyped(program, traced_sizes(program.signature))
     except Exception as error:  # whatever an op says: torch.export has made something else of it

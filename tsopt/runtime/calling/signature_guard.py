@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from tsopt.compiler.calls.memory import is_repeated, overlap
@@ -21,6 +22,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.question import Question
 from tsopt.runtime.calling import ambient
 
+KNOWN_SIZES = 1024  # choices of sizes for which it is remembered whether the conditions of the model hold
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any] | None]
 
 
@@ -206,6 +208,7 @@ class _Writer:
         inputs = self.signature.user_inputs
         for position, item in enumerate(inputs):
             self._input(f"v{position}", item)
+        self._conditions()
         for position, view in self.signature.viewed if self._torch is not None else ():
             strides = f"v{position}.stride() != {self.bound(view.layout)}"
             self.unless(strides if view.layout else f"not v{position}.is_contiguous()")
@@ -274,6 +277,13 @@ class _Writer:
         found: Dim = next(item for item in self.signature.dims if item.name == dim)
         outside = f"{name} < {found.low}" if found.high is None else f"not {found.low} <= {name} <= {found.high}"
         self.unless(outside + (f" or {name} % {found.step}" if found.step > 1 else ""))
+
+    def _conditions(self) -> None:
+        """What the sizes are asked; the answer for sizes that were there before is known."""
+        dims, unmet = [item.name for item in self.signature.dims], self.signature.unmet
+        if self.signature.conditions:
+            met = lru_cache(KNOWN_SIZES)(lambda *sizes: unmet(dict(zip(dims, sizes, strict=True))) is None)
+            self.unless(f"not {self.bound(met)}({', '.join(f's{i}' for i in range(len(dims)))})")
 
     def _apart(self, inputs: Sequence[Input]) -> None:
         if not self.signature.aliasing:

@@ -69,6 +69,7 @@ class ValidatedRanges:
         for dim in self.program.signature.dims:
             sizes = sorted({item.sizes[dim.name] for item in self.held_out})
             parts.append(f"{dim}, checked at {', '.join(map(str, sizes))}")
+        parts += [f"only where {condition}" for condition in self.program.signature.decisive]
         return "; ".join(parts)
 
 
@@ -127,7 +128,8 @@ def answers_at_other_sizes(
     """
     asked = ModelAtSizes(model, example, seed, is_reference)
     for sizes in _corners(program.signature.dims):
-        oracle = None if is_too_large(program.signature, sizes) else asked.answers_at(program, sizes)
+        untried = program.signature.unmet(sizes) or is_too_large(program.signature, sizes)
+        oracle = None if untried else asked.answers_at(program, sizes)
         if oracle is not None:  # the model may take two ends one by one, and not together
             yield HeldOut(sizes, oracle)
 
@@ -205,6 +207,8 @@ def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequ
         if first not in dims or second not in dims or any(sizes[first] != sizes[second] for sizes in known):
             continue
         apart = [{**traced, name: _beside(dims[name], traced[name])} for name in (first, second)]
+        if any(map(program.signature.unmet, apart)):
+            continue
         if not all(_right(asked, captured, run, sizes) for sizes in apart) and is_right():
             program = replace(program, signature=program.signature.tied(dims[first], dims[second]))
     return program
@@ -314,6 +318,9 @@ class _Search:
         return tried
 
     def why_not(self, sizes: Mapping[str, int]) -> str:
+        failed = self.program.signature.unmet(sizes)
+        if failed is not None:
+            return f"the model decides by its sizes, and the program is for {failed}"
         if is_too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         if not self.asked.survives(self.program, sizes):

@@ -141,7 +141,8 @@ def _slow_at_new_sizes(
     only once.
     """
     signature = executable.signature
-    sizes = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
+    drawn = sampled(signature.dims, sizes_in(signature, example), NEW_SIZES, seed)
+    sizes = [item for item in drawn if signature.unmet(item) is None]
     if len(sizes) < FEWEST_NEW_SIZES:
         return ""
     calls = [InputSet("other sizes", call_at(signature, example, item)) for item in sizes]

@@ -1,0 +1,109 @@
+"""Conditions on the sizes of a call under which its program was traced: for others the model does something else.
+
+Imports no torch, so that a bundle can check them where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
+LONGEST = 4000  # characters of a condition
+MANY = 4096  # sizes
+CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "float": float, "max": max, "min": min, "round": round}
+MATH = {name: getattr(math, name) for name in ("ceil", "floor", "log2", "pow", "sqrt", "trunc", "inf", "nan")}
+NODES = (
+    *(ast.Expression, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.IfExp, ast.Load),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
+    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
+)
+_SIZE = re.compile(r"\bs(\d+)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A condition on sizes.
+
+    Attributes:
+        text: an expression of Python over `s0`, `s1`, ...
+        dims: the names of the Dims whose sizes these are.
+        where: `model.py:12` of the line that asks; empty where that is not the user's.
+    """
+
+    text: str
+    dims: tuple[str, ...]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return _SIZE.sub(lambda found: self.dims[int(found[1])], self.text)
+
+    def holds(self, *sizes: int) -> bool:
+        """Whether it holds for sizes in the order of `dims`; False where it cannot be evaluated."""
+        if len(sizes) == 1 and sizes[0] < ALWAYS:
+            return True
+        try:
+            return bool(function_of(self.text, len(self.dims))(*sizes))
+        except (ArithmeticError, TypeError, ValueError):
+            return False
+
+    def holds_at(self, sizes: Mapping[str, int]) -> bool:
+        return self.holds(*map(sizes.__getitem__, self.dims))
+
+    def may_fail(self, sizes: Sequence[range]) -> bool:
+        """Whether it does for some sizes; where there are too many to try, whether the user's code asks for it."""
+        if len(sizes) == 1 and len(sizes[0]) <= MANY:
+            return not all(map(self.holds, sizes[0]))
+        return bool(self.where)
+
+    def renamed(self, name: str, other: str) -> Condition:
+        return replace(self, dims=tuple(other if dim == name else dim for dim in self.dims))
+
+
+def plain(text: str) -> str:
+    """The same expression in one way of writing. Raises ValueError for what is no expression."""
+    try:
+        return ast.unparse(ast.parse(text, mode="eval"))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a condition on sizes: {text[:80]!r}") from error
+
+
+@lru_cache(maxsize=4096)
+def function_of(text: str, count: int) -> Callable[..., Any]:
+    """The expression as a function of so many sizes.
+
+    Raises:
+        ValueError: it is more than arithmetic and comparisons of them.
+    """
+    names = [f"s{i}" for i in range(count)]
+    if len(text) > LONGEST:
+        raise ValueError("a condition on sizes is too long")
+    try:
+        tree = ast.parse(text, mode="eval")
+        if not all(_is_arithmetic(node, {*names, *CALLS, "math"}) for node in ast.walk(tree)):
+            raise ValueError(f"not a condition on sizes: {text[:80]!r}")
+        code = compile(ast.parse(f"lambda {', '.join(names)}: {ast.unparse(tree)}", mode="eval"), "<sizes>", "eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not a condition on sizes: {text[:80]!r}") from error
+    scope = {**CALLS, "math": SimpleNamespace(**MATH), "__builtins__": {}}
+    made: Callable[..., Any] = eval(code, scope)  # of nothing but the nodes above
+    return made
+
+
+def _is_arithmetic(node: ast.AST, names: set[str]) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float, bool)
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in MATH
+    if isinstance(node, ast.Call):
+        known = isinstance(node.func, ast.Attribute) or (isinstance(node.func, ast.Name) and node.func.id in CALLS)
+        return known and not node.keywords
+    return isinstance(node, NODES)
