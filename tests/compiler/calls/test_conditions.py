@@ -57,6 +57,8 @@ def test_a_condition_holds_or_does_not(text, sizes, holds):
         "'a' * s0",
         "s2 > 1",
         "max(s0, key=s0)",
+        "max(*s0)",
+        "round(s0, -999999999) >= 0",
         "s0 > 1) or (s0",
         "s0 := 3",
         "s0 >",
@@ -88,7 +90,15 @@ def test_json_keeps_them(signature):
 
 
 @pytest.mark.parametrize(
-    "damage", [["s0*s1 != 24"], ["s0.real", ["h"], ""], ["s0 > 1", ["n"], ""], ["s0 > 1", [], ""], [3, ["h"], ""]]
+    "damage",
+    [
+        ["s0*s1 != 24"],
+        ["s0.real", ["h"], ""],
+        ["s0 > 1", ["n"], ""],
+        ["s0 > 1", [], ""],
+        [3, ["h"], ""],
+        ["s0 > s1", ["h", "h"], ""],
+    ],
 )
 def test_damaged_ones_are_refused(signature, damage):
     with pytest.raises(BundleError, match="the stored signature is damaged"):

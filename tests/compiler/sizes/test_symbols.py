@@ -12,6 +12,7 @@ from torch import nn
 import tsopt
 from tests.passes.helpers import ops_of
 from tsopt.compiler.calls.signature import DERIVED
+from tsopt.compiler.sizes.specialize import specialize
 from tsopt.errors import CaptureError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -205,3 +206,27 @@ def test_sizes_whose_ranges_say_everything_have_no_further_conditions():
         return x * 2 if 3 < x.shape[0] + 1 < 100 and x.shape[0] != 300 else x
 
     assert not tsopt.capture(model, rows(9), dynamic={"x": {0: "n"}}).signature.conditions
+
+
+def test_guards_are_taken_as_they_were_traced():
+    """ShapeEnv.simplify makes a floor of a truncation, which is another number below zero."""
+
+    def model(x):
+        return x * 2 if math.trunc((10 - x.shape[0]) / 4) == -1500 else x
+
+    program = tsopt.capture(model, rows(100), dynamic={"x": {0: "n"}})
+    run = tsopt.compile(program, "eager")
+    for n in (6010, 6013):
+        assert run.accepts((rows(n),), {}) is None
+    assert run.accepts((rows(6014),), {}) is not None
+
+
+def test_a_branch_that_cannot_be_checked_is_refused():
+    with pytest.raises(CaptureError, match="branches on sizes in a way that no call can be checked for"):
+        tsopt.capture(lambda x: x * 2 if 2 ** x.shape[0] > 1000 else x, rows(20), dynamic={"x": {0: "n"}})
+
+
+def test_the_text_of_a_program_at_given_sizes_has_no_conditions():
+    program = tsopt.capture(of_both, rows(5, 7), dynamic={"x": {0: "n", 1: "m"}})
+    assert "only where n * m != 24" in program.text
+    assert "only where" not in specialize(program, {"n": 5, "m": 6}).text

@@ -150,18 +150,22 @@ class Decides(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("by", "sizes"),
+    ("by", "served", "others"),
     [
-        (lambda rows, width: rows == 160, [(11, 6), (200, 6), (160, 6), (161, 6), (160, 6)]),
-        (lambda rows, width: rows * width == 24, [(6, 8), (4, 6), (3, 8), (6, 4), (5, 6), (24, 1)]),
+        (lambda rows, width: rows == 16000, [(11, 6), (20000, 6), (15000, 6)], [(16000, 6)]),
+        (lambda rows, width: rows * width == 24, [(12, 7), (6, 8), (5, 6), (40, 40)], [(4, 6), (3, 8), (24, 1)]),
+        (lambda rows, width: abs(rows - width) > 30, [(12, 7), (40, 40), (2, 30)], [(2, 40)]),
     ],
 )
-def test_where_the_model_decides_by_sizes_calls_are_asked(wins, by, sizes):
+def test_where_the_model_branches_on_sizes_one_program_serves_one_branch(wins, by, served, others):
     model = Decides(by)
-    fast = tsopt.optimize(model, torch.randn(5, 6), **OPTIONS)
-    for rows, width in ((7, 6), (7, 7), *sizes):
-        x = torch.randn(rows, width)
+    fast = tsopt.optimize(model, [torch.randn(5, 6), torch.randn(7, 8)], **OPTIONS)
+    for x in map(torch.randn, [*served, *others, *served]):
         torch.testing.assert_close(fast(x), model(x))
+    serving = [{fast.serving((x,), {}) for x in map(torch.randn, sizes)} - {None} for sizes in (served, others)]
+    one, rest = ({id(executable.reference) for executable in found} for found in serving)
+    assert len(one) == 1
+    assert one.isdisjoint(rest)
 
 
 def test_the_report_tells_of_conditions_that_sizes_may_fail(wins):

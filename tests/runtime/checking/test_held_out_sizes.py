@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from tsopt.errors import AccuracyError, CaptureError
 from tsopt.runtime.checking import held_out_sizes, other_sizes
 from tsopt.runtime.checking.held_out_sizes import validate_ranges
 
+openvino_only = pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="OpenVINO is an extra")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -75,6 +79,7 @@ def test_several_sizes_are_tried_together():
     found = validate_ranges(lambda x: x.softmax(0), program, example(given), seed=0, wanted=wanted)
     assert [dict(item.sizes) for item in found.held_out] == [
         {"a": 1, "b": 1}, {"a": 2, "b": 7}, {"a": 7, "b": 2}, {"a": 9, "b": 20},
+        {"a": 1, "b": 20}, {"a": 9, "b": 1},
     ]  # fmt: skip
 
 
@@ -156,3 +161,60 @@ def test_verify_tries_no_sizes_that_the_model_does_not_take():
 
     _, program = scaled("n[4..40]")
     assert tsopt.verify(model, tsopt.compile(program, "eager"), torch.randn(8, 4), program=program).ok
+
+
+@openvino_only
+def test_a_range_does_not_grow_past_the_integers_that_an_engine_was_accepted_for():
+    def model(x):
+        at = torch.arange(x.shape[0]) * 80_000
+        return torch.where(at < at + 40_000, x, -x)
+
+    found = made(model, (60,), "n[2..100]")
+    run = tsopt.compile(found.program, "openvino")
+    run.reference, run.limits = found.program, (replace(found.program.signature.dims[0], high=None),)
+    for rows, end in ((101, 202), (180, 180), (250, None)):
+        wider = held_out_sizes.widened(model, run, example(torch.randn(rows)))
+        assert (wider and wider.signature.dims[0].high) == end
+
+
+def test_one_beside_a_large_size_is_tried():
+    def model(x):
+        return x * 2 if x.shape[0] == 1 and x.shape[1] > 64 else x
+
+    wanted = {"x": {0: "n[1..8]", 1: "m[1..100]"}}
+    given = torch.randn(4, 9)
+    program = tsopt.capture(model, given, dynamic=wanted)
+    with pytest.raises(CaptureError, match="the captured program is wrong at n 1, m 100"):
+        validate_ranges(model, program, example(given), seed=0, wanted=wanted)
+
+
+def test_a_range_that_grows_to_zero_leaves_out_one_where_that_is_wrong():
+    def model(x):
+        return x * 2 if x.shape[0] == 1 else x
+
+    found = made(model, (4,), "n[0..8]")
+    assert found.program.signature.dims[0].low == 2
+    run = tsopt.compile(found.program, "eager")
+    run.reference, run.limits = found.program, found.limits
+    assert held_out_sizes.widened(model, run, example(torch.randn(0))) is None
+
+
+def test_a_size_that_a_condition_leaves_out_does_not_end_the_range():
+    def model(x):
+        return x * 2 if x.shape[0] == 16000 else x
+
+    found = made(model, (5000,), "n[1..16000]")
+    assert found.checked == "n: 1..16000, checked at 1, 2, 7; only where n != 16000"
+
+
+def test_an_executable_is_compared_wherever_it_would_serve():
+    def model(x):
+        return x * 2 if x.shape[0] * x.shape[1] == 24 else x
+
+    given = torch.randn(5, 7)
+    program = tsopt.capture(model, given, dynamic={"x": {0: "n[4..9]", 1: "m[6..9]"}})
+    run = tsopt.compile(program, "eager")
+    assert tsopt.verify(model, run, given, program=program).ok
+    unchecked = tsopt.compile(replace(program, signature=replace(program.signature, conditions=())), "eager")
+    with pytest.raises(AccuracyError, match="at n 4, m 6"):
+        tsopt.verify(model, unchecked, given, program=program)

@@ -17,7 +17,9 @@ from typing import Any
 ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
 LONGEST = 4000  # characters of a condition
 MANY = 4096  # sizes
+MOST = 2000  # conditions of one program
 CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "float": float, "max": max, "min": min, "round": round}
+ONE_ARGUMENT = ("abs", "float", "round")  # `round` with digits makes a power of ten
 MATH = {name: getattr(math, name) for name in ("ceil", "floor", "log2", "pow", "sqrt", "trunc", "inf", "nan")}
 NODES = (
     *(ast.Expression, ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.IfExp, ast.Load),
@@ -34,7 +36,7 @@ class Condition:
     Attributes:
         text: an expression of Python over `s0`, `s1`, ...
         dims: the names of the Dims whose sizes these are.
-        where: `model.py:12` of the line that asks; empty where that is not the user's.
+        where: `model.py:12` of the line that branches; empty where that is not the user's.
     """
 
     text: str
@@ -57,7 +59,7 @@ class Condition:
         return self.holds(*map(sizes.__getitem__, self.dims))
 
     def may_fail(self, sizes: Sequence[range]) -> bool:
-        """Whether it does for some sizes; where there are too many to try, whether the user's code asks for it."""
+        """Whether some of these sizes fail it; if there are too many to try, whether the user's code branches on it."""
         if len(sizes) == 1 and len(sizes[0]) <= MANY:
             return not all(map(self.holds, sizes[0]))
         return bool(self.where)
@@ -104,6 +106,9 @@ def _is_arithmetic(node: ast.AST, names: set[str]) -> bool:
     if isinstance(node, ast.Attribute):
         return isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in MATH
     if isinstance(node, ast.Call):
-        known = isinstance(node.func, ast.Attribute) or (isinstance(node.func, ast.Name) and node.func.id in CALLS)
-        return known and not node.keywords
+        if node.keywords or any(isinstance(item, ast.Starred) for item in node.args):
+            return False
+        if isinstance(node.func, ast.Name):
+            return node.func.id in CALLS and (len(node.args) == 1 or node.func.id not in ONE_ARGUMENT)
+        return isinstance(node.func, ast.Attribute)
     return isinstance(node, NODES)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tsopt.compiler.calls import structure_json
-from tsopt.compiler.calls.conditions import Condition, function_of
+from tsopt.compiler.calls.conditions import MOST, Condition, function_of, plain
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
 from tsopt.compiler.calls.result_views import INPUT, JOINT, View
@@ -77,7 +77,7 @@ def from_json(data: Any) -> Signature:
         if default_dtype not in ("", *DEFAULT_DTYPES):
             raise ValueError(f"invalid default dtype {str(default_dtype)[:40]!r}")
         further = aliasing, modes, collected, default_dtype
-        conditions = tuple(_condition_from(item, names) for item in data.get("conditions", ()))
+        conditions = _conditions_from(data.get("conditions", ()), names)
         made = Signature(inputs, outputs, outer, result, dims, effects, *further, conditions)
         _check_indices(made)
         _check_sizes(made)
@@ -164,12 +164,17 @@ def _condition_json(condition: Condition) -> list[Any]:
     return [condition.text, list(condition.dims), condition.where]
 
 
-def _condition_from(data: Any, names: set[str]) -> Condition:
-    text, dims, where = data
-    if not (isinstance(text, str) and isinstance(where, str) and dims and names.issuperset(dims)):
-        raise ValueError(f"invalid condition: {str(data)[:80]}")
-    function_of(text, len(dims))
-    return Condition(text, tuple(dims), where)
+def _conditions_from(data: Any, names: set[str]) -> tuple[Condition, ...]:
+    if len(data) > MOST:
+        raise ValueError("too many conditions on sizes")
+    found = []
+    for text, dims, where in data:
+        known = isinstance(dims, list) and dims and len(set(dims)) == len(dims) and names.issuperset(dims)
+        if not (known and isinstance(text, str) and isinstance(where, str)):
+            raise ValueError(f"invalid condition: {str((text, dims))[:80]}")
+        function_of(text, len(dims))
+        found.append(Condition(plain(text), tuple(dims), where if where.isprintable() else ""))
+    return tuple(found)
 
 
 def _type_from(data: Any) -> TensorType:

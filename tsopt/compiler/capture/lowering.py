@@ -172,7 +172,7 @@ class _Lowering:
         self.mapping[node] = self._by_storage[key] = made
 
     def call(self, node: fx.Node) -> None:
-        if is_settled(node):  # a condition on sizes: the Dims say it
+        if is_settled(node):  # a condition on sizes: the signature checks it
             return
         if not _known(node):
             raise _no_op(node)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.functions import Mod, PythonMod
 
-from tsopt.compiler.calls.conditions import ALWAYS, Condition, function_of, plain
+from tsopt.compiler.calls.conditions import ALWAYS, MANY, Condition, function_of, plain
 from tsopt.compiler.calls.signature import ENDLESS, Dim
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import is_library, short_path
@@ -32,7 +32,7 @@ def is_of_values(size: object) -> bool:
 
 
 def is_settled(node: fx.Node) -> bool:
-    """Whether a call is a condition on sizes that Dims say, or is there for one."""
+    """Whether a call is a condition on sizes, which the signature checks, or is there for one."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymBool):
         return not is_of_values(value) and all(is_settled(user) for user in node.users)
@@ -107,17 +107,20 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition of the trace: an expression of sympy over symbols, and the line of the user's that asks."""
+    """A condition of the trace: an expression of sympy over symbols, and the line of the user's that branches on it."""
 
     expression: Any
-    where: str | None
+    where: str
 
 
 def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> list[Guard]:
-    """Narrows the ranges until the guards of the trace hold in them, as far as that is looked at; returns the guards.
+    """Narrows the range of each size until the guards on it hold there, as far as that is looked at.
+
+    Returns:
+        All guards on sizes, those on several sizes together as well.
 
     Raises:
-        CaptureError: a range would shrink to one size: the model specializes on it.
+        CaptureError: a range would shrink to one size: the model specializes on it. Or a guard cannot be evaluated.
     """
     kept = []
     for guard in _guards(exported):
@@ -126,33 +129,37 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
         symbols = [symbol for symbol in ranges if symbol in free]
         if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
             continue
+        condition = _condition(expression, symbols, list(map(str, symbols)))
+        if condition is None:
+            raise CaptureError(
+                f"the model branches on sizes in a way that no call can be checked for: {_shown(expression, ties)}",
+                where=guard.where or None,
+                fix="leave dynamic out: each size is captured when it is first called",
+            )
         kept.append(guard)
-        condition = _condition(expression, symbols, [str(symbol) for symbol in symbols])
-        for symbol in symbols:
-            others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
-            holds = partial(_holds, condition, others, symbols.index(symbol))
-            made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
-            if made is None:
-                raise CaptureError(
-                    f"the model specializes on a size: {_shown(expression, ties)}",
-                    where=guard.where,
-                    why="sizes that fail this guard need a different program",
-                    fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
-                    "size is captured when it is first called",
-                )
-            ranges[symbol] = made
+        if len(symbols) > 1:  # no ranges can say what sizes are together
+            continue
+        (symbol,) = symbols
+        made = _shrunk(ranges[symbol], traced[symbol], condition.holds)
+        made = made or _stepped(ranges[symbol], traced[symbol], condition.holds)
+        if made is None:
+            raise CaptureError(
+                f"the model specializes on a size: {_shown(expression, ties)}",
+                where=guard.where or None,
+                why="sizes that fail this guard need a different program",
+                fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
+                "size is captured when it is first called",
+            )
+        ranges[symbol] = made
     return kept
 
 
 def conditions_of(guards: Sequence[Guard], dims: Mapping[Any, Dim], as_first: Mapping[Any, Any]) -> list[Condition]:
-    """What the sizes of a call are asked, besides the ranges of the Dims.
+    """What each call is checked for, besides the ranges of the Dims.
 
     Args:
         dims: by symbol.
         as_first: symbols as expressions of the one that is the size of their Dim.
-
-    Raises:
-        CaptureError: a guard cannot be asked.
     """
     import sympy
 
@@ -160,16 +167,10 @@ def conditions_of(guards: Sequence[Guard], dims: Mapping[Any, Dim], as_first: Ma
     for guard in guards:
         expression = guard.expression.xreplace(as_first)
         symbols = sorted(getattr(expression, "free_symbols", ()), key=str)
-        names = [dims[symbol].name for symbol in symbols]
-        made = _condition(expression, symbols, names, guard.where or "")
-        if expression == sympy.true or (made is not None and _is_certain(expression, symbols, made, dims)):
+        if expression == sympy.true or (len(symbols) == 1 and _is_certain(expression, symbols[0], dims[symbols[0]])):
             continue
-        if made is None:
-            raise CaptureError(
-                f"the model decides by sizes in a way that a call cannot be asked: {expression}",
-                where=guard.where,
-                fix="leave dynamic out: each size is captured when it is first called",
-            )
+        made = _condition(expression, symbols, [dims[symbol].name for symbol in symbols], guard.where)
+        assert made is not None  # the same guard, of the same sizes
         found.setdefault(str(made), made)
     return list(found.values())
 
@@ -192,7 +193,7 @@ def _printer() -> Any:
     from torch.utils._sympy.printers import PythonPrinter
 
     class Plain(PythonPrinter):
-        """Without calls of torch, and without powers, whose numbers may grow without end."""
+        """Without calls of torch."""
 
         def _print_ToFloat(self, expr: Any) -> str:
             return f"float({self._print(expr.args[0])})"
@@ -206,29 +207,31 @@ def _printer() -> Any:
     return Plain()
 
 
-def _is_certain(expression: Any, symbols: Sequence[Any], condition: Condition, dims: Mapping[Any, Dim]) -> bool:
-    """Whether a comparison of one size holds in its whole range: where both sides are linear, its ends tell."""
+def _is_certain(expression: Any, symbol: Any, dim: Dim) -> bool:
+    """Whether a comparison of one size holds in its whole range, which a few sizes tell of some."""
     import sympy
 
-    if len(symbols) != 1 or not isinstance(expression, sympy.core.relational.Relational):
+    condition = _condition(expression, [symbol], [dim.name])
+    if condition is None or not isinstance(expression, sympy.core.relational.Relational):
         return False
-    (symbol,), difference = symbols, expression.lhs - expression.rhs
-    if not difference.is_polynomial(symbol) or sympy.degree(difference, symbol) != 1:
+    low, high = max(dim.low, ALWAYS), ENDLESS if dim.high is None else dim.high
+    equation = isinstance(expression, sympy.Eq | sympy.Ne)
+    if equation and isinstance(expression.lhs, Mod | PythonMod) and expression.rhs.is_Integer:
+        base, period = expression.lhs.args
+        if period.is_Integer and _is_linear(base, symbol) and period <= MANY:
+            return all(map(condition.holds, dim.sizes[: int(period)]))
+    difference = expression.lhs - expression.rhs
+    if not _is_linear(difference, symbol):
         return False
-    low, high = max(dims[symbol].low, ALWAYS), dims[symbol].high or ENDLESS
     if isinstance(expression, sympy.Ne):
         return not low <= -difference.coeff(symbol, 0) / difference.coeff(symbol, 1) <= high
-    return not isinstance(expression, sympy.Eq) and condition.holds(low) and condition.holds(high)
+    return not equation and condition.holds(low) and condition.holds(high)
 
 
-def _holds(condition: Condition | None, others: Sequence[Sequence[int]], place: int, size: int) -> bool:
-    """Whether a condition holds for a size, whatever the others are; False if it cannot be evaluated."""
-    choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
-    return condition is not None and all(condition.holds(*sizes) for sizes in choices)
+def _is_linear(expression: Any, symbol: Any) -> bool:
+    import sympy
 
-
-def _ends(known: Range, traced: int) -> list[int]:
-    return sorted({max(known.low, ALWAYS), traced, min(known.high or HORIZON, HORIZON)})
+    return bool(expression.is_polynomial(symbol)) and sympy.degree(expression, symbol) == 1
 
 
 def _shrunk(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
@@ -274,16 +277,16 @@ def _guards(exported: ExportedProgram) -> Iterator[Guard]:
                 environments[id(environment)] = environment
     for environment in environments.values():
         for guard in environment.guards:
-            yield Guard(environment.simplify(environment.replace(guard.expr)), _place(guard))
+            yield Guard(environment.replace(guard.expr), _place(guard))
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.SymBool) and not is_of_values(value):
-            yield Guard(value.node.expr, None)
+            yield Guard(value.node.expr, "")
 
 
-def _place(guard: Any) -> str | None:
-    """`model.py:12` of the line that asks."""
+def _place(guard: Any) -> str:
+    """`model.py:12` of the line that branches; empty for torch's own."""
     frame: Any = getattr(getattr(guard, "sloc", None), "framework_loc", None)
     if frame is None or is_library(frame.filename):
-        return None
+        return ""
     return f"{short_path(frame.filename)}:{frame.lineno}"

@@ -167,6 +167,6 @@ def _instance(
         replace(item, type=TensorType.of(values[node]), axes=())
         for item, node in zip(old.outputs, program.outputs, strict=True)
     )
-    signature = replace(old, inputs=tuple(inputs), outputs=outputs, dims=())
+    signature = replace(old, inputs=tuple(inputs), outputs=outputs, dims=(), conditions=())
     made = replace(program, graph=graph, weights=dict(program.weights), signature=signature)
     return Instance(made, dict(sizes), values, given)

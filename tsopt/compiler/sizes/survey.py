@@ -56,9 +56,12 @@ class Survey:
         self._values: dict[tuple[int, ...], dict[fx.Node, Any] | None] = {}
 
     def values(self, sizes: Sizes) -> dict[fx.Node, Any] | None:
-        """Fake values and numbers of all nodes; None where the program fails."""
+        """Fake values and numbers of all nodes; None where the program fails, or the model would do something else."""
         key = tuple(sizes.values())
         if key not in self._values:
+            if self.program.signature.unmet(sizes) is not None:
+                self._values[key] = None
+                return None
             try:
                 self._values[key] = evaluate(self.program, sizes)
             except Exception:  # whatever an op says about sizes that do not fit

@@ -22,7 +22,7 @@ from tsopt.compiler.calls.types import TensorType
 from tsopt.compiler.capture.question import Question
 from tsopt.runtime.calling import ambient
 
-KNOWN_SIZES = 1024  # choices of sizes for which it is remembered whether the conditions of the model hold
+KNOWN_SIZES = 1024  # for which it is remembered whether the conditions on them hold
 Leaves = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any] | None]
 
 
@@ -279,7 +279,7 @@ class _Writer:
         self.unless(outside + (f" or {name} % {found.step}" if found.step > 1 else ""))
 
     def _conditions(self) -> None:
-        """What the sizes are asked; the answer for sizes that were there before is known."""
+        """Checks the conditions on the sizes; results are cached by sizes."""
         dims, unmet = [item.name for item in self.signature.dims], self.signature.unmet
         if self.signature.conditions:
             met = lru_cache(KNOWN_SIZES)(lambda *sizes: unmet(dict(zip(dims, sizes, strict=True))) is None)

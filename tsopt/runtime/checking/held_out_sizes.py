@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from tsopt.compiler.calls.conditions import ALWAYS
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Dim
 from tsopt.compiler.graph import ops
@@ -19,7 +20,7 @@ from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
-from tsopt.runtime.backends.backend import compile
+from tsopt.runtime.backends.backend import Unsupported, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
@@ -28,6 +29,7 @@ from tsopt.runtime.checking.other_sizes import ModelAtSizes, is_too_large, sizes
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end
 LEAST = 8  # and this far at least
+NEAR = 4  # sizes at the end of a range that are looked at for one that the program is for
 MUCH = 1e8  # numbers that a call computes: a range ends at the largest example rather than at such a call
 
 
@@ -128,8 +130,8 @@ def answers_at_other_sizes(
     """
     asked = ModelAtSizes(model, example, seed, is_reference)
     for sizes in _corners(program.signature.dims):
-        untried = program.signature.unmet(sizes) or is_too_large(program.signature, sizes)
-        oracle = None if untried else asked.answers_at(program, sizes)
+        served = program.signature.unmet(sizes) is None and not is_too_large(program.signature, sizes)
+        oracle = asked.answers_at(program, sizes) if served else None
         if oracle is not None:  # the model may take two ends one by one, and not together
             yield HeldOut(sizes, oracle)
 
@@ -156,7 +158,7 @@ def verify_at_other_sizes(
     for_many = bool(program.signature.dims)
     if not for_many:
         program = replace(program, signature=run.signature)
-    program = replace(program, signature=replace(program.signature, dims=dims))
+    program = replace(program, signature=replace(program.signature, dims=dims, conditions=run.signature.conditions))
     for item in answers_at_other_sizes(model, program, example, seed=seed, is_reference=for_many):
         failure = failure_of(run, item.oracle, **accuracy)
         if failure:
@@ -189,7 +191,24 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
     if search.why_not(sizes):
         return None
     wider = tuple(search.wider(dim, limit, sizes[dim.name]) for dim, limit in zip(dims, executable.limits, strict=True))
-    return executable.called_as(replace(executable.signature, dims=wider))
+    if not all(dim.admits(sizes[dim.name]) for dim in wider):
+        return None
+    reached = tuple(
+        replace(new, high=None if old.high is None else max(old.high, sizes[old.name]))
+        for old, new in zip(dims, wider, strict=True)
+    )
+    # An engine that computes integers in fewer bits was accepted for the numbers that occur in the old ranges.
+    known = _refusals(executable)
+    made = (executable.called_as(replace(executable.signature, dims=found)) for found in (wider, reached))
+    return next((item for item in made if not _refusals(item) - known), None)
+
+
+def _refusals(executable: Executable) -> set[Unsupported]:
+    """Why the backend of an executable would refuse the program as captured, for the sizes that it takes."""
+    program = executable.reference
+    assert program is not None
+    program = replace(program, signature=replace(program.signature, dims=executable.signature.dims))
+    return set(get_backend(executable.place or executable.backend).unsupported(program))
 
 
 def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
@@ -237,14 +256,18 @@ def _work(program: Program, sizes: Mapping[str, int]) -> float:
 
 
 def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
-    """All at their lowest, all at their highest, and between them in two ways."""
+    """All at their lowest, all at their highest, and between them in two ways.
+
+    Sizes of 0 and 1, which torch.export takes for another program, also beside the largest of the others.
+    """
     picked = {dim.name: _picked(dim) for dim in dims}
-    found = []
-    for order in ((0, 0), (1, 2), (2, 1), (3, 3)):
-        sizes = {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
-        if sizes not in found:
-            found.append(sizes)
-    return found
+    highest = {name: sizes[-1] for name, sizes in picked.items()}
+    found = [
+        {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
+        for order in ((0, 0), (1, 2), (2, 1), (3, 3))
+    ]
+    found += [{**highest, dim.name: dim.low} for dim in dims if dim.low < ALWAYS]
+    return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]
 
 
 def _picked(dim: Dim) -> tuple[int, int, int, int]:
@@ -289,8 +312,12 @@ class _Search:
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
     def wider(self, dim: Dim, limit: Dim, size: int) -> Dim:
-        """The Dim with a range that a size is in, and if it was too large, twice the size."""
+        """The Dim with a range that a size is in, and twice the size if it was too large; unchanged if wrong."""
         if dim.high is None or size <= dim.high:
+            # Of 0 and 1, each is right or wrong by itself.
+            between = range(size + dim.step, min(dim.low, ALWAYS), dim.step)
+            if any(self.why_not({**self.usual, dim.name: other}) for other in between):
+                return dim
             return replace(dim, low=min(dim.low, size))
         high = FURTHER * size if limit.high is None else min(FURTHER * size, limit.high)
         return replace(dim, high=self._highest(limit, high // dim.step * dim.step, size))
@@ -298,7 +325,7 @@ class _Search:
     def _lowest(self, dim: Dim, low: int, known: int) -> int:
         tried = low
         while tried < known:
-            why = self.why_not({**self.usual, dim.name: tried})
+            why = self.why_not(self._served(dim, tried, dim.step))
             if not why:
                 break
             if tried == low:
@@ -309,7 +336,7 @@ class _Search:
     def _highest(self, dim: Dim, high: int, known: int) -> int:
         tried = high
         while tried > known:
-            why = self.why_not({**self.usual, dim.name: tried})
+            why = self.why_not(self._served(dim, tried, -dim.step))
             if not why:
                 break
             if tried == high and dim.high is not None:
@@ -317,10 +344,15 @@ class _Search:
             tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
         return tried
 
+    def _served(self, dim: Dim, size: int, step: int) -> dict[str, int]:
+        """The sizes of the example, but one at or next to an end of its range: the first that no condition excludes."""
+        near = [{**self.usual, dim.name: size + i * step} for i in range(NEAR)]
+        return next((sizes for sizes in near if self.program.signature.unmet(sizes) is None), near[0])
+
     def why_not(self, sizes: Mapping[str, int]) -> str:
         failed = self.program.signature.unmet(sizes)
         if failed is not None:
-            return f"the model decides by its sizes, and the program is for {failed}"
+            return f"the model was captured for sizes where {failed}"
         if is_too_large(self.program.signature, sizes):
             return "not tried, because its inputs would be larger than 1 GB"
         if not self.asked.survives(self.program, sizes):

@@ -152,6 +152,18 @@ def test_positions_of_a_sequence_without_an_end_are_compared():
     assert not examined(model, torch.ones(2, 5), dynamic={"x": {1: "n"}}).refused
 
 
+@pytest.mark.parametrize("dynamic", [{1: "n"}, {0: "b", 1: "n"}])
+def test_comparisons_are_examined_at_the_largest_sizes_that_exist(dynamic):
+    """Two rows of 2^30 positions are too many elements; shorter ones, and one row, are not."""
+
+    def model(x):
+        at = torch.arange(x.shape[1])
+        return at.expand(x.shape) < at + 1
+
+    (refused,) = examined(model, torch.ones(2, 5), dynamic={"x": dynamic}).refused
+    assert "compares integers in lt correctly only up to 2^24" in refused.why
+
+
 @openvino_only
 def test_a_call_beyond_what_openvino_compares_is_served_by_eager():
     model = lambda x, y: (x == y, torch.maximum(x, y))  # noqa: E731

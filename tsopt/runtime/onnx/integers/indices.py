@@ -129,7 +129,7 @@ def is_index_only(node: fx.Node, values: Values) -> bool:
         for user in todo.pop().users:
             if user in seen or ops.is_settled_check(user):
                 continue
-            if base_name(user) in REARRANGED or (base_name(user) in CASTS and _is_whole(values.get(user))):
+            if base_name(user) in REARRANGED or (base_name(user) in CASTS and is_whole(values.get(user))):
                 seen.add(user)
                 todo.append(user)
             elif not _only_indexes(user, seen, values):
@@ -145,8 +145,11 @@ def _only_indexes(user: fx.Node, nodes: set[fx.Node], values: Values) -> bool:
     return bool(as_index) and as_index == sum(place in nodes for place in places)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dtype.is_floating_point and value.dtype != torch.bool
+def is_whole(value: Any) -> bool:
+    """Whether it is a tensor of integers."""
+    if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ def affine(node: fx.Node, values: Values) -> Affine | None:
     while node.op != "placeholder":
         name, call = base_name(node), ops.bind(node) if ops.is_call(node) else {}
         source = next(iter(call.values()), None)
-        if not isinstance(source, fx.Node) or not _is_whole(values.get(node)) or not _is_whole(values.get(source)):
+        if not isinstance(source, fx.Node) or not is_whole(values.get(node)) or not is_whole(values.get(source)):
             return None
         if name in REARRANGED or name in CASTS:
             node = source
@@ -180,7 +183,7 @@ def affine(node: fx.Node, values: Values) -> Affine | None:
             return None
         factor, offset = factor * step[0], offset + factor * step[1]
         node = source
-    return Affine(node, factor, offset) if factor and _is_whole(values.get(node)) else None
+    return Affine(node, factor, offset) if factor and is_whole(values.get(node)) else None
 
 
 def _step(name: str, call: ops.Arguments) -> tuple[int, int] | None:

@@ -11,29 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from tsopt.compiler.analysis.intervals import ANY, FLAG, Range, of_dtype, wrapped
-from tsopt.compiler.analysis.ranged_call import Ranges, Values, base_name
+from tsopt.compiler.analysis.ranged_call import Ranges, base_name
 from tsopt.compiler.analysis.ranges import ranges_of, recorded
 from tsopt.compiler.calls.signature import Signature, dim_of
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.sizes.specialize import Sizes, evaluate
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
 from tsopt.runtime.onnx.integers.engine import AS_BOOL, Engine, signed
-from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_index_only, uses_of
+from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_whole, uses_of
 from tsopt.runtime.onnx.integers.least_time import least_seconds
+from tsopt.runtime.onnx.integers.places import At, below, ends_of, is_too_large
 
 # What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,
 # any position and any class; what needs still smaller ones is not worth a check that ordinary calls would fail.
 LADDER = (31, 24, 15)
-LARGEST_SIZE = 1 << 30  # of an axis without an end: a tensor of bytes of this size is larger than any that is tried
 CHECK_SECONDS, CHECK_SECONDS_EACH = 4e-6, 1e-9  # what looking at an input costs, and at each of its numbers
 NEVER = 1 << 30  # threads: so fast that no check is worth its time
 CASTS = frozenset({"to", "to_copy", "type_as"})
@@ -50,24 +50,6 @@ class Examined:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _At:
-    """A program at some sizes."""
-
-    values: Values
-    sizes: Sizes
-    uses: list[Use]
-    lookups: frozenset[fx.Node]  # inputs, weights and values that are indices and nothing else
-
-    @classmethod
-    def of(cls, program: Program, sizes: Sizes | None) -> _At:
-        values = recorded(program) if sizes is None else evaluate(program, sizes)
-        whole = (node for node in program.graph.nodes if _is_whole(values.get(node)))
-        return cls(
-            values, sizes or {}, uses_of(program, values), frozenset(n for n in whole if is_index_only(n, values))
-        )
-
-
 def examine(program: Program, engine: Engine, check_indices: bool = False, threads: int = 1) -> Examined:
     """What an engine makes of a program.
 
@@ -75,18 +57,20 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
         check_indices: look at indices at each call, whatever that costs; otherwise where it is not noticed.
         threads: that a call has; 0: torch's own number.
     """
-    places = _places(program)
+    places = ends_of(program)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
     demands = _demands(places)
+    absent = partial(_too_large, program, engine=engine)
+    examined = [*places, *(below(program, absent) if len(places) > 1 and absent(places[-1]) else ())]
     refused: list[Unsupported] = []
     limits: dict[fx.Node, Range] | None = None
     for allowed in _ladder(inputs, demands, engine):
-        found = [item for place in places for item in _faults(program, place, allowed(place), engine)]
+        found = [item for place in examined for item in _faults(program, place, allowed(place), engine)]
         if not found:
             limits = dict(zip(inputs, allowed(places[0]), strict=True))
             break
         refused = refused or found
-        if not any(_is_whole(places[0].values[node]) for node in inputs):
+        if not any(is_whole(places[0].values[node]) for node in inputs):
             break
     if limits is None:
         return Examined(tuple(dict.fromkeys(refused)))
@@ -106,40 +90,26 @@ def examine(program: Program, engine: Engine, check_indices: bool = False, threa
     return Examined((), tuple(bounds), tuple(notes))
 
 
-def _places(program: Program) -> list[_At]:
-    """The program as recorded; one for many sizes at the ends of their ranges."""
-    dims = program.signature.dims
-    if not dims:
-        return [_At.of(program, None)]
-    ends = [{dim.name: dim.low for dim in dims}]
-    # NOTE: sizes that are the same at one end may be told apart at the other.
-    ends.append({dim.name: LARGEST_SIZE // dim.step * dim.step if dim.high is None else dim.high for dim in dims})
-    try:
-        return [_At.of(program, sizes) for sizes in ends]
-    except Exception:  # an op refuses an end that nobody has tried
-        return [_At.of(program, None)]
-
-
 def _ladder(
     inputs: Sequence[fx.Node], demands: Mapping[fx.Node, list[tuple[Use, Affine]]], engine: Engine
 ) -> Iterator[Any]:
     """What may be asked of inputs, the least first: a function of the place."""
 
     def allowed(bits: int | None, demanded: bool) -> Any:
-        def at(place: _At) -> list[Range]:
+        def at(place: At) -> list[Range]:
             return [limit(node, place) for node in inputs]
 
-        def limit(node: fx.Node, place: _At) -> Range:
+        def limit(node: fx.Node, place: At) -> Range:
             value = place.values[node]
             found = of_dtype(value.dtype)
-            if not _is_whole(value) or node in place.lookups:
+            if not is_whole(value) or node in place.lookups:
                 return found
             found &= engine.dtypes.get(value.dtype, ANY)
             if bits is not None and value.dtype.itemsize >= 4:
                 found &= signed(bits)
             if demanded:
                 for use, source in demands.get(node, ()):
-                    found &= source.inverse(_use_at(place, use).range)
+                    found &= source.inverse(place.use(use).range)
             return found
 
         return at
@@ -151,19 +121,7 @@ def _ladder(
     yield allowed(LADDER[1], True)
 
 
-def _use_at(place: _At, use: Use) -> Use:
-    return next(other for other in place.uses if other.call is use.call and other.index is use.index)
-
-
-def _is_whole(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and not (value.dtype.is_floating_point or value.dtype.is_complex)
-        and value.dtype != torch.bool
-    )
-
-
-def _demands(places: Sequence[_At]) -> dict[fx.Node, list[tuple[Use, Affine]]]:
+def _demands(places: Sequence[At]) -> dict[fx.Node, list[tuple[Use, Affine]]]:
     """By input: as what it is used as an index, all of it."""
     found: dict[fx.Node, list[tuple[Use, Affine]]] = {}
     for use in places[0].uses:
@@ -176,7 +134,7 @@ def _demands(places: Sequence[_At]) -> dict[fx.Node, list[tuple[Use, Affine]]]:
 # ---- what does not fit --------------------------------------------------------------------------------------
 
 
-def _faults(program: Program, place: _At, inputs: Sequence[Range], engine: Engine) -> Iterator[Unsupported]:
+def _faults(program: Program, place: At, inputs: Sequence[Range], engine: Engine) -> Iterator[Unsupported]:
     ranges = ranges_of(program, place.values, inputs)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -192,13 +150,13 @@ def _faults(program: Program, place: _At, inputs: Sequence[Range], engine: Engin
 
 def _faults_within(call: fx.Node, block: Program, engine: Engine) -> Iterator[Unsupported]:
     """Of a branch or a loop, whose values may be anything."""
-    place = _At.of(block, None)
+    place = At.of(block, None)
     inputs = [of_dtype(node.meta["val"].dtype) for node in block.graph.nodes if node.op == "placeholder"]
     for found in _faults(block, place, inputs, engine):
         yield replace(found, where=origin_of(call) or found.where)
 
 
-def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
+def _fault(node: fx.Node, place: At, ranges: Ranges, engine: Engine) -> str:
     value, name = place.values.get(node), base_name(node) or node.op
     if not isinstance(value, torch.Tensor):
         return _fault_of_operands(node, name, place, ranges, engine) if ops.is_call(node) else ""
@@ -219,13 +177,13 @@ def _fault(node: fx.Node, place: _At, ranges: Ranges, engine: Engine) -> str:
     return _fault_of_operands(node, name, place, ranges, engine)
 
 
-def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, engine: Engine) -> str:
+def _fault_of_operands(node: fx.Node, name: str, place: At, ranges: Ranges, engine: Engine) -> str:
     made = place.values.get(node)
     if name in CASTS and isinstance(made, torch.Tensor) and made.dtype == torch.bool:
         name = AS_BOOL
-    found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if _is_whole(place.values.get(n))]
+    found = [wrapped(ranges[n], place.values[n].dtype) for n in node.all_input_nodes if is_whole(place.values.get(n))]
     limit, compared = engine.by_op.get(name), engine.compared.get(name)
-    if isinstance(made, torch.Tensor) and name in (*engine.compared, *ELEMENTWISE) and _is_too_large(made):
+    if _is_absent(name, made, engine):
         return ""
     if compared is not None:
         found += [Range(number, number) for number in ops.whole_literals(node, place.values)]
@@ -243,9 +201,13 @@ def _fault_of_operands(node: fx.Node, name: str, place: _At, ranges: Ranges, eng
     return f"computes {name} of integers correctly only {_within(limit)}"
 
 
-def _is_too_large(value: torch.Tensor) -> bool:
-    """Whether no call makes it, as where all positions of the longest sequence are compared with each other."""
-    return type(value.numel()) is int and value.numel() > LARGEST_SIZE
+def _is_absent(name: str, made: Any, engine: Engine) -> bool:
+    """Whether a call is not examined here, because no program makes a tensor of this size."""
+    return name in (*engine.compared, *ELEMENTWISE) and isinstance(made, torch.Tensor) and is_too_large(made)
+
+
+def _too_large(program: Program, place: At, *, engine: Engine) -> set[fx.Node]:
+    return {node for node in program.calls() if _is_absent(base_name(node), place.values.get(node), engine)}
 
 
 def _within(limit: Range) -> str:
@@ -282,14 +244,14 @@ def _name(program: Program, node: fx.Node) -> str:
 # ---- what is checked at the call ----------------------------------------------------------------------------
 
 
-def _is_bounding(node: fx.Node, limit: Range, place: _At) -> bool:
+def _is_bounding(node: fx.Node, limit: Range, place: At) -> bool:
     value = place.values[node]
-    return _is_whole(value) and of_dtype(value.dtype) not in limit
+    return is_whole(value) and of_dtype(value.dtype) not in limit
 
 
 def _bounds(
     program: Program,
-    places: Sequence[_At],
+    places: Sequence[At],
     demands: Mapping[fx.Node, list[tuple[Use, Affine]]],
     limits: Mapping[fx.Node, Range],
     check_indices: bool,
@@ -336,17 +298,17 @@ def _usual(program: Program, limits: Mapping[fx.Node, Range]) -> list[Range]:
     return [limits.get(node, of_dtype(node.meta["val"].dtype)) for node in nodes]
 
 
-def _exists(use: Use, place: _At, ranges: Ranges) -> bool:
+def _exists(use: Use, place: At, ranges: Ranges) -> bool:
     """Whether whatever the index is exists, by its range; a negative one only where the engine need not count."""
-    here = _use_at(place, use)
+    here = place.use(use)
     return wrapped(ranges[here.index], place.values[here.index].dtype) in here.range
 
 
-def _bound(program: Program, places: Sequence[_At], use: Use, source: Affine, position: int) -> Bound | None:
+def _bound(program: Program, places: Sequence[At], use: Use, source: Affine, position: int) -> Bound | None:
     """The check of an input that is an index; None where its size is not one of the call's."""
     if program.signature.dims and len(places) == 1:
         return None
-    here = [_use_at(place, use) for place in places]
+    here = [place.use(use) for place in places]
     if len({item.size for item in here}) == 1:
         found = source.inverse(here[0].range)
         return Bound(position, int(found.low), int(found.high), use.error, use.also)
@@ -360,7 +322,7 @@ def _bound(program: Program, places: Sequence[_At], use: Use, source: Affine, po
     return Bound(position, low, more - 1 - source.offset, use.error, use.also, of, axis, below, 1)
 
 
-def _size_of(signature: Signature, places: Sequence[_At], sizes: Sequence[int]) -> tuple[int, int, int] | None:
+def _size_of(signature: Signature, places: Sequence[At], sizes: Sequence[int]) -> tuple[int, int, int] | None:
     """An input and an axis of it whose size is this one, and how much is to be added."""
     for position, item in enumerate(signature.inputs):
         for axis, name in enumerate(item.axes):
