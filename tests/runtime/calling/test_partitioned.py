@@ -89,7 +89,8 @@ def test_both_branches_are_right():
 
 
 @pytest.mark.usefixtures("parts_win", "always_faster")
-def test_the_report_says_why_and_what_the_parts_are():
+def test_the_report_says_why_and_what_the_parts_are(monkeypatch):
+    monkeypatch.setattr(partitioned, "MOST_LATER", 99)  # how often dynamo traces the count depends on earlier tests
     fast = optimized()
     assert "2 of 3 parts optimized, the Python code between them is kept" in fast.report.frontend
     assert "part 3: traced later, and optimized when it is called again" in fast.report.text, fast.report.text
