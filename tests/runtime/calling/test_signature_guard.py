@@ -81,6 +81,16 @@ CALLS = {
             (({"a": X}, [X, (Y,)]), {}),
         ],
     ),
+    "keys": (
+        lambda given: sum(key * value for key, value in given.items() if not isinstance(key, tuple)),
+        example({1: X, 3: X}),
+        [
+            (({1.0: X, 3: X},), {}),
+            (({True: X, 3: X},), {}),
+            (({1: X, 3.0: X},), {}),
+            (({1: X, 2: X},), {}),
+        ],
+    ),
     "constants": (
         plain,
         example(X, 3, "a", 0.5, None, True),

@@ -55,7 +55,9 @@ class Structure:
     named: str = ""  # the class of an object, or one that is a constant, where a file names what cannot be had
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._key() == other._key() and _same_class(self, other)
+        if not isinstance(other, Structure) or self._key() != other._key():
+            return False
+        return _same_class(self, other) and _same_keys(self.keys, other.keys)
 
     def __hash__(self) -> int:
         return hash((self.kind, self.keys, self.index, len(self.children)))
@@ -132,6 +134,15 @@ def same_but_for_sharing(a: Structure, b: Structure) -> bool:
     if not a.children:
         return a == b
     return _same_class(a, b) and all(map(same_but_for_sharing, a.children, b.children))
+
+
+def _same_keys(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
+    """Whether keys that are equal are of the same types: a model can tell 1, 1.0 and True apart."""
+    return all(
+        type(a) is type(b)
+        and (_same_keys(a, b) if type(a) is tuple else not isinstance(a, float) or repr(a) == repr(b))
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _same_class(a: Structure, b: Structure) -> bool:

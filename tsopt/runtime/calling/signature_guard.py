@@ -148,11 +148,11 @@ class _Writer:
         if node.kind != "tuple":
             self._containers.append(name)
         if node.kind == "dict":
-            self.unless(f"tuple({name}) != {self.bound(node.keys)}")
+            known = self._keys(name, node.keys)
             keys = [self.bound(key) for key in node.keys]
         else:
-            keys = list(map(str, range(len(node.children))))
-        return all(self.part(f"{name}[{key}]", child) for key, child in zip(keys, node.children, strict=True))
+            known, keys = True, list(map(str, range(len(node.children))))
+        return known and all(self.part(f"{name}[{key}]", child) for key, child in zip(keys, node.children, strict=True))
 
     def _object(self, place: str, node: Structure, cls: type) -> bool:
         """An object is its items, if it is a mapping, and its attributes, read past whatever its class does."""
@@ -167,12 +167,20 @@ class _Writer:
             if kind == "item" and not issubclass(cls, dict):
                 continue
             held = self._variable(f"{name}.__dict__" if reader is None else f"{self.bound(reader)}({name})")
-            self.unless(f"tuple({held}) != {self.bound(keys)}")
+            known = known and self._keys(held, keys)
             children = (child for (what, _), child in zip(node.keys, node.children, strict=True) if what == kind)
             known = known and all(
                 self.part(f"{held}[{self.bound(key)}]", child) for key, child in zip(keys, children, strict=True)
             )
         return known
+
+    def _keys(self, place: str, keys: tuple[Any, ...]) -> bool:
+        """Of a dict: 1, 1.0 and True are equal. False for keys that are left to the thorough check."""
+        self.unless(f"tuple({place}) != {self.bound(keys)}")
+        kinds = tuple(map(type, keys))
+        if set(kinds) - {str}:
+            self.unless(f"tuple(map(type, {place})) != {self.bound(kinds)}")
+        return not any(isinstance(key, (tuple, float)) for key in keys)
 
     def _leaf(self, place: str, index: int) -> None:
         if index in self._seen:  # one tensor in two places
