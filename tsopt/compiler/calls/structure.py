@@ -57,7 +57,7 @@ class Structure:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure) or self._key() != other._key():
             return False
-        return _same_class(self, other) and _same_keys(self.keys, other.keys)
+        return _same_class(self, other) and all(map(_same_key, self.keys, other.keys))
 
     def __hash__(self) -> int:
         return hash((self.kind, self.keys, self.index, len(self.children)))
@@ -136,13 +136,13 @@ def same_but_for_sharing(a: Structure, b: Structure) -> bool:
     return _same_class(a, b) and all(map(same_but_for_sharing, a.children, b.children))
 
 
-def _same_keys(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
-    """Whether keys that are equal are of the same types: a model can tell 1, 1.0 and True apart."""
-    return all(
-        type(a) is type(b)
-        and (_same_keys(a, b) if type(a) is tuple else not isinstance(a, float) or repr(a) == repr(b))
-        for a, b in zip(mine, theirs, strict=True)
-    )
+def _same_key(mine: Any, theirs: Any) -> bool:
+    """Whether keys that are equal are of the same type: a model can tell 1, 1.0 and True apart."""
+    if type(mine) is not type(theirs):
+        return False
+    if type(mine) is tuple:
+        return all(map(_same_key, mine, theirs))
+    return not isinstance(mine, float) or repr(mine) == repr(theirs)
 
 
 def _same_class(a: Structure, b: Structure) -> bool:
