@@ -209,12 +209,41 @@ def test_a_size_that_a_condition_leaves_out_does_not_end_the_range():
 
 def test_an_executable_is_compared_wherever_it_would_serve():
     def model(x):
-        return x * 2 if x.shape[0] * x.shape[1] == 24 else x
+        return x * 2 if x.shape[0] * x.shape[1] == 21 else x
 
-    given = torch.randn(5, 7)
-    program = tsopt.capture(model, given, dynamic={"x": {0: "n[4..9]", 1: "m[6..9]"}})
+    given = torch.randn(5, 8)
+    program = tsopt.capture(model, given, dynamic={"x": {0: "n[2..9]", 1: "m[5..9]"}})
     run = tsopt.compile(program, "eager")
     assert tsopt.verify(model, run, given, program=program).ok
     unchecked = tsopt.compile(replace(program, signature=replace(program.signature, conditions=())), "eager")
-    with pytest.raises(AccuracyError, match="at n 4, m 6"):
+    with pytest.raises(AccuracyError, match="at n 3, m 7"):
         tsopt.verify(model, unchecked, given, program=program)
+
+
+def test_one_beside_a_size_that_has_grown_is_tried():
+    def model(x):
+        return x * 2 if x.shape[0] == 1 and x.shape[1] > 64 else x
+
+    given = torch.randn(4, 9)
+    wanted = {"x": {0: "n", 1: "m"}}
+    found = validate_ranges(model, tsopt.capture(model, given, dynamic=wanted), example(given), seed=0, wanted=wanted)
+    run = tsopt.compile(found.program, "eager")
+    run.reference, run.limits = found.program, found.limits
+    assert held_out_sizes.widened(model, run, example(torch.randn(4, 100))) is None
+    assert held_out_sizes.widened(model, run, example(torch.randn(4, 30))) is not None
+
+
+@openvino_only
+def test_a_range_does_not_grow_past_what_inputs_are_checked_for():
+    def model(x):
+        return x.cumsum(0)
+
+    found = validate_ranges(
+        *(model, tsopt.capture(model, torch.arange(60), dynamic={"x": {0: "n[2..100]"}}), example(torch.arange(60))),
+        seed=0,
+        wanted={"x": {0: "n[2..100]"}},
+    )
+    run = tsopt.compile(found.program, "openvino")
+    run.reference, run.limits = found.program, (replace(found.program.signature.dims[0], high=None),)
+    assert held_out_sizes.widened(model, run, example(torch.arange(101))).signature.dims[0].high == 101
+    assert held_out_sizes.widened(model, run, example(torch.arange(150))) is None

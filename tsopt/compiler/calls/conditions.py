@@ -17,7 +17,7 @@ from typing import Any
 ALWAYS = 2  # torch.export takes sizes of 0 and 1 for another program; whether they are is found out by running it
 LONGEST = 4000  # characters of a condition
 MANY = 4096  # sizes
-MOST = 2000  # conditions of one program
+MOST, MOST_SIZES = 2000, 64  # conditions of one program, and sizes in one of them
 CALLS: dict[str, Callable[..., Any]] = {"abs": abs, "float": float, "max": max, "min": min, "round": round}
 ONE_ARGUMENT = ("abs", "float", "round")  # `round` with digits makes a power of ten
 MATH = {name: getattr(math, name) for name in ("ceil", "floor", "log2", "pow", "sqrt", "trunc", "inf", "nan")}

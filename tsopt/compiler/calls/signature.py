@@ -214,7 +214,7 @@ class Signature:
             raise SignatureError(
                 f"the sizes of the call do not satisfy {failed}",
                 where=failed.where or None,
-                why="the model branches on these sizes, and was captured for sizes where this holds",
+                why="the model depends on these sizes, and was captured for sizes where this holds",
                 fix="optimize for these sizes as well",
             )
         return leaves

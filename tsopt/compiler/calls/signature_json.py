@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from tsopt.compiler.calls import structure_json
-from tsopt.compiler.calls.conditions import MOST, Condition, function_of, plain
+from tsopt.compiler.calls.conditions import MOST, MOST_SIZES, Condition, function_of, plain
 from tsopt.compiler.calls.counters import axes_of
 from tsopt.compiler.calls.effects import Effect, check_given
 from tsopt.compiler.calls.result_views import INPUT, JOINT, View
@@ -169,7 +169,7 @@ def _conditions_from(data: Any, names: set[str]) -> tuple[Condition, ...]:
         raise ValueError("too many conditions on sizes")
     found = []
     for text, dims, where in data:
-        known = isinstance(dims, list) and dims and len(set(dims)) == len(dims) and names.issuperset(dims)
+        known = isinstance(dims, list) and 0 < len(dims) <= MOST_SIZES and names.issuperset(dims)
         if not (known and isinstance(text, str) and isinstance(where, str)):
             raise ValueError(f"invalid condition: {str((text, dims))[:80]}")
         function_of(text, len(dims))

@@ -1,10 +1,11 @@
-"""torch.export's guards on sizes: which sizes they make equal, the ranges they leave, and what calls are asked."""
+"""torch.export's guards on sizes: which sizes they make equal, the ranges they leave, what calls are checked for."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -114,10 +115,10 @@ class Guard:
 
 
 def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], traced: dict[Any, int]) -> list[Guard]:
-    """Narrows the range of each size until the guards on it hold there, as far as that is looked at.
+    """Narrows the ranges until the guards of the trace hold in them, as far as that is looked at.
 
     Returns:
-        All guards on sizes, those on several sizes together as well.
+        The guards, which each call is checked for as well.
 
     Raises:
         CaptureError: a range would shrink to one size: the model specializes on it. Or a guard cannot be evaluated.
@@ -132,25 +133,24 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
         condition = _condition(expression, symbols, list(map(str, symbols)))
         if condition is None:
             raise CaptureError(
-                f"the model branches on sizes in a way that no call can be checked for: {_shown(expression, ties)}",
+                f"the model depends on sizes in a way that no call can be checked for: {_shown(expression, ties)}",
                 where=guard.where or None,
                 fix="leave dynamic out: each size is captured when it is first called",
             )
         kept.append(guard)
-        if len(symbols) > 1:  # no ranges can say what sizes are together
-            continue
-        (symbol,) = symbols
-        made = _shrunk(ranges[symbol], traced[symbol], condition.holds)
-        made = made or _stepped(ranges[symbol], traced[symbol], condition.holds)
-        if made is None:
-            raise CaptureError(
-                f"the model specializes on a size: {_shown(expression, ties)}",
-                where=guard.where or None,
-                why="sizes that fail this guard need a different program",
-                fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
-                "size is captured when it is first called",
-            )
-        ranges[symbol] = made
+        for symbol in symbols:
+            others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
+            holds = partial(_holds, condition, others, symbols.index(symbol))
+            made = _shrunk(ranges[symbol], traced[symbol], holds) or _stepped(ranges[symbol], traced[symbol], holds)
+            if made is None:
+                raise CaptureError(
+                    f"the model specializes on a size: {_shown(expression, ties)}",
+                    where=guard.where or None,
+                    why="sizes that fail this guard need a different program",
+                    fix="leave this size out of dynamic, or remove the branch from the model; without dynamic, each "
+                    "size is captured when it is first called",
+                )
+            ranges[symbol] = made
     return kept
 
 
@@ -219,7 +219,8 @@ def _is_certain(expression: Any, symbol: Any, dim: Dim) -> bool:
     if equation and isinstance(expression.lhs, Mod | PythonMod) and expression.rhs.is_Integer:
         base, period = expression.lhs.args
         if period.is_Integer and _is_linear(base, symbol) and period <= MANY:
-            return all(map(condition.holds, dim.sizes[: int(period)]))
+            sizes = (size for size in dim.sizes if size >= ALWAYS)
+            return all(map(condition.holds, itertools.islice(sizes, int(period))))
     difference = expression.lhs - expression.rhs
     if not _is_linear(difference, symbol):
         return False
@@ -232,6 +233,16 @@ def _is_linear(expression: Any, symbol: Any) -> bool:
     import sympy
 
     return bool(expression.is_polynomial(symbol)) and sympy.degree(expression, symbol) == 1
+
+
+def _holds(condition: Condition, others: Sequence[Sequence[int]], place: int, size: int) -> bool:
+    """Whether a condition holds for a size, beside the ends of the ranges of the others."""
+    choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
+    return all(condition.holds(*sizes) for sizes in choices)
+
+
+def _ends(known: Range, traced: int) -> list[int]:
+    return sorted({max(known.low, ALWAYS), traced, min(known.high or HORIZON, HORIZON)})
 
 
 def _shrunk(known: Range, traced: int, holds: Callable[[int], bool]) -> Range | None:
@@ -268,7 +279,7 @@ def _shown(expression: Any, ties: Ties) -> str:
 
 
 def _guards(exported: ExportedProgram) -> Iterator[Guard]:
-    """Every condition on sizes under which torch.export has traced, with where the model asks."""
+    """Every condition on sizes under which torch.export has traced, with the place in the model."""
     environments = {}
     for node in exported.graph.nodes:
         for tensor in ops.tensors_of(node.meta.get("val")):

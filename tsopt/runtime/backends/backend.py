@@ -59,6 +59,14 @@ class Loads(Protocol):
 
 
 @runtime_checkable
+class Examines(Protocol):
+    """A backend that computes integers in fewer bits than PyTorch."""
+
+    def examined(self, program: Program) -> Any:
+        """Whether it takes the integers of a program, and what it checks of them at each call; to be compared."""
+
+
+@runtime_checkable
 class Reopens(Protocol):
     """A backend that takes long to compile and can load what was compiled in another process."""
 

@@ -20,7 +20,7 @@ from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
-from tsopt.runtime.backends.backend import Unsupported, compile, get_backend
+from tsopt.runtime.backends.backend import Examines, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
@@ -197,18 +197,19 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
         replace(new, high=None if old.high is None else max(old.high, sizes[old.name]))
         for old, new in zip(dims, wider, strict=True)
     )
-    # An engine that computes integers in fewer bits was accepted for the numbers that occur in the old ranges.
-    known = _refusals(executable)
-    made = (executable.called_as(replace(executable.signature, dims=found)) for found in (wider, reached))
-    return next((item for item in made if not _refusals(item) - known), None)
+    for found in (wider, reached):
+        made = executable.called_as(replace(executable.signature, dims=found))
+        if _examined(made) == _examined(executable) and not search.is_wrong_at_one(found):
+            return made
+    return None
 
 
-def _refusals(executable: Executable) -> set[Unsupported]:
-    """Why the backend of an executable would refuse the program as captured, for the sizes that it takes."""
-    program = executable.reference
-    assert program is not None
-    program = replace(program, signature=replace(program.signature, dims=executable.signature.dims))
-    return set(get_backend(executable.place or executable.backend).unsupported(program))
+def _examined(executable: Executable) -> Any:
+    """What an engine that computes integers in fewer bits makes of those that occur in the ranges of an executable."""
+    backend, program = get_backend(executable.place or executable.backend), executable.reference
+    if not isinstance(backend, Examines) or program is None:
+        return None
+    return backend.examined(replace(program, signature=replace(program.signature, dims=executable.signature.dims)))
 
 
 def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequence[Example]) -> Program:
@@ -266,8 +267,13 @@ def _corners(dims: Sequence[Dim]) -> list[dict[str, int]]:
         {dim.name: picked[dim.name][order[i % 2]] for i, dim in enumerate(dims)}
         for order in ((0, 0), (1, 2), (2, 1), (3, 3))
     ]
-    found += [{**highest, dim.name: dim.low} for dim in dims if dim.low < ALWAYS]
+    found += _with_ones(dims, highest)
     return [sizes for i, sizes in enumerate(found) if sizes not in found[:i]]
+
+
+def _with_ones(dims: Sequence[Dim], highest: Mapping[str, int]) -> list[dict[str, int]]:
+    """Each size of 0 and 1 beside the largest of the others."""
+    return [{**highest, dim.name: size} for dim in dims for size in range(dim.low, ALWAYS) if dim.admits(size)]
 
 
 def _picked(dim: Dim) -> tuple[int, int, int, int]:
@@ -312,7 +318,7 @@ class _Search:
         return replace(dim, low=self._lowest(dim, low, min(known)), high=self._highest(dim, high, max(known)))
 
     def wider(self, dim: Dim, limit: Dim, size: int) -> Dim:
-        """The Dim with a range that a size is in, and twice the size if it was too large; unchanged if wrong."""
+        """The Dim with a range that a size is in, and twice the size if it was too large; unchanged if 1 is wrong."""
         if dim.high is None or size <= dim.high:
             # Of 0 and 1, each is right or wrong by itself.
             between = range(size + dim.step, min(dim.low, ALWAYS), dim.step)
@@ -343,6 +349,12 @@ class _Search:
                 self.notes.append(f"excluded {dim.name} {tried}: {why}")
             tried = max((tried + known) // 2 // dim.step * dim.step, known) if tried - known > dim.step else known
         return tried
+
+    def is_wrong_at_one(self, dims: Sequence[Dim]) -> bool:
+        """Whether the program is wrong at sizes of 0 or 1, which torch.export takes for another program."""
+        highest = {dim.name: self.usual[dim.name] if dim.high is None else dim.high for dim in dims}
+        served = (sizes for sizes in _with_ones(dims, highest) if self.program.signature.unmet(sizes) is None)
+        return any(self.asked.runs_at(self.program, sizes) and self.why_not(sizes) for sizes in served)
 
     def _served(self, dim: Dim, size: int, step: int) -> dict[str, int]:
         """The sizes of the example, but one at or next to an end of its range: the first that no condition excludes."""

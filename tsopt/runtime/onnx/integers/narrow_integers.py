@@ -27,9 +27,9 @@ from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
 from tsopt.runtime.onnx.integers.engine import AS_BOOL, Engine, signed
+from tsopt.runtime.onnx.integers.extremes import At, below, ends_of, is_too_large
 from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_whole, uses_of
 from tsopt.runtime.onnx.integers.least_time import least_seconds
-from tsopt.runtime.onnx.integers.places import At, below, ends_of, is_too_large
 
 # What inputs are checked for where a program is right for smaller numbers only: bits of their size. Beyond any token,
 # any position and any class; what needs still smaller ones is not worth a check that ordinary calls would fail.
