@@ -71,9 +71,9 @@ def test_the_table_marks_the_winner_and_names_a_setting_once(found):
 def test_the_machine_is_no_part_of_a_reason_in_markdown(found):
     failed = Result(Setting("cpu", 1, 9), None, "it fails")
     _, reasons, machine = Sweep((*found.results, failed)).markdown.split("\n\n")
-    assert reasons == "- eager: it fails"
+    assert "- eager: it fails" in reasons.splitlines()
     assert [machine] == found.machine
-    assert found.markdown.split("\n\n")[1:] == found.machine
+    assert found.markdown.split("\n\n")[-1:] == found.machine
 
 
 def test_a_reason_of_several_lines_is_one_line():
