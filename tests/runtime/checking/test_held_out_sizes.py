@@ -247,3 +247,17 @@ def test_a_range_does_not_grow_past_what_inputs_are_checked_for():
     run.reference, run.limits = found.program, (replace(found.program.signature.dims[0], high=None),)
     assert held_out_sizes.widened(model, run, example(torch.arange(101))).signature.dims[0].high == 101
     assert held_out_sizes.widened(model, run, example(torch.arange(150))) is None
+
+
+def test_sizes_that_would_fill_the_memory_do_not_keep_others_from_growing(monkeypatch):
+    given = torch.randn(2, 60)
+    program = tsopt.capture(lambda x: x.relu(), given, dynamic={"x": {0: "n", 1: "m"}})
+    n, m = program.signature.dims
+    signature = replace(program.signature, dims=(replace(n, high=4), replace(m, high=100_000)))
+    run = tsopt.compile(replace(program, signature=signature), "eager")
+    run.reference, run.limits = program, program.signature.dims
+    monkeypatch.setattr(other_sizes, "LARGEST", 40_000)  # bytes
+    calls = []
+    wider = held_out_sizes.widened(lambda x: calls.append(x.shape) or x.relu(), run, example(torch.randn(5, 60)))
+    assert [dim.high for dim in wider.signature.dims] == [10, 100_000]
+    assert max(shape.numel() for shape in calls) <= 10_000

@@ -22,6 +22,7 @@ from tsopt.compiler.sizes.dims import Dynamic, Place
 from tsopt.errors import CaptureError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+MOST_CHOICES = 81  # of the other sizes, beside which a size is looked at
 HORIZON = 4096  # how far conditions are looked at for a size without an end
 LONGEST_STEP = 1024  # and how far apart sizes may be, where they have to be multiples
 CHECKS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
@@ -238,7 +239,7 @@ def _is_linear(expression: Any, symbol: Any) -> bool:
 def _holds(condition: Condition, others: Sequence[Sequence[int]], place: int, size: int) -> bool:
     """Whether a condition holds for a size, beside the ends of the ranges of the others."""
     choices = itertools.product(*[[size] if i == place else other for i, other in enumerate(others)])
-    return all(condition.holds(*sizes) for sizes in choices)
+    return all(condition.holds(*sizes) for sizes in itertools.islice(choices, MOST_CHOICES))
 
 
 def _ends(known: Range, traced: int) -> list[int]:

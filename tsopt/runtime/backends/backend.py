@@ -58,12 +58,19 @@ class Loads(Protocol):
         """
 
 
+class Examined(Protocol):
+    """What a backend makes of the integers of a program for many sizes."""
+
+    def is_enough_for(self, wider: Any) -> bool:
+        """Whether what is checked at each call is enough for wider ranges, as examined there."""
+
+
 @runtime_checkable
 class Examines(Protocol):
     """A backend that computes integers in fewer bits than PyTorch."""
 
-    def examined(self, program: Program) -> Any:
-        """Whether it takes the integers of a program, and what it checks of them at each call; to be compared."""
+    def examined(self, program: Program) -> Examined:
+        """Whether it takes the integers of a program, and what it checks of them at each call."""
 
 
 @runtime_checkable

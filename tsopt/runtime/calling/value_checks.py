@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from tsopt.compiler.calls.signature import Signature
@@ -41,6 +41,12 @@ class Bound:
     axis: int = 0
     below: int = 0
     above: int = 0
+
+    def is_within(self, other: Bound) -> bool:
+        """Whether it admits no more numbers of an input than another; False for ends that depend on sizes."""
+        ends = (replace(bound, low=0, high=0, kind=RANGE) for bound in (self, other))
+        fixed = Bound(self.input)
+        return all(end == fixed for end in ends) and other.low <= self.low and self.high <= other.high
 
     def admits(self, values: Sequence[Any]) -> bool:
         array = values[self.input]

@@ -20,7 +20,7 @@ from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
-from tsopt.runtime.backends.backend import Examines, compile, get_backend
+from tsopt.runtime.backends.backend import Examined, Examines, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
@@ -197,14 +197,15 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
         replace(new, high=None if old.high is None else max(old.high, sizes[old.name]))
         for old, new in zip(dims, wider, strict=True)
     )
+    known = _examined(executable)
     for found in (wider, reached):
         made = executable.called_as(replace(executable.signature, dims=found))
-        if _examined(made) == _examined(executable) and not search.is_wrong_at_one(found):
+        if (known is None or known.is_enough_for(_examined(made))) and not search.is_wrong_at_one(found):
             return made
     return None
 
 
-def _examined(executable: Executable) -> Any:
+def _examined(executable: Executable) -> Examined | None:
     """What an engine that computes integers in fewer bits makes of those that occur in the ranges of an executable."""
     backend, program = get_backend(executable.place or executable.backend), executable.reference
     if not isinstance(backend, Examines) or program is None:
@@ -353,8 +354,14 @@ class _Search:
     def is_wrong_at_one(self, dims: Sequence[Dim]) -> bool:
         """Whether the program is wrong at sizes of 0 or 1, which torch.export takes for another program."""
         highest = {dim.name: self.usual[dim.name] if dim.high is None else dim.high for dim in dims}
-        served = (sizes for sizes in _with_ones(dims, highest) if self.program.signature.unmet(sizes) is None)
-        return any(self.asked.runs_at(self.program, sizes) and self.why_not(sizes) for sizes in served)
+        pairs = zip(_with_ones(dims, highest), _with_ones(dims, self.usual), strict=True)
+        tried = (next(filter(self._can_be_tried, pair), None) for pair in pairs)
+        return any(sizes is not None and bool(self.why_not(sizes)) for sizes in tried)
+
+    def _can_be_tried(self, sizes: Mapping[str, int]) -> bool:
+        signature = self.program.signature
+        served = signature.unmet(sizes) is None and not is_too_large(signature, sizes)
+        return served and self.asked.runs_at(self.program, sizes)
 
     def _served(self, dim: Dim, size: int, step: int) -> dict[str, int]:
         """The sizes of the example, but one at or next to an end of its range: the first that no condition excludes."""

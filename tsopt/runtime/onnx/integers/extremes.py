@@ -86,29 +86,36 @@ def below(program: Program, absent: Callable[[At], set[fx.Node]]) -> Iterator[At
 
 
 class _Smaller:
-    """A program where some sizes are ever smaller than their highest, and the others at their lowest."""
+    """A program with some sizes as large as their ranges and a limit allow, and the others at their lowest.
+
+    The limit is lowered in steps from `LARGEST_SIZE`; after `STEPS`, all sizes are at their lowest.
+    """
 
     def __init__(self, program: Program, large: Sequence[Dim]) -> None:
         self.program = program
         self.highest = {dim.name: LARGEST_SIZE if dim.high is None else dim.high for dim in large}
-        self._known: dict[int, At | None] = {}
+        self._known: dict[tuple[int, ...], At | None] = {}
 
     def at(self, step: int) -> At | None:
-        """The place after so many steps down; None where the program does not run."""
-        if step not in self._known:
+        """The place after so many steps; None where the program does not run."""
+        sizes = self._sizes(step)
+        key = tuple(sizes.values())
+        if key not in self._known:
             try:
-                self._known[step] = At.of(self.program, self._sizes(step))
+                self._known[key] = At.of(self.program, sizes)
             except Exception:  # an op refuses these sizes
-                self._known[step] = None
-        return self._known[step]
+                self._known[key] = None
+        return self._known[key]
 
     def first(self, wanted: Callable[[At | None], bool]) -> int:
         """The fewest steps to a place of some kind; what is so at some sizes is so at smaller ones."""
+        if wanted(self.at(0)):
+            return 0
         return bisect_left(range(STEPS), True, key=lambda step: wanted(self.at(step)))
 
     def _sizes(self, step: int) -> dict[str, int]:
-        share = 2 ** (-step / STEPS_IN_HALF) if step < STEPS else 0
+        limit = int(LARGEST_SIZE * 2 ** (-step / STEPS_IN_HALF)) if step < STEPS else 0
         return {
-            dim.name: max(dim.low, int(self.highest.get(dim.name, 0) * share) // dim.step * dim.step)
+            dim.name: max(dim.low, min(self.highest.get(dim.name, 0), limit) // dim.step * dim.step)
             for dim in self.program.signature.dims
         }

@@ -49,6 +49,11 @@ class Examined:
     bounds: tuple[Bound, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def is_enough_for(self, wider: Examined) -> bool:
+        """Whether what is checked at each call is enough for wider ranges, as examined there."""
+        fits = (any(mine == bound or mine.is_within(bound) for mine in self.bounds) for bound in wider.bounds)
+        return set(wider.refused) <= set(self.refused) and all(fits)
+
 
 def examine(program: Program, engine: Engine, check_indices: bool = False, threads: int = 1) -> Examined:
     """What an engine makes of a program.
