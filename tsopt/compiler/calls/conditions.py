@@ -69,7 +69,13 @@ class Condition:
 
 
 def plain(text: str) -> str:
-    """The same expression in one way of writing. Raises ValueError for what is no expression."""
+    """Normalizes an expression.
+
+    Raises:
+        ValueError: it is too long or too deeply nested, or does not parse.
+    """
+    if len(text) > LONGEST:
+        raise ValueError("the condition on sizes is too long")
     try:
         return ast.unparse(ast.parse(text, mode="eval"))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -78,23 +84,16 @@ def plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def function_of(text: str, count: int) -> Callable[..., Any]:
-    """The expression as a function of so many sizes.
+    """The expression as a function of `count` sizes.
 
     Raises:
-        ValueError: it is more than arithmetic and comparisons of them.
+        ValueError: it is not an expression, or does more than arithmetic and comparisons.
     """
-    names = [f"s{i}" for i in range(count)]
-    if len(text) > LONGEST:
-        raise ValueError("a condition on sizes is too long")
-    try:
-        tree = ast.parse(text, mode="eval")
-        if not all(_is_arithmetic(node, {*names, *CALLS, "math"}) for node in ast.walk(tree)):
-            raise ValueError(f"not a condition on sizes: {text[:80]!r}")
-        code = compile(ast.parse(f"lambda {', '.join(names)}: {ast.unparse(tree)}", mode="eval"), "<sizes>", "eval")
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"not a condition on sizes: {text[:80]!r}") from error
+    names, text = [f"s{i}" for i in range(count)], plain(text)
+    if not all(_is_arithmetic(node, {*names, *CALLS, "math"}) for node in ast.walk(ast.parse(text, mode="eval"))):
+        raise ValueError(f"not a condition on sizes: {text[:80]!r}")
     scope = {**CALLS, "math": SimpleNamespace(**MATH), "__builtins__": {}}
-    made: Callable[..., Any] = eval(code, scope)  # of nothing but the nodes above
+    made: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {text}", scope)  # only the nodes checked above
     return made
 
 

@@ -220,7 +220,7 @@ class Signature:
         return leaves
 
     def unmet(self, sizes: Mapping[str, int]) -> Condition | None:
-        """A condition that the sizes of a call, by Dim, do not fulfil."""
+        """The first condition that the sizes of a call, by Dim, do not satisfy; None if there is none."""
         return next((condition for condition in self.conditions if not condition.holds_at(sizes)), None)
 
     @property

@@ -142,7 +142,7 @@ def _same_key(mine: Any, theirs: Any) -> bool:
         return False
     if type(mine) is tuple:
         return all(map(_same_key, mine, theirs))
-    return not isinstance(mine, float) or repr(mine) == repr(theirs)
+    return bool(_identity(mine) == _identity(theirs))
 
 
 def _same_class(a: Structure, b: Structure) -> bool:

@@ -131,13 +131,7 @@ def narrow(exported: ExportedProgram, ties: Ties, ranges: dict[Any, Range], trac
         symbols = [symbol for symbol in ranges if symbol in free]
         if not symbols or free - set(symbols) or (len(symbols) > 1 and ties.settles(expression, ranges)):
             continue
-        condition = _condition(expression, symbols, list(map(str, symbols)))
-        if condition is None:
-            raise CaptureError(
-                f"the model depends on sizes in a way that no call can be checked for: {_shown(expression, ties)}",
-                where=guard.where or None,
-                fix="leave dynamic out: each size is captured when it is first called",
-            )
+        condition = _condition(expression, symbols, [_shown(symbol, ties) for symbol in symbols], guard.where)
         kept.append(guard)
         for symbol in symbols:
             others = [_ends(ranges[other], traced[other]) if other != symbol else [] for other in symbols]
@@ -171,21 +165,31 @@ def conditions_of(guards: Sequence[Guard], dims: Mapping[Any, Dim], as_first: Ma
         if expression == sympy.true or (len(symbols) == 1 and _is_certain(expression, symbols[0], dims[symbols[0]])):
             continue
         made = _condition(expression, symbols, [dims[symbol].name for symbol in symbols], guard.where)
-        assert made is not None  # the same guard, of the same sizes
         found.setdefault(str(made), made)
     return list(found.values())
 
 
-def _condition(expression: Any, symbols: Sequence[Any], names: Sequence[str], where: str = "") -> Condition | None:
-    """A guard as Python; None where there is no such Python."""
+def _condition(expression: Any, symbols: Sequence[Any], names: Sequence[str], where: str = "") -> Condition:
+    """Translates a guard to Python.
+
+    Raises:
+        CaptureError: it cannot be translated.
+    """
     import sympy
 
     as_python = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for i, symbol in enumerate(symbols)}
+    expression = expression.xreplace(as_python)
     try:
-        text = plain(_printer().doprint(expression.xreplace(as_python)))
+        text = plain(_printer().doprint(expression))
         function_of(text, len(symbols))
-    except (AssertionError, NotImplementedError, TypeError, ValueError):  # how torch's printer refuses, and ours
-        return None
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:  # the first three by torch's printer
+        raise CaptureError(
+            f"the model depends on sizes in a way that cannot be checked for each call: "
+            f"{Condition(str(expression), tuple(names))}",
+            where=where or None,
+            why=str(error) or type(error).__name__,
+            fix="leave dynamic out: each size is captured when it is first called",
+        ) from error
     return Condition(text, tuple(names), where)
 
 
@@ -194,7 +198,7 @@ def _printer() -> Any:
     from torch.utils._sympy.printers import PythonPrinter
 
     class Plain(PythonPrinter):
-        """Without calls of torch."""
+        """Prints calls of Python's own functions instead of torch's."""
 
         def _print_ToFloat(self, expr: Any) -> str:
             return f"float({self._print(expr.args[0])})"
@@ -209,11 +213,11 @@ def _printer() -> Any:
 
 
 def _is_certain(expression: Any, symbol: Any, dim: Dim) -> bool:
-    """Whether a comparison of one size holds in its whole range, which a few sizes tell of some."""
+    """Whether a comparison is known to hold for the whole range of its only size."""
     import sympy
 
     condition = _condition(expression, [symbol], [dim.name])
-    if condition is None or not isinstance(expression, sympy.core.relational.Relational):
+    if not isinstance(expression, sympy.core.relational.Relational):
         return False
     low, high = max(dim.low, ALWAYS), ENDLESS if dim.high is None else dim.high
     equation = isinstance(expression, sympy.Eq | sympy.Ne)

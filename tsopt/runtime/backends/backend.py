@@ -58,19 +58,12 @@ class Loads(Protocol):
         """
 
 
-class Examined(Protocol):
-    """What a backend makes of the integers of a program for many sizes."""
-
-    def is_enough_for(self, wider: Any) -> bool:
-        """Whether what is checked at each call is enough for wider ranges, as examined there."""
-
-
 @runtime_checkable
-class Examines(Protocol):
-    """A backend that computes integers in fewer bits than PyTorch."""
+class Grows(Protocol):
+    """A backend that accepts a program for the integers that occur at its sizes, because it computes in fewer bits."""
 
-    def examined(self, program: Program) -> Examined:
-        """Whether it takes the integers of a program, and what it checks of them at each call."""
+    def may_grow(self, program: Program, wider: Program) -> bool:
+        """Whether what it was compiled to for one range of sizes is right for a wider one."""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
 from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
-from tsopt.runtime.backends.backend import Examined, Examines, compile, get_backend
+from tsopt.runtime.backends.backend import Grows, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
@@ -197,20 +197,20 @@ def widened(model: Callable[..., Any], executable: Executable, example: Example,
         replace(new, high=None if old.high is None else max(old.high, sizes[old.name]))
         for old, new in zip(dims, wider, strict=True)
     )
-    known = _examined(executable)
     for found in (wider, reached):
         made = executable.called_as(replace(executable.signature, dims=found))
-        if (known is None or known.is_enough_for(_examined(made))) and not search.is_wrong_at_one(found):
+        if _may_grow(executable, found) and not search.is_wrong_at_one(found):
             return made
     return None
 
 
-def _examined(executable: Executable) -> Examined | None:
-    """What an engine that computes integers in fewer bits makes of those that occur in the ranges of an executable."""
+def _may_grow(executable: Executable, dims: tuple[Dim, ...]) -> bool:
+    """Whether the engine of an executable computes the integers right that occur in wider ranges."""
     backend, program = get_backend(executable.place or executable.backend), executable.reference
-    if not isinstance(backend, Examines) or program is None:
-        return None
-    return backend.examined(replace(program, signature=replace(program.signature, dims=executable.signature.dims)))
+    if not isinstance(backend, Grows) or program is None:
+        return True
+    narrow, wide = (replace(program.signature, dims=item) for item in (executable.signature.dims, dims))
+    return backend.may_grow(replace(program, signature=narrow), replace(program, signature=wide))
 
 
 def _tied(asked: ModelAtSizes, program: Program, run: Executable, examples: Sequence[Example]) -> Program:

@@ -67,9 +67,12 @@ class OpenVinoBackend:
         from tsopt.runtime.onnx.wrong_translations import of_openvino
 
         found = [*refusals(program, "OpenVINO"), *of_openvino(program)]
-        return found or [*self.examined(program).refused, *_imprecise(program)]
+        return found or [*self._examined(program).refused, *_imprecise(program)]
 
-    def examined(self, program: Program) -> Examined:
+    def may_grow(self, program: Program, wider: Program) -> bool:
+        return self._examined(program).is_enough_for(self._examined(wider))
+
+    def _examined(self, program: Program) -> Examined:
         from tsopt.runtime.onnx.integers.engine_differences import OPENVINO
         from tsopt.runtime.onnx.integers.narrow_integers import examine
 
@@ -130,7 +133,7 @@ class OpenVinoBackend:
         options = self._options(program)
 
         runner = load_runner(directory, program.signature, options)
-        examined = self.examined(program)
+        examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
         state = [program.state[item.name] for item in program.signature.state_inputs]
         return Executable(

@@ -68,7 +68,7 @@ class OnnxRuntimeBackend:
         from tsopt.runtime.onnx.wrong_translations import of_onnx_runtime
 
         found = [*refusals(program, "ONNX Runtime", ("cpu", "cuda")), *of_onnx_runtime(program)]
-        found = found or list(self.examined(program).refused)
+        found = found or list(self._examined(program).refused)
         if _is_on_gpu(program.signature):
             import onnxruntime as ort
 
@@ -79,7 +79,10 @@ class OnnxRuntimeBackend:
             found.append(Unsupported("", "the model is on the CPU; a CUDA graph needs it on a GPU"))
         return found
 
-    def examined(self, program: Program) -> Examined:
+    def may_grow(self, program: Program, wider: Program) -> bool:
+        return self._examined(program).is_enough_for(self._examined(wider))
+
+    def _examined(self, program: Program) -> Examined:
         from tsopt.runtime.onnx.integers.engine_differences import ONNX_RUNTIME
         from tsopt.runtime.onnx.integers.narrow_integers import NEVER, examine
 
@@ -143,7 +146,7 @@ class OnnxRuntimeBackend:
         int8_weights.check(options)
         stored, weights = model.detached()
         run, own = _opened(stored, options, program.signature, weights, self.cuda_graph, model.op_types)
-        examined = self.examined(program)
+        examined = self._examined(program)
         bounds = (*examined.bounds, *float_bounds(program))
         options |= own | to_options(bounds)
 

@@ -26,8 +26,8 @@ from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Program
 from tsopt.runtime.backends.backend import Unsupported
 from tsopt.runtime.calling.value_checks import RANGE, Bound
+from tsopt.runtime.onnx.integers.ends import At, below, ends_of, is_too_large
 from tsopt.runtime.onnx.integers.engine import AS_BOOL, Engine, signed
-from tsopt.runtime.onnx.integers.extremes import At, below, ends_of, is_too_large
 from tsopt.runtime.onnx.integers.indices import Affine, Use, affine, is_whole, uses_of
 from tsopt.runtime.onnx.integers.least_time import least_seconds
 
