@@ -93,6 +93,7 @@ WITHOUT_TORCH = (
     "runtime/bundles/known_bundles.py",
     "runtime/bundles/members.py",
     "runtime/bundles/onnx_file.py",
+    "runtime/bundles/onnx_wire.py",
     "runtime/bundles/probe.py",
     "runtime/sandbox/processes.py",
     "runtime/bundles/staging.py",

@@ -16,25 +16,11 @@ from torch import nn
 
 import tsopt
 from bench.untouched import changed, state_of
+from tests.compiler.capture.models import Layered, Marked, X
 from tests.passes.helpers import assert_computes
 from tsopt.compiler.capture.capture import capture
-from tsopt.compiler.capture.frontends import computes_the_same
 from tsopt.compiler.graph.verify import verify_program
 from tsopt.errors import GraphBreakError, UsageError
-
-X = torch.linspace(-1, 1, 6).reshape(2, 3)
-
-
-class Layered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(3, 3)
-
-
-class Plain(Layered):
-    def forward(self, x):
-        return self.layer(x).relu()
 
 
 class ThroughNumpy(Layered):
@@ -55,10 +41,6 @@ class Converting(Layered):
     def forward(self, x):
         self.layer = self.layer.to(torch.float64)
         return self.layer(x.double()).float()
-
-
-class Marked(torch.Tensor):
-    pass
 
 
 class Counting(Layered):
@@ -330,12 +312,6 @@ def test_there_is_no_other():
     assert caught.value.fix == "use one of: auto, export, strict, fx, torchscript"
 
 
-def test_an_exported_program_has_been_read():
-    exported = torch.export.export(Plain().eval(), (X,))
-    with pytest.raises(UsageError, match="frontend='fx' does not apply to an exported program"):
-        capture(exported, X, frontend="fx")
-
-
 def test_what_torchscript_does_not_take_for_a_function_is_refused():
     with pytest.raises(GraphBreakError, match="TorchScript cannot compile the model"):
         capture(functools.partial(torch.add, X), X, frontend="torchscript")
@@ -360,114 +336,3 @@ def test_a_script_in_training_mode_is_refused_before_it_runs():
     with pytest.raises(tsopt.CaptureError, match="training mode") as caught:
         tsopt.optimize(Dropping().train(), X, frontend="torchscript", seconds=0.02, isolate=False)
     assert "eval_mode=True" in caught.value.fix
-
-
-def test_an_exported_program_keeps_the_places_of_its_calls():
-    exported = torch.export.export(Plain().eval(), (X,))
-    assert "# layer, tests/compiler/capture/test_frontends.py:" in capture(exported, X).text
-
-
-class Compares(nn.Module):
-    def forward(self, x, y):
-        if x.shape[0] > y.shape[0]:
-            return x.sum() + y.sum() + 100
-        return x.sum() - y.sum()
-
-
-LONGER, SHORTER = (torch.ones(7), torch.ones(3)), (torch.ones(4), torch.ones(6))
-
-
-def guarded():
-    auto = torch.export.Dim.AUTO
-    return torch.export.export(Compares().eval(), LONGER, dynamic_shapes=({0: auto}, {0: auto}))
-
-
-def test_sizes_for_which_a_model_was_not_exported_are_refused():
-    exported = guarded()
-    for sizes in (LONGER, (torch.ones(5), torch.ones(4))):
-        assert torch.equal(tsopt.compile(capture(exported, sizes), "eager")(*sizes), Compares()(*sizes))
-    with pytest.raises(tsopt.CaptureError, match="fails on the example") as caught:
-        capture(exported, SHORTER)
-    assert "Guard failed" in caught.value.why
-    with pytest.raises(tsopt.CaptureError, match="Guard failed"):
-        tsopt.optimize(exported, SHORTER, backends=("eager",), seconds=0.02, isolate=False, cache=False)
-
-
-def test_a_call_with_such_sizes_raises_what_the_exported_program_raises():
-    fast = tsopt.optimize(guarded(), LONGER, backends=("eager",), seconds=0.02, isolate=False, cache=False)
-    with pytest.raises(AssertionError, match="Guard failed"):
-        fast(*SHORTER)
-    assert float(fast(*LONGER)) == 110
-
-
-def test_sizes_are_not_dynamic_beyond_what_a_model_was_exported_for():
-    with pytest.raises(tsopt.CaptureError, match="specializes on a size"):
-        capture(guarded(), LONGER, dynamic={"x": {0: "a"}, "y": {0: "b"}})
-    exported = torch.export.export(Plain().eval(), (X,), dynamic_shapes=({0: torch.export.Dim("n", min=2, max=64)},))
-    program = capture(exported, X, dynamic={"x": {0: "n"}})
-    assert_computes(program, Plain().eval(), [X, torch.ones(5, 3)], exact=True)
-    assert str(program.signature.dims[0]) == "n: 1..64"
-
-
-@pytest.mark.parametrize(
-    ("other", "same"),
-    [
-        (torch.relu, True),
-        (lambda x: x.clamp(min=0) + (x[0, 0] != -1), False),
-        (lambda x: x.relu().double(), False),
-        (lambda x: (x.relu(),), False),
-    ],
-    ids=["the same", "on other values", "dtype", "structure"],
-)
-def test_a_program_is_compared_with_the_model(other, same):
-    program = capture(torch.relu, X)
-    assert computes_the_same(program, other, tsopt.example(X)) == same
-
-
-def test_a_model_may_have_an_attribute_called_original():
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.original = nn.ReLU()
-
-        def forward(self, x):
-            return self.original(x) + 1
-
-    model = Keeps().eval()
-    assert_computes(capture(model, X, frontend="fx"), model, [X, -X], exact=True)
-
-
-def test_a_subclass_of_tensors_is_no_output():
-    with pytest.raises(GraphBreakError, match="returns a subclass"):
-        computes_the_same(capture(torch.relu, X), lambda x: x.relu().as_subclass(Marked), tsopt.example(X))
-
-
-def test_whole_numbers_are_compared_exactly():
-    x = torch.arange(100_000, 100_006)
-    program = capture(lambda x: x + 1000, x)
-    assert computes_the_same(program, lambda x: x + 1000, tsopt.example(x))
-    assert not computes_the_same(program, lambda x: x + 1001, tsopt.example(x))
-
-
-def test_a_constant_example_hides_nothing():
-    program = capture(lambda x: x + 0, torch.ones(3))
-    assert not computes_the_same(program, lambda x: x * 0 + 1, tsopt.example(torch.ones(3)))
-
-
-def test_state_counts_and_is_put_back_after_the_comparison():
-    class Stepping(nn.Module):
-        def __init__(self, step):
-            super().__init__()
-            self.step = step
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x):
-            self.count.add_(self.step)
-            return x + 0
-
-    model, other = Stepping(1), Stepping(2)
-    program = capture(model, X)
-    assert computes_the_same(program, model, tsopt.example(X))
-    other.count = model.count
-    assert not computes_the_same(program, other, tsopt.example(X))
-    assert model.count == 0

@@ -14,8 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 import tsopt
 from tests.runtime.helpers import sign
 from tsopt.errors import BundleError
-from tsopt.runtime.bundles import onnx_file
-from tsopt.runtime.bundles.onnx_file import CONTRIBUTED, FILE, MESSAGES, check_onnx
+from tsopt.runtime.bundles import onnx_file, onnx_wire
+from tsopt.runtime.bundles.onnx_file import CONTRIBUTED, FILE, check_onnx
+from tsopt.runtime.bundles.onnx_wire import MESSAGES
 from tsopt.runtime.onnx import openvino, ort
 
 
@@ -293,7 +294,7 @@ def test_too_many_fields_are_refused(tmp_path, monkeypatch):
         entry = made.metadata_props.add()
         entry.key = str(number)
     check(tmp_path, made)
-    monkeypatch.setattr(onnx_file, "MOST_FIELDS", 100)
+    monkeypatch.setattr(onnx_wire, "MOST_FIELDS", 100)
     refused(tmp_path, made, "more than 100 fields")
 
 

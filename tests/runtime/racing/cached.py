@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 import tsopt
+from tests.runtime.helpers import ENTRY, KEY, candidates
+from tsopt.runtime.racing import cache
 from tsopt.runtime.racing import race as race_module
 from tsopt.runtime.racing.speedup import Timing
 from tsopt.runtime.report import EAGER
@@ -19,6 +23,7 @@ def make(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
 
 
+RACING = candidates("eager", "onnxruntime")
 PACES = {EAGER: 4.0, TITLE: 1.0, "TorchScript": 2.0}  # milliseconds; who is not here is as slow as eager
 
 
@@ -36,3 +41,13 @@ def set_paces(monkeypatch):
 def optimize(model=None, **options):
     given = {"backends": ("eager", "torchscript"), "seconds": 0.02} | options
     return tsopt.optimize(make() if model is None else model, X, **given)
+
+
+def kept():
+    cache.keep(KEY, ENTRY)
+    return cache.directory() / f"{KEY}.json"
+
+
+def entry() -> cache.Entry:
+    (path,) = cache.entries()
+    return cache.find(path.stem, candidates("eager", "torchscript"), 0.0, math.inf)

@@ -10,7 +10,7 @@ from tests.runtime.helpers import candidates
 from tests.runtime.racing.helpers import Behaviour
 from tsopt.compiler.calls.example import Example
 from tsopt.runtime.backends.table import BACKENDS, BackendInfo
-from tsopt.runtime.racing import timing, tournament
+from tsopt.runtime.racing import cached_race, timing, tournament
 from tsopt.runtime.racing.contenders import RaceSettings
 from tsopt.runtime.racing.race import race
 
@@ -77,3 +77,17 @@ def run_race(faulty_backend, mlp, mlp_input, mlp_program):
         )
 
     return go
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """The candidates of every race that is run."""
+    seen = []
+
+    def counted(*args, **options):
+        seen.append(args[4].candidates)
+        return real(*args, **options)
+
+    real = cached_race.race
+    monkeypatch.setattr(cached_race, "race", counted)
+    return seen
