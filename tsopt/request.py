@@ -29,7 +29,7 @@ from tsopt.compiler.protect import InEvalMode, as_eval, training_flags
 from tsopt.compiler.rewriting.pass_base import Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import specialize
+from tsopt.compiler.sizes.specialize import sizes_in, specialize
 from tsopt.errors import AccuracyError, CaptureError, GraphBreakError, NotReady, TsoptError, UsageError
 from tsopt.importing import without_collector
 from tsopt.quantization.quantize import Int8Options, Quantization, criterion_on_calls, quantize
@@ -41,7 +41,6 @@ from tsopt.runtime.calling.optimized import Optimized
 from tsopt.runtime.calling.partitioned import PART, Partitioned, optimize_partitioned
 from tsopt.runtime.calling.weights import Weights
 from tsopt.runtime.checking.held_out_sizes import ValidatedRanges, validate_ranges
-from tsopt.runtime.checking.other_sizes import sizes_in
 from tsopt.runtime.racing import cache
 from tsopt.runtime.racing.cached_race import cached_race
 from tsopt.runtime.racing.choice import Race, faster_first

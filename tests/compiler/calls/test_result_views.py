@@ -9,7 +9,9 @@ import torch
 
 import tsopt
 from tsopt.compiler.calls import signature_json
+from tsopt.compiler.calls.conditions import Places
 from tsopt.compiler.calls.result_views import INPUT, JOINT, OUTPUT, View
+from tsopt.compiler.calls.signature import Dim
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -57,9 +59,66 @@ def test_results_are_views_of_the_one_that_reaches_furthest():
     assert views(lambda x: (x + 1).chunk(2), X) == [None, None], "they share no element"
 
 
-def test_of_many_sizes_only_whole_inputs_are_known():
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x.t(),
+        lambda x: x[1:, 1:],
+        lambda x: x[-1],
+        lambda x: x.flatten()[3:],
+        lambda x: x[:, ::2],
+        lambda x: x[x.shape[0] // 2],
+        lambda x: x.unsqueeze(1).expand(-1, 3, -1),
+    ],
+)
+def test_of_many_sizes_parts_lie_where_they_do_in_eager(part):
+    view = views(lambda x: (x + 1, part(x)), torch.ones(6, 5), dynamic={"x": {0: "rows", 1: "columns"}})[1]
+    for rows, columns in ((2, 4), (5, 3), (3, 3), (4, 7), (9, 8)):
+        x = torch.arange(1.0 * rows * columns).reshape(rows, columns)
+        expected = part(x)
+        sizes = {"rows": rows, "columns": columns}
+        found = view.at(sizes, tuple(expected.shape)).within(x, expected.clone())
+        assert (found.data_ptr(), found.stride()) == (expected.data_ptr(), expected.stride()), sizes
+        assert torch.equal(found, expected)
+
+
+def test_of_many_sizes_the_rest_are_whole_inputs_or_copies():
     dynamic = {"x": {0: "rows"}}
-    assert views(lambda x: (x, x.t(), x * 2), X, dynamic=dynamic) == [View(INPUT, 0, None), None, None]
+    assert views(lambda x: (x, x * 2), X, dynamic=dynamic) == [View(INPUT, 0, None), None]
+    overlapping = views(lambda x: ((x + 1)[:2], (x + 1)[1:]), torch.ones(3, 4), dynamic=dynamic)
+    assert overlapping == [None, None]
+    assert views(lambda x: x[0], X.t().contiguous().t(), dynamic=dynamic) == [None], "of another layout"
+
+
+def test_sizes_that_are_one_are_one_in_its_places():
+    def last(x, y):
+        return x + y, x[-1]
+
+    signature = tsopt.capture(last, (X, X + 1), dynamic={"x": {0: "n"}, "y": {0: "n"}}).signature
+    a, b = Dim("n", 1, None), Dim("m", 1, None)
+    places = Places(("s0",), "s0 * s1", ("n", "m"))
+    item = replace(signature.outputs[1], view=View(INPUT, 0, (), (4,), (1,), 4, places))
+    tied = replace(signature, dims=(b, a), outputs=(signature.outputs[0], item)).tied(b, a)
+    assert tied.outputs[1].view.places.dims == ("m", "m")
+
+
+@pytest.mark.parametrize(
+    ("places", "sizes"),
+    [
+        (Places(("1",), "s0 - 3", ("n",)), {"n": 2}),  # before its first element
+        (Places(("1",), "4 // s0", ("n",)), {"n": 0}),
+        (Places(("s0 / 2",), "0", ("n",)), {"n": 3}),  # not a whole number
+    ],
+)
+def test_places_that_there_cannot_be_are_an_error(places, sizes):
+    with pytest.raises(ValueError):  # noqa: PT011 - with the words of Python
+        places.at(sizes)
+
+
+def test_a_part_that_reaches_past_its_tensor_is_a_copy():
+    view, value = View(INPUT, 0, (), (4,), (1,), 4, Places(("1",), "s0 * 4", ("n",))), torch.zeros(4)
+    assert view.at({"n": 1}, (4,)).within(X, value).data_ptr() == X[1].data_ptr()
+    assert view.at({"n": 2}, (4,)).within(X, value) is value
 
 
 class Counter(torch.nn.Module):
@@ -101,8 +160,9 @@ def test_another_layout_gets_a_copy():
     assert View(INPUT, 0, None).within(other, X.clone()) is other
 
 
-def test_a_signature_keeps_them_in_json():
-    signature = tsopt.capture(Counter().eval(), X).signature
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: "rows"}}])
+def test_a_signature_keeps_them_in_json(dynamic):
+    signature = tsopt.capture(Counter().eval() if dynamic is None else lambda x: x[-1], X, dynamic=dynamic).signature
     again = signature_json.from_json(signature_json.to_json(signature))
     assert [item.view for item in again.outputs] == [item.view for item in signature.outputs]
     assert again.outputs == signature.outputs
@@ -124,6 +184,12 @@ def test_a_signature_keeps_them_in_json():
         ["input", 0, [], [4, 2]],
         ["input", True, [], [4, 2], [1, 4], 0],
         ["input", 0, [], [4.0, 2], [1, 4], 0],
+        ["input", 0, [], [4, 2], [1, 4], 0, [["1"], "0", []]],  # not a stride for each axis
+        ["input", 0, [], [4, 2], [1, 4], 0, [["1", "4"], "open('f')", []]],
+        ["input", 0, [], [4, 2], [1, 4], 0, [["1", "4"], "s0", []]],
+        ["input", 0, [], [4, 2], [1, 4], 0, [["1", "4"], "s0", ["rows"]]],  # no such size
+        ["input", 0, [], [4, 2], [1, 4], 0, [["1", 4], "0", []]],
+        ["input", 0, [], [4, 2], [1, 4], 0, 3],
         "input",
         7,
         None,

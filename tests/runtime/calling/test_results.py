@@ -26,6 +26,20 @@ def test_what_is_written_to_a_result_shows_where_it_does_in_eager(name, backend)
     assert differs(executable, reference, inputs()) == ""
 
 
+@pytest.mark.sliced(8)
+@pytest.mark.parametrize("dynamic", [{"x": {0: "n"}}, {"x": {0: "n", 1: "m"}}], ids=["n", "nm"])
+@pytest.mark.parametrize("backend", BACKENDS[:3])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_so_it_does_for_many_sizes(name, backend, dynamic):
+    model, reference = Model(FUNCTIONS[name]).eval(), Model(FUNCTIONS[name]).eval()
+    try:
+        program = tsopt.transform(tsopt.capture(model, torch.randn(3, 4), dynamic=dynamic))
+    except tsopt.CaptureError as error:
+        pytest.skip(error.what)  # a size is a constant in it
+    calls = [torch.randn(rows, 4) for rows in (2, 5, 3, 1, 9)]
+    assert differs(tsopt.compile(program, backend), reference, calls) == ""
+
+
 @pytest.mark.sliced(4)
 @pytest.mark.parametrize("name", ["a transposed input", "a buffer that is written", "a copy of a weight"])
 @pytest.mark.parametrize("backend", BACKENDS)

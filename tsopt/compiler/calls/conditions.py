@@ -1,6 +1,7 @@
-"""Conditions on the sizes of a call under which its program was traced: for others the model does something else.
+"""Expressions over the sizes of a call: conditions under which a program was traced, and places in memory.
 
-Imports no torch, so that a bundle can check them where torch is not installed.
+For sizes that fail a condition the model does something else. Imports no torch, so that a bundle can check conditions
+where torch is not installed.
 """
 
 from __future__ import annotations
@@ -65,6 +66,38 @@ class Condition:
         return bool(self.where)
 
     def renamed(self, name: str, other: str) -> Condition:
+        return replace(self, dims=tuple(other if dim == name else dim for dim in self.dims))
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the elements of a tensor lie in its memory, for any sizes.
+
+    Attributes:
+        stride, offset: expressions of Python over `s0`, `s1`, ...
+        dims: the names of the Dims whose sizes these are.
+    """
+
+    stride: tuple[str, ...]
+    offset: str
+    dims: tuple[str, ...]
+
+    def at(self, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], int]:
+        """The strides and the offset, in elements.
+
+        Raises:
+            ValueError: they cannot be computed for these sizes, or are negative.
+        """
+        given = [sizes[name] for name in self.dims]
+        try:
+            *stride, offset = (function_of(text, len(given))(*given) for text in (*self.stride, self.offset))
+        except (ArithmeticError, TypeError) as error:
+            raise ValueError(str(error)) from error
+        if not all(type(number) is int and number >= 0 for number in (*stride, offset)):
+            raise ValueError(f"invalid places: {str((stride, offset))[:80]}")
+        return tuple(stride), offset
+
+    def renamed(self, name: str, other: str) -> Places:
         return replace(self, dims=tuple(other if dim == name else dim for dim in self.dims))
 
 

@@ -5,10 +5,11 @@ In eager, a write to such a result is visible in what it aliases; an engine retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tsopt.compiler.calls.conditions import Places, function_of, plain
 from tsopt.compiler.calls.types import TensorType
 
 INPUT, OUTPUT = "input", "output"
@@ -27,6 +28,7 @@ class View:
             elements it has.
         shape, stride, offset: the elements of that tensor that the view has, counted from its first one; all None
             where it is that tensor itself.
+        places: strides and offset for any sizes, in a program for many; the others are those of the example.
     """
 
     kind: str
@@ -35,16 +37,36 @@ class View:
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     offset: int | None = None
+    places: Places | None = None
+
+    def at(self, sizes: Mapping[str, int], shape: tuple[int, ...]) -> View:
+        """The view as it is for the sizes of a call, in which the result has this shape.
+
+        Raises:
+            ValueError: its places cannot be computed for these sizes.
+        """
+        if self.places is None:
+            return self
+        stride, offset = self.places.at(sizes)
+        return replace(self, shape=shape, stride=stride, offset=offset, places=None)
+
+    def renamed(self, name: str, other: str) -> View:
+        return self if self.places is None else replace(self, places=self.places.renamed(name, other))
 
     def within(self, base: Any, value: Any) -> Any:
         """The view of a call's tensor; `value`, which is a copy, where that tensor has another layout."""
         if not self.holds_for(base):
             return value
-        if self.shape is None:
+        if self.shape is None or self.stride is None or self.offset is None:
             return base if base.shape == value.shape else value
-        if value.shape != self.shape:
+        if value.shape != self.shape or not self._lies_in(tuple(base.shape), base.stride()):
             return value
-        return base.as_strided(self.shape, self.stride, base.storage_offset() + (self.offset or 0))
+        return base.as_strided(self.shape, self.stride, base.storage_offset() + self.offset)
+
+    def _lies_in(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        """Whether the elements of a part are all elements of a tensor."""
+        own, stride = self.shape or (), self.stride or ()
+        return (self.offset or 0) + last_place(own, stride) <= last_place(shape, strides)
 
     def holds_for(self, base: Any) -> bool:
         """Whether a tensor has the layout for which the result is a view of it."""
@@ -63,19 +85,25 @@ class View:
 
     def to_json(self) -> list[Any]:
         whole = [self.kind, self.of, None if self.layout is None else list(self.layout)]
-        return whole if self.shape is None else [*whole, list(self.shape), list(self.stride or ()), self.offset]
+        if self.shape is None:
+            return whole
+        part = [*whole, list(self.shape), list(self.stride or ()), self.offset]
+        if self.places is None:
+            return part
+        return [*part, [list(self.places.stride), self.places.offset, list(self.places.dims)]]
 
     @classmethod
     def from_json(cls, data: Any) -> View:
         """Raises ValueError for what is not a view. Whether it stays within its tensor, `fits` says."""
         kind, of, layout, *part = data
+        places = _places_from(part.pop(), len(part[1])) if len(part) == 4 else None
         made = cls(kind, of, None if layout is None else tuple(layout), *map(_as_tuple, part))
         numbers = (of, *(made.layout or ()), *(made.shape or ()), *(made.stride or ()), made.offset or 0)
         known = kind in (INPUT, OUTPUT, JOINT) and len(part) in (0, 3)
         known = known and (kind != JOINT or (len(part) == 3 and layout is not None and len(layout) == 1))
         if not known or not all(type(number) is int and 0 <= number < 2**48 for number in numbers):
             raise ValueError(f"invalid view: {str(data)[:80]}")
-        return made
+        return replace(made, places=places)
 
     def fits(self, base: TensorType, own: TensorType) -> bool:
         """Whether it lies within a tensor of one type, and is of the type that its result has."""
@@ -91,7 +119,16 @@ class View:
             return False
         if len(strides) != len(base.shape) or 0 in own.shape:
             return False
-        return self.offset + last_place(own.shape, self.stride) <= last_place(base.shape, strides)
+        return self._lies_in(base.shape, strides)
+
+
+def _places_from(data: Any, rank: int) -> Places:
+    stride, offset, dims = data
+    if len(stride) != rank or not all(isinstance(name, str) for name in dims):
+        raise ValueError(f"invalid places: {str(data)[:80]}")
+    for text in (*stride, offset):
+        function_of(text, len(dims))
+    return Places(tuple(map(plain, stride)), plain(offset), tuple(dims))
 
 
 def _as_tuple(value: Any) -> Any:

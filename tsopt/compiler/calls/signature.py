@@ -260,7 +260,10 @@ class Signature:
         return replace(
             self,
             inputs=tuple(replace(item, axes=named(item.axes)) for item in self.inputs),
-            outputs=tuple(replace(item, axes=named(item.axes)) for item in self.outputs),
+            outputs=tuple(
+                replace(item, axes=named(item.axes), view=item.view and item.view.renamed(b.name, a.name))
+                for item in self.outputs
+            ),
             dims=tuple(one if dim == a else dim for dim in self.dims if dim != b),
             conditions=tuple(condition.renamed(b.name, a.name) for condition in self.conditions),
         )

@@ -101,6 +101,9 @@ def _check_views(signature: Signature) -> None:
             sound = sound and within is not None and (within.kind, within.layout) == (JOINT, item.view.layout)
         else:
             sound = sound and within is None
+        names = {dim.name for dim in signature.dims}
+        if item.view.places is not None and (item.view.kind == JOINT or not names.issuperset(item.view.places.dims)):
+            sound = False
         if not sound or base is None or not item.view.fits(base.type, item.type):
             raise BundleError("the stored signature is damaged", why=f"{item.name} is not a valid view")
 

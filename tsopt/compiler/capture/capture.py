@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from tsopt.compiler.calls.conditions import Places
 from tsopt.compiler.calls.effects import Effect, outcome_of
 from tsopt.compiler.calls.example import Example, as_examples
-from tsopt.compiler.calls.result_views import INPUT
+from tsopt.compiler.calls.result_views import INPUT, JOINT, View
 from tsopt.compiler.calls.signature import Signature
 from tsopt.compiler.calls.snapshot import held_by
 from tsopt.compiler.calls.structure import Structure, flatten, unflatten
@@ -47,7 +48,8 @@ from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import protected, training_flags, training_of
 from tsopt.compiler.quiet import quiet
 from tsopt.compiler.sizes.dims import Dynamic, dynamic_of, from_examples, from_mapping
-from tsopt.compiler.sizes.symbols import shapes_of, symbols_of, with_dims, with_sizes
+from tsopt.compiler.sizes.specialize import sizes_in, traced_sizes
+from tsopt.compiler.sizes.symbols import PLACES, shapes_of, symbols_of, with_dims, with_sizes
 from tsopt.errors import CaptureError, DataDependentError, GraphBreakError, UsageError
 
 log = logging.getLogger("tsopt")
@@ -194,7 +196,7 @@ def _as_asked(model: Callable[..., Any], examples: Sequence[Example], dynamic: D
     program = _captured(model, examples[0] if wanted is None else wanted.trace, wanted, frontend)
     check_repeated(examples[0], program.signature.written_inputs)
     signature = replace(program.signature, collected=collected(model, program.signature.outer))
-    return replace(program, signature=_with_views(_with_answers(signature, asked), asked, program.state))
+    return _with_views(replace(program, signature=_with_answers(signature, asked)), asked, examples[0])
 
 
 def _with_answers(signature: Signature, asked: Asked) -> Signature:
@@ -209,22 +211,46 @@ def _default_dtype() -> str:
     return str(torch.get_default_dtype()).removeprefix("torch.")
 
 
-def _with_views(signature: Signature, asked: Asked, state: Mapping[str, torch.Tensor]) -> Signature:
-    """The same, whose results are views where those of the model are."""
+def _with_views(program: Program, asked: Asked, example: Example) -> Program:
+    """The same, whose results are views where those of the model are, as it was asked with the example."""
+    signature = program.signature
+    known = program.graph.output_node().meta.pop(PLACES, ())
     if len(asked.views) != len(signature.returned):
-        return signature
+        return program
     users = len(signature.user_inputs)
-    held = {id(tensor): users + i for i, tensor in enumerate(state[item.name] for item in signature.state_inputs)}
+    held = {id(program.state[item.name]): users + i for i, item in enumerate(signature.state_inputs)}
+    returned = [at for item, at in zip(signature.outputs, known, strict=True) if not item.writes] if known else []
+    sizes = sizes_in(signature, example) if returned else {}
     views = []
-    for view in asked.views:
+    for number, view in enumerate(asked.views):
         if view is not None and view.kind == INPUT and view.of >= users:
             position = held.get(id(asked.buffers[view.of - users]))
             view = None if position is None else replace(view, of=position)
-        # The places of a part are those for the sizes of the example.
-        views.append(None if view is None or (signature.dims and view.shape is not None) else view)
+        if view is not None and view.shape is not None and signature.dims:
+            at = returned[number] if returned else None
+            view = _for_many_sizes(view, at, sizes, signature.returned[number].type.shape, traced_sizes(signature))
+        views.append(view)
     seen = iter(views)
     outputs = [item if item.writes else replace(item, view=next(seen)) for item in signature.outputs]
-    return replace(signature, outputs=tuple(outputs))
+    return replace(program, signature=replace(signature, outputs=tuple(outputs)))
+
+
+def _for_many_sizes(
+    view: View, places: Places | None, seen: Mapping[str, int], shape: tuple[int, ...], traced: Mapping[str, int]
+) -> View | None:
+    """A part for all sizes; None where its places are not known for them.
+
+    Args:
+        seen: the sizes at which the view was seen.
+        shape, traced: of the result, and the sizes, in the trace.
+    """
+    if places is None or view.kind == JOINT or view.shape is None or view.layout != ():
+        return None
+    found = replace(view, places=places)
+    try:
+        return replace(found.at(traced, shape), places=places) if found.at(seen, view.shape) == view else None
+    except ValueError:
+        return None
 
 
 def _captured(model: Callable[..., Any], example: Example, wanted: Dynamic | None, frontend: str) -> Program:

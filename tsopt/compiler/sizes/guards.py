@@ -177,20 +177,35 @@ def _condition(expression: Any, symbols: Sequence[Any], names: Sequence[str], wh
     """
     import sympy
 
-    as_python = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for i, symbol in enumerate(symbols)}
-    expression = expression.xreplace(as_python)
     try:
-        text = plain(_printer().doprint(expression))
-        function_of(text, len(symbols))
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:  # the first three by torch's printer
+        text = in_python(expression, symbols)
+    except ValueError as error:
+        shown = str(expression.xreplace({s: sympy.Symbol(f"s{i}") for i, s in enumerate(symbols)}))
         raise CaptureError(
             f"the model depends on sizes in a way that cannot be checked for each call: "
-            f"{Condition(str(expression), tuple(names))}",
+            f"{Condition(shown, tuple(names))}",
             where=where or None,
-            why=str(error) or type(error).__name__,
+            why=str(error),
             fix="leave dynamic out: each size is captured when it is first called",
         ) from error
     return Condition(text, tuple(names), where)
+
+
+def in_python(expression: Any, symbols: Sequence[Any]) -> str:
+    """Translates an expression over symbols to Python over `s0`, `s1`, ...
+
+    Raises:
+        ValueError: it cannot be translated.
+    """
+    import sympy
+
+    as_python = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for i, symbol in enumerate(symbols)}
+    try:
+        text = plain(_printer().doprint(sympy.sympify(expression).xreplace(as_python)))
+    except (AssertionError, NotImplementedError, TypeError) as error:  # by torch's printer
+        raise ValueError(str(error) or type(error).__name__) from error
+    function_of(text, len(symbols))
+    return text
 
 
 @cache

@@ -14,7 +14,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsopt.compiler.calls.signature import Input, Signature, dim_of
+from tsopt.compiler.calls.example import Example
+from tsopt.compiler.calls.signature import Input, Output, Signature, dim_of
+from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.calls.types import TensorType, contiguous_strides
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.infer import fake_call, fakes
@@ -103,6 +105,12 @@ class Instance:
     given: tuple[fx.Node, ...]
 
 
+def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
+    """The sizes of a call."""
+    leaves, _ = flatten((example.args, example.kwargs))
+    return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
+
+
 def specialize(program: Program, sizes: Sizes) -> Program:
     """The static program of one choice of sizes."""
     return _instance(program, sizes, frozenset()).program
@@ -164,9 +172,14 @@ def _instance(
     inputs = [replace(item, type=type_at(item, sizes), axes=()) for item in old.inputs]
     inputs += [Input(f"given_{i}", TensorType.of(values[node])) for i, node in enumerate(given)]
     outputs = tuple(
-        replace(item, type=TensorType.of(values[node]), axes=())
+        _output_at(item, TensorType.of(values[node]), sizes)
         for item, node in zip(old.outputs, program.outputs, strict=True)
     )
     signature = replace(old, inputs=tuple(inputs), outputs=outputs, dims=(), conditions=())
     made = replace(program, graph=graph, weights=dict(program.weights), signature=signature)
     return Instance(made, dict(sizes), values, given)
+
+
+def _output_at(item: Output, found: TensorType, sizes: Sizes) -> Output:
+    view = None if item.view is None else item.view.at(sizes, found.shape)
+    return replace(item, type=found, axes=(), view=view)

@@ -14,15 +14,17 @@ from torch.export import Dim as ExportDim
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from tsopt.compiler.calls.conditions import ALWAYS, Condition
+from tsopt.compiler.calls.conditions import ALWAYS, Condition, Places
 from tsopt.compiler.calls.counters import axes_of, replaced
 from tsopt.compiler.calls.signature import DERIVED, Axes, Dim
 from tsopt.compiler.calls.structure import Structure
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import Dynamic, Place
-from tsopt.compiler.sizes.guards import Range, Ties, conditions_of, narrow
+from tsopt.compiler.sizes.guards import Range, Ties, conditions_of, in_python, narrow
 from tsopt.compiler.sizes.specialize import retyped, traced_sizes
 from tsopt.errors import CaptureError, UsageError
+
+PLACES = "places"  # of the output node's meta: `Symbols.places`
 
 
 def hinted(size: Any) -> int:
@@ -57,12 +59,14 @@ class Symbols:
     dims: the sizes that may differ.
     inputs, outputs: the names of their axes, in the order of the exported program: the user's inputs; all outputs.
     conditions: on the sizes, besides the ranges.
+    places: where the outputs lie in their memory; None where that is not known for all sizes.
     """
 
     dims: tuple[Dim, ...]
     inputs: tuple[Axes, ...]
     outputs: tuple[Axes, ...]
     conditions: tuple[Condition, ...]
+    places: tuple[Places | None, ...]
 
 
 def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str]) -> Symbols:
@@ -124,7 +128,26 @@ def symbols_of(exported: ExportedProgram, wanted: Dynamic, names: Sequence[str])
         tuple(named(values[name]) for name in users),
         tuple(named(value) for value in outputs),
         tuple(conditions_of(guards, dims, as_first)),
+        tuple(_places(value, dims, as_first) for value in outputs),
     )
+
+
+def _places(value: Any, dims: dict[Any, Dim], as_first: dict[Any, Any]) -> Places | None:
+    """Where an output lies in its memory, by the strides and the offset that torch.export has found."""
+    import sympy
+
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    found = (n if isinstance(n, int) else n.node.expr for n in (*value.stride(), value.storage_offset()))
+    numbers = [sympy.sympify(number).xreplace(as_first) for number in found]
+    symbols = sorted(set().union(*(number.free_symbols for number in numbers)), key=str)
+    if not all(symbol in dims for symbol in symbols):
+        return None
+    try:
+        *stride, offset = (in_python(number, symbols) for number in numbers)
+    except ValueError:  # then results are copies
+        return None
+    return Places(tuple(stride), offset, tuple(dims[symbol].name for symbol in symbols))
 
 
 def with_sizes(found: Structure, outer: Structure, leaves: Sequence[torch.Tensor]) -> Structure:
@@ -236,10 +259,12 @@ def with_dims(program: Program, symbols: Symbols) -> Program:
         signature, inputs=inputs, outputs=outputs, dims=symbols.dims, conditions=symbols.conditions
     )
     try:
-        return retyped(program, traced_sizes(program.signature))
+        made = retyped(program, traced_sizes(program.signature))
     except Exception as error:  # whatever an op says: torch.export has made something else of it
         raise CaptureError(
             "the dynamic graph from torch.export does not run at the sizes it was traced with",
             why=f"{type(error).__name__}: {str(error)[:200]}",
             fix="leave dynamic out: each size is captured when it is first called",
         ) from error
+    made.graph.output_node().meta[PLACES] = symbols.places
+    return made

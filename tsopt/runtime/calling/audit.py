@@ -25,13 +25,12 @@ from tsopt.compiler.calls.structure import flatten, unflatten
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.outside import kept_outside
 from tsopt.compiler.protect import kept, modules_of
-from tsopt.compiler.sizes.specialize import specialize
+from tsopt.compiler.sizes.specialize import sizes_in, specialize
 from tsopt.errors import TsoptError, UsageError
 from tsopt.runtime import forks
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import LIMITS, Oracle
 from tsopt.runtime.checking.compare import compare
-from tsopt.runtime.checking.other_sizes import sizes_in
 
 log = logging.getLogger("tsopt")
 SHARE = 0.01  # of the time served

@@ -218,8 +218,13 @@ class Executable:
         for position in self._lasting:
             made[position] = made[position].clone()
         joint: dict[int, Any] = {}
+        sizes: dict[str, int] = {}
+        if any(view.places is not None for _, view in self._views):
+            found = self.signature.sizes_of(inputs[: len(self.signature.user_inputs)])
+            sizes = {name: next(iter(size)) for name, size in found.items()}
         for position, view in self._views:
             value = made[position]
+            view = view.at(sizes, tuple(value.shape))
             if view.kind == JOINT:
                 memory = joint.get(view.of)
                 memory = joint[view.of] = value.new_empty(view.layout) if memory is None else memory

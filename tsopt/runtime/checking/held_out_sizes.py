@@ -18,13 +18,13 @@ from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.sizes.dims import with_upper_ends
 from tsopt.compiler.sizes.generalize import NotGeneral
-from tsopt.compiler.sizes.specialize import evaluate, traced_sizes
+from tsopt.compiler.sizes.specialize import evaluate, sizes_in, traced_sizes
 from tsopt.errors import AccuracyError, CaptureError, SignatureError
 from tsopt.runtime.backends.backend import Grows, compile, get_backend
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.judge import HeldOut
-from tsopt.runtime.checking.other_sizes import ModelAtSizes, is_too_large, sizes_in
+from tsopt.runtime.checking.other_sizes import ModelAtSizes, is_too_large
 
 BETWEEN = 7  # a size that few models have for other reasons
 FURTHER = 2  # times the largest example: how far a range goes that nobody has given an end

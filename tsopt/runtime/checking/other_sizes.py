@@ -10,7 +10,6 @@ import torch
 
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.calls.signature import Signature, dim_of
-from tsopt.compiler.calls.structure import flatten
 from tsopt.compiler.devices import is_on_gpu
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
@@ -75,12 +74,6 @@ class ModelAtSizes:
 def is_too_large(signature: Signature, sizes: Mapping[str, int]) -> bool:
     types = [type_at(item, sizes) for item in signature.user_inputs]
     return sum(kind.numel * getattr(torch, kind.dtype).itemsize for kind in types) > LARGEST
-
-
-def sizes_in(signature: Signature, example: Example) -> dict[str, int]:
-    """The sizes of a call."""
-    leaves, _ = flatten((example.args, example.kwargs))
-    return {name: next(iter(sizes)) for name, sizes in signature.sizes_of(leaves).items() if sizes}
 
 
 def call_at(signature: Signature, example: Example, sizes: Mapping[str, int]) -> Example:

@@ -13,12 +13,13 @@ from tsopt.compiler.calls.example import Example, as_example
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.protect import protected
 from tsopt.compiler.sizes.dims import sampled
+from tsopt.compiler.sizes.specialize import sizes_in
 from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.accuracy import Oracle
 from tsopt.runtime.checking.inputs import InputSet, values_near
 from tsopt.runtime.checking.judge import Judge
 from tsopt.runtime.checking.made_up import why_near
-from tsopt.runtime.checking.other_sizes import call_at, sizes_in
+from tsopt.runtime.checking.other_sizes import call_at
 from tsopt.runtime.checking.repeated_calls import unsteady
 from tsopt.runtime.racing import outcomes
 from tsopt.runtime.racing.choice import Race, choose
