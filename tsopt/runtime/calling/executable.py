@@ -94,6 +94,7 @@ class Executable:
         # Views of results behind those of inputs: what they are views of is settled then.
         views = ((i, item.view) for i, item in enumerate(returned) if item.view is not None)
         self._views = sorted(views, key=lambda found: found[1].kind == OUTPUT)
+        self._parts_by_size = any(view.places is not None for _, view in self._views)
         self._lasting = [i for i, item in enumerate(returned) if item.lasting and item.view is None]
         self._runs(run)
 
@@ -219,7 +220,7 @@ class Executable:
             made[position] = made[position].clone()
         joint: dict[int, Any] = {}
         sizes: dict[str, int] = {}
-        if any(view.places is not None for _, view in self._views):
+        if self._parts_by_size:
             found = self.signature.sizes_of(inputs[: len(self.signature.user_inputs)])
             sizes = {name: next(iter(size)) for name, size in found.items()}
         for position, view in self._views:
