@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,8 +270,36 @@ def test_clear_removes_all_entries_and_nothing_else():
     other = kept().parent / "notes.txt"
     other.write_text("mine")
     cache.keep("cd" * 32, ENTRY)
-    (cache.directory() / "left.new").write_text("by somebody who was killed")
-    (cache.directory() / "left.files").write_text("of an entry that has gone")
-    assert cache.clear() == 2
+    cache.keep(f"{'e' * 16}-{KEY}", ENTRY, b"files")
+    (cache.directory() / f"{'cd' * 32}.files").write_text("of an entry that has gone")
+    assert cache.clear() == 3
     assert cache.clear() == 0
     assert [path.name for path in cache.directory().iterdir()] == ["notes.txt"]
+
+
+def test_clear_removes_what_somebody_was_writing_when_killed(monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)
+        with pytest.raises(KeyboardInterrupt):
+            cache.keep(f"{'e' * 16}-{KEY}", ENTRY)
+    assert len(list(cache.directory().glob("*.new"))) == 1
+    cache.clear()
+    assert list(cache.directory().iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["package.json", "left.new", "a.files", f"{'A' * 64}.json", f"{'a' * 65}.json"])
+def test_files_of_the_user_in_the_same_directory_are_neither_counted_nor_removed(monkeypatch, name):
+    monkeypatch.setattr(cache, "MOST", 1)
+    monkeypatch.setattr(cache_files, "MOST_BYTES", 0)
+    other = kept().parent / name
+    other.write_text("mine")
+    os.utime(other, (0, 0))
+    cache.keep("cd" * 32, ENTRY)
+    assert len(cache.entries()) == 1
+    assert not cache.may_know(name[:5])
+    cache.clear()
+    assert other.read_text() == "mine"

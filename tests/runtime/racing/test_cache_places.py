@@ -56,7 +56,7 @@ def test_what_is_in_the_place_of_an_entry_is_neither_read_nor_waited_for(make):
     assert os.path.lexists(place) == (make is folder)
     cache.keep(KEY, ENTRY)
     assert cache.find(KEY, RACING, 1.0) == (None if make is folder else ENTRY)
-    place.parent.joinpath("other.json").write_text("{}")
+    place.parent.joinpath(f"{'cd' * 32}.json").write_text("{}")
     assert cache.clear() == (1 if make is folder else 2)
     assert [path.name for path in place.parent.iterdir()] == ([place.name] if make is folder else [])
 

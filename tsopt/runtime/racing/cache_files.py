@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -15,6 +16,10 @@ LARGEST = 5 << 18  # bytes of a file: what is kept of a winner is at most 1 MB a
 MOST_BYTES = 256 << 20  # of the files of all winners
 # End the names of an entry, of the files of its winner, and of what is being written.
 SUFFIX, FILES, UNFINISHED = ".json", ".files", ".new"
+# What precedes these: the key of a race, and in the name of what is being written some random characters. Other files
+# are the user's: TSOPT_CACHE_DIR may be a directory that holds more than the cache.
+_KEY = r"(?:[0-9a-f]{16}-)?[0-9a-f]{64}"
+_STEM = {SUFFIX: re.compile(_KEY), FILES: re.compile(_KEY), UNFINISHED: re.compile(rf"{_KEY}-\w+")}
 
 
 def read(key: str, suffix: str = SUFFIX) -> bytes | None:
@@ -57,7 +62,7 @@ def write(key: str, raw: bytes, suffix: str = SUFFIX) -> None:
     reason = objection()
     if reason:
         raise ValueError(reason)
-    file, name = tempfile.mkstemp(dir=directory(), suffix=UNFINISHED)
+    file, name = tempfile.mkstemp(dir=directory(), prefix=f"{key}-", suffix=UNFINISHED)
     try:
         with os.fdopen(file, "wb") as out:
             out.write(raw)
@@ -140,14 +145,18 @@ def clear() -> int:
 
 
 def _named(suffix: str) -> list[Path]:
-    """What is in the directory under such a name."""
+    """What is in the directory under a name that the cache writes, and that ends like this."""
     if objection():
         return []
     try:
         with os.scandir(directory()) as found:
-            return [Path(item.path) for item in found if item.name.endswith(suffix)]
+            return [Path(item.path) for item in found if _is_ours(item.name, suffix)]
     except OSError:  # there is none, or it cannot be listed
         return []
+
+
+def _is_ours(name: str, suffix: str) -> bool:
+    return name.endswith(suffix) and _STEM[suffix].fullmatch(name.removesuffix(suffix)) is not None
 
 
 def _file(key: str, suffix: str) -> Path:
