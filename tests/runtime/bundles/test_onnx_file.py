@@ -19,6 +19,8 @@ from tsopt.runtime.bundles.onnx_file import CONTRIBUTED, FILE, check_onnx
 from tsopt.runtime.bundles.onnx_wire import MESSAGES
 from tsopt.runtime.onnx import openvino, ort
 
+MINE = "pkg.mine"  # the domain of functions that models define
+
 
 def info(name: str):
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
@@ -43,7 +45,7 @@ def external(**entries):
 
 def model(*nodes, weights=(), functions=(), **more):
     graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"]), *nodes], "g", [info("x")], [info("y")], weights)
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mine", 1)]
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(MINE, 1)]
     return helper.make_model(graph, functions=functions, opset_imports=opsets, **more)
 
 
@@ -59,12 +61,12 @@ def body(*nodes):
     return helper.make_graph(list(nodes), "b", [], [info("k")])
 
 
-def function(name, *nodes):
-    return helper.make_function("mine", name, ["a"], ["b"], list(nodes), [helper.make_opsetid("", 18)])
+def function(name, *nodes, domain=MINE):
+    return helper.make_function(domain, name, ["a"], ["b"], list(nodes), [helper.make_opsetid("", 18)])
 
 
 def own(name, source="a", result="b"):
-    return helper.make_node(name, [source], [result], domain="mine")
+    return helper.make_node(name, [source], [result], domain=MINE)
 
 
 def check(place: Path, made, data: int | None = None) -> None:
@@ -253,6 +255,29 @@ def test_an_operator_that_is_never_written_is_refused(tmp_path, node, text, deep
 
 def test_functions_of_the_file_may_be_called(tmp_path):
     check(tmp_path, model(own("F", "x", "q"), functions=[function("F", helper.make_node("Relu", ["a"], ["b"]))]))
+
+
+@pytest.mark.parametrize("op", ["RandomNormalLike", "EPContext", "QuickGelu", "Swish"])
+@pytest.mark.parametrize("domain", ["", "ai.onnx", "com.microsoft", "com.microsoft.nchwc", "org.openvinotoolkit"])
+def test_a_function_where_an_engine_may_have_an_operator_is_refused(tmp_path, domain, op):
+    within = function(op, helper.make_node("Relu", ["a"], ["b"]), domain=domain)
+    call = helper.make_node(op, ["x"], ["q"], domain=domain)
+    refused(tmp_path, model(call, functions=[within]), "engine may have an operator")
+
+
+def test_an_engine_prefers_its_own_operator_to_a_function_of_the_file(tmp_path):
+    import onnxruntime
+
+    def outputs(domain):
+        negative = function("Relu", helper.make_node("Neg", ["a"], ["b"]), domain=domain)
+        call = helper.make_node("Relu", ["x"], ["z"], domain=domain)
+        made = model(call, functions=[negative], ir_version=10)
+        made.graph.output[0].name = "z"
+        session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+        return session.run(None, {"x": np.array([-1, 2], np.float32)})[0].tolist()
+
+    assert outputs("") == [0, 2]
+    assert outputs(MINE) == [1, -2]
 
 
 def test_functions_that_call_each_other_are_refused(tmp_path):

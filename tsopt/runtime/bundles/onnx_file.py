@@ -46,6 +46,9 @@ REFUSED = {
 # ONNX Runtime's own operators that `ort_kernels.py` and `ort_int8.py` write. Among the others are some that open files.
 CONTRIBUTED = frozenset({"MultiHeadAttention", "QuickGelu", "MatMulNBits", "MatMulIntegerToFloat"})
 STANDARD, MICROSOFT = ("", "ai.onnx"), "com.microsoft"
+# Begins the domains in which the exporter defines functions. No engine has operators of its own there: where it has one
+# of the same domain and name, it runs that, and not the function of the file.
+FUNCTIONS = "pkg."
 
 Name = tuple[str, str, str]  # of a function: domain, name, overload
 
@@ -103,6 +106,11 @@ class _Scan:
             graphs += number == 7
             if number == 25:  # before the graph: it is known then what it may call
                 name = self.name_of_function(value)
+                if not name[0].startswith(FUNCTIONS):
+                    raise self.refuse(
+                        f"it defines {name[1][:40]!r} in the domain {name[0][:40]!r}, in which an engine may have an "
+                        "operator of that name"
+                    )
                 if name in self.functions:
                     raise self.refuse(f"the function {name[1][:40]!r} is defined twice")
                 self.functions[name] = _Body()
