@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from tsopt.cli.library_models import CONFIG
 from tsopt.cli.model_file import split_spec
-from tsopt.cli.model_sources import CONFIG, path_of
+from tsopt.cli.model_sources import path_of
 from tsopt.cli.options import Subject, Timing
 from tsopt.errors import UsageError
 
