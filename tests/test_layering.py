@@ -114,6 +114,7 @@ WITHOUT_TORCH = (
     "cli/console.py",
     "cli/doctor.py",
     "cli/export.py",
+    "cli/hub_kernels.py",
     "cli/library_models.py",
     "cli/model_file.py",
     "cli/model_sources.py",

@@ -39,3 +39,34 @@ class Writing(nn.Module):
         self.calls.add_(1)
         x.mul_(2)
         return x * self.calls + torch.rand(1)
+
+
+def clip():
+    import transformers
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return transformers.CLIPConfig(
+        text_config=small | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49},
+        vision_config=small | {"image_size": 16, "patch_size": 8},
+        projection_dim=8,
+    )
+
+
+def config_of(kind):
+    import transformers
+
+    if kind == "clip":
+        return clip(), "CLIPModel"
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    if kind == "bert":
+        return transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **small), "BertModel"
+    if kind == "vit":
+        return transformers.ViTConfig(image_size=16, patch_size=8, num_channels=1, **small), "ViTModel"
+    whisper = transformers.WhisperConfig(
+        **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 8 for part in ("encoder", "decoder")},
+        **{"d_model": 8, "vocab_size": 50, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16},
+        **{name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")},
+    )
+    return whisper, "WhisperModel"

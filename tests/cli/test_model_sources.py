@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tsopt as package
-from tests.cli.helpers import Writing, net
+from tests.cli.helpers import Writing, clip, config_of, net
 from tsopt.cli.model_sources import load_model, stem_of
 
 
@@ -223,37 +223,6 @@ def test_an_unknown_model_of_torchvision_is_told(torchvision):
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
-def clip():
-    import transformers
-
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    return transformers.CLIPConfig(
-        text_config=small | {"vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 49},
-        vision_config=small | {"image_size": 16, "patch_size": 8},
-        projection_dim=8,
-    )
-
-
-def config_of(kind):
-    import transformers
-
-    if kind == "clip":
-        return clip(), "CLIPModel"
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    if kind == "bert":
-        return transformers.BertConfig(vocab_size=50, max_position_embeddings=16, **small), "BertModel"
-    if kind == "vit":
-        return transformers.ViTConfig(image_size=16, patch_size=8, num_channels=1, **small), "ViTModel"
-    whisper = transformers.WhisperConfig(
-        **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
-        **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
-        **{f"{part}_ffn_dim": 8 for part in ("encoder", "decoder")},
-        **{"d_model": 8, "vocab_size": 50, "num_mel_bins": 4, "max_source_positions": 10, "max_target_positions": 16},
-        **{name: 1 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")},
-    )
-    return whisper, "WhisperModel"
-
-
 @pytest.mark.parametrize(
     ("kind", "shapes"),
     [
@@ -310,11 +279,18 @@ def test_trusted_code_of_a_directory_makes_the_model(tmp_path, monkeypatch, with
     assert type(found.model).__name__ == "Own"
 
 
-def test_kernels_that_would_be_downloaded_are_refused(tmp_path):
-    text = {"model_type": "bert", "attn_implementation": "kernels-community/flash-attn"}
-    (tmp_path / "config.json").write_text(json.dumps(text))
-    with pytest.raises(package.UsageError, match="would be downloaded"):
-        load_model(f"hf:{tmp_path}", [], 0)
+def test_a_class_that_is_a_part_of_its_configuration_is_made_from_that_part(tmp_path):
+    import transformers
+
+    saved = transformers.CLIPModel(clip())
+    saved.save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(text | {"architectures": ["CLIPTextModel"]}))
+    found = load_model(f"hf:{tmp_path}", [], 0)
+    assert type(found.model).__name__ == "CLIPTextModel"
+    token = "embeddings.token_embedding.weight"
+    expected = next(value for name, value in saved.state_dict().items() if name.endswith(token))
+    assert torch.equal(next(v for name, v in found.model.state_dict().items() if name.endswith(token)), expected)
 
 
 def test_the_weights_of_a_directory_are_read(tmp_path):
@@ -342,6 +318,7 @@ def test_code_of_a_directory_needs_trust(tmp_path):
         (None, "holds no config.json"),
         ("{", "is not a JSON object"),
         ("[1]", "is not a JSON object"),
+        ('{"a":' * 100_000, "is not a JSON object"),
         ('{"model_type": "none of these"}', "transformers cannot load"),
     ],
 )

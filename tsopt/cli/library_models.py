@@ -9,11 +9,13 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tsopt.cli.hub_kernels import check_kernels
 from tsopt.errors import UsageError
 
 CONFIG = "config.json"
@@ -81,10 +83,12 @@ def transformers_model(text: str, trust: bool) -> Made:
             why="hf: takes a directory that save_pretrained has written; nothing is downloaded",
             fix="pass hf:DIRECTORY",
         )
+    # NOTE: read when transformers is imported. It also downloads kernels for some models, and for quantized weights.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     transformers = _library("transformers")
     try:
         own = dict(json.loads((directory / CONFIG).read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{directory / CONFIG} is not a JSON object", why=str(error)[:200]) from error
     if "auto_map" in own and not trust:
         raise UsageError(
@@ -93,11 +97,10 @@ def transformers_model(text: str, trust: bool) -> Made:
             fix="if you trust its source, pass --trust",
         )
     has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
-    if any("/" in str(own.get(key, "")) for key in ("attn_implementation", "_attn_implementation")):
-        raise UsageError(f"{directory} asks for attention kernels that would be downloaded", fix="remove the entry")
-    has_weights = any(directory.glob("*.safetensors")) or any(directory.glob("*.bin"))
     try:
         model, example = _of_transformers(transformers, directory, own, has_weights, trust)
+    except UsageError:
+        raise
     except Exception as error:  # the library raises whatever a file breaks
         raise UsageError(
             f"transformers cannot load {directory}", why=f"{type(error).__name__}: {str(error)[:300]}"
@@ -118,8 +121,12 @@ def _of_transformers(
     if cls is None or "auto_map" in own:  # one of the library's factories, which also knows classes of the directory
         mapped = [name for name in own.get("auto_map", {}) if name.startswith("AutoModel")]
         cls = getattr(transformers, next(iter(mapped), "AutoModel"))
+    elif not isinstance(config, cls.config_class or object):  # the model is a part of what the configuration is for
+        config = cls.config_class.from_pretrained(str(directory), local_files_only=True)
+    if not trust:
+        check_kernels(config, directory)
     if has_weights:
-        model = cls.from_pretrained(str(directory), **options)
+        model = cls.from_pretrained(str(directory), config=config, **options)  # the one that was checked
     elif hasattr(cls, "from_config"):
         model = cls.from_config(config, trust_remote_code=trust)
     else:
