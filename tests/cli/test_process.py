@@ -138,6 +138,44 @@ def test_what_the_page_says_to_install_is_enough_for_a_bundle(served):
     assert ran.code == 0, ran.err
 
 
+LOADING = """
+import json, os, sys
+
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in json.loads(sys.argv[1]):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Nowhere())
+import numpy, tsopt
+from tsopt.runtime.racing import cache_directory
+
+def probed():
+    probes = []
+    tsopt.runtime.bundles.store.try_out = lambda *given: probes.append(given)
+    tsopt.load("onnxruntime.tsopt")
+    return len(probes)
+
+os.environ.pop("TSOPT_CACHE_DIR", None)
+called = tsopt.load("onnxruntime.tsopt")(numpy.ones((1, 4), numpy.float32)).shape
+reason, without = cache_directory.objection(), [probed(), probed()]
+os.environ["TSOPT_CACHE_DIR"] = "cache"
+print(json.dumps([len(called), reason, without, [probed(), probed()]]))
+"""
+
+
+def test_to_load_a_bundle_three_packages_are_enough(served):
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    others = {item.partition(">")[0] for item in needed} - {"numpy", "onnxruntime", "safetensors"}
+    assert "platformdirs" in others
+    done = python("-c", LOADING, json.dumps(sorted(others)), cwd=served)
+    assert done.returncode == 0, done.stderr
+    axes, reason, without_cache, with_cache = json.loads(done.stdout)
+    assert axes == 2
+    assert reason == "platformdirs is not installed; install it, or set TSOPT_CACHE_DIR to a directory"
+    assert (without_cache, with_cache) == ([1, 1], [1, 0])
+
+
 @pytest.mark.parametrize("name", ["onnxruntime", "safetensors"])
 def test_another_package_that_is_missing_is_named_with_what_to_type(served, name):
     (ran,) = without("finder", ["torch", name], [["verify", "onnxruntime.tsopt"]], served)

@@ -15,12 +15,12 @@ app = typer.Typer(help="Show or clear the cached results of races.", no_args_is_
 def show(json: AsJson = False) -> None:
     out = process.output(json)
     from tsopt.runtime.racing import cache_files as cache
-    from tsopt.runtime.racing.cache_directory import NoHomeError, directory, objection
+    from tsopt.runtime.racing.cache_directory import NoPlaceError, directory, objection
 
     found, size, reason = cache.entries(), cache.size(), objection()
     try:
         place: str | None = str(directory())
-    except NoHomeError:
+    except NoPlaceError:
         place = None
     out.json({"directory": place, "entries": len(found), "bytes": size, "objection": reason})
     if place is not None:

@@ -9,23 +9,30 @@ from pathlib import Path
 PLACE = "TSOPT_CACHE_DIR"  # environment variable: another directory than the user's cache
 
 
-class NoHomeError(OSError):
-    """The user has no home directory, so nothing is cached. Callers go on without a cache."""
+class NoPlaceError(OSError):
+    """There is no place for a cache, so nothing is cached. Callers go on without one."""
 
 
 def directory() -> Path:
     """Where entries are, whether it is there or not.
 
     Raises:
-        NoHomeError: the process runs as a user who has no home directory, as in a container.
+        NoPlaceError: the process runs as a user who has no home directory, as in a container; or platformdirs is not
+            installed, which a bundle can do without.
     """
-    import platformdirs
-
     try:
         # Files that set variables, such as a Dockerfile, leave `~` to whoever reads them.
-        return Path(os.environ.get(PLACE) or platformdirs.user_cache_dir("tsopt", appauthor=False)).expanduser()
+        return Path(os.environ.get(PLACE) or _of_user()).expanduser()
     except RuntimeError as error:
-        raise NoHomeError(f"the user has no home directory; set {PLACE} to another directory") from error
+        raise NoPlaceError(f"the user has no home directory; set {PLACE} to another directory") from error
+
+
+def _of_user() -> str:
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise NoPlaceError(f"platformdirs is not installed; install it, or set {PLACE} to a directory") from error
+    return platformdirs.user_cache_dir("tsopt", appauthor=False)
 
 
 def objection(place: Path | None = None) -> str:
