@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +145,12 @@ def test_one_setting_alone_raises_what_optimize_raises():
         tsopt.sweep(Fixed().eval(), X[:1], batch_sizes=(2,), **QUICK)
 
 
+def test_a_model_that_runs_in_no_setting_raises_what_optimize_raises():
+    with pytest.raises(tsopt.NotReady, match="training mode") as caught:
+        tsopt.sweep(nn.Sequential(nn.Linear(4, 2), nn.Dropout()).train(), X, threads=(1, 2), **QUICK)
+    assert "eval()" in caught.value.fix
+
+
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_rows_are_repeated_or_dropped(batch):
     made = resized(tsopt.example(X, y=torch.tensor([7, 9])), batch)
@@ -199,7 +206,7 @@ def asked(monkeypatch):
 
     def optimize(model, example, *, threads, **options):
         seen.append((threads, example.args[0].shape[0]))
-        raise tsopt.BackendError("no")
+        return SimpleNamespace(report=FULL)
 
     monkeypatch.setattr(sweeps, "optimize", optimize)
     return seen
@@ -275,7 +282,7 @@ def test_calibration_that_can_be_read_once_serves_all_races(monkeypatch):
 
     def optimize(model, example, *, calibration, **options):
         seen.append(list(calibration))
-        raise tsopt.BackendError("no")
+        return SimpleNamespace(report=FULL)
 
     monkeypatch.setattr(sweeps, "optimize", optimize)
     tsopt.sweep(nn.Linear(2, 2), torch.ones(1, 2), threads=(1, 2), calibration=iter([1, 2, 3]))

@@ -194,8 +194,8 @@ def sweep(
 ) -> Sweep:
     """Races a model in every combination of settings, each as `optimize` does.
 
-    A setting in which the model cannot run is a result with a reason, and the sweep continues. If it is the only
-    setting, the error of `optimize` is raised; so is a UsageError if it is that of every setting.
+    A setting in which the model cannot run is a result with a reason, and the sweep continues. If it can run in none,
+    the error of `optimize` in the first one is raised.
 
     Args:
         threads: numbers of intra-op threads; None uses torch's setting.
@@ -207,6 +207,7 @@ def sweep(
     Raises:
         UsageError: a device is not available, a number is less than 1, or batch sizes were given for inputs without a
             common first axis.
+        TsoptError: as `optimize` does, if the model can run in no setting.
     """
     example = as_example(example_input)
     threads, batch_sizes = _counts("threads", threads), _counts("batch_sizes", batch_sizes)
@@ -214,10 +215,9 @@ def sweep(
     _check(example, threads, batch_sizes, devices)
     tell = progress or (lambda text: None)
     results: list[Result] = []
-    mistakes: list[UsageError] = []
+    errors: list[TsoptError] = []
     if "calibration" in options:
         options["calibration"] = readable_again(options["calibration"])
-    alone = len(devices) * len(batch_sizes) * len(threads) == 1
     for device in devices:
         moved, there = _on(model, example, device)
         for batch, count in itertools.product(batch_sizes, threads):
@@ -232,14 +232,12 @@ def sweep(
                 # The caller wants new measurements, not cached ones.
                 fast = optimize(moved, form, threads=count, progress=told, **DEFAULTS | options)
             except TsoptError as error:
-                if alone:
-                    raise
-                mistakes += [error] if isinstance(error, UsageError) else []
+                errors.append(error)
                 results.append(Result(setting, None, "; ".join(filter(None, (error.what, error.why)))))
                 continue
             results.append(Result(setting, fast.report))
-    if len(mistakes) == len(results):  # it is not one of a setting
-        raise mistakes[0]
+    if len(errors) == len(results):
+        raise errors[0]
     return Sweep(tuple(results))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import MODEL
 from tests.cli.helpers import HEAD, assert_only_stages
 from tsopt.runtime.backends.table import BACKENDS
 
@@ -177,6 +178,15 @@ def test_a_sweep_as_json_is_one_value(tsopt, write, quick):
     write()
     found = tsopt("bench", "m.py", "--json", "--batch-sizes", "2,4").json
     assert [result["setting"]["batch"] for result in found["results"]] == [2, 4]
+
+
+def test_a_sweep_of_a_model_that_runs_in_no_setting_is_an_error(tsopt, write, quick, tmp_path):
+    write(f"{MODEL}model = nn.Sequential(model, nn.Dropout()).train()\n")
+    ran = tsopt("bench", "m.py", "--threads", "1,2", "-o", "out.csv")
+    assert (ran.code, ran.out) == (2, "")
+    assert "training mode" in ran.err
+    assert "fix: " in ran.err
+    assert not (tmp_path / "out.csv").exists()
 
 
 @pytest.mark.parametrize(
