@@ -32,6 +32,14 @@ def test_a_sound_bundle_equals_its_model_on_fresh_inputs(tsopt, place):
     assert "input sets" in ran.out
 
 
+@pytest.mark.parametrize("option", [("--input", "1x4"), ("--seed", "1"), ("--eval",)])
+def test_what_says_how_a_model_is_called_needs_a_model(tsopt, place, option):
+    ran = tsopt("verify", "m.tsopt", *option)
+    assert ran.code == 2
+    assert f"{option[0]} needs --model" in ran.err
+    assert tsopt("verify", "m.tsopt", *option, "--model", "m.py").code == 0
+
+
 def test_the_record_of_a_buffer_that_is_returned_is_what_the_call_has_left(tsopt, tmp_path):
     class Counting(torch.nn.Module):
         def __init__(self):

@@ -24,6 +24,7 @@ from tsopt.cli.options import (
     Timing,
     Trust,
     UseCache,
+    check_needs,
     grouped,
 )
 
@@ -286,6 +287,8 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     out = process.output(json, quiet)
+    if model is None:
+        check_needs("--model", {"--input": input, "--seed": seed, "--eval": eval})
     from tsopt.cli.model_sources import load_model
     from tsopt.cli.verify import against_model, against_record
 

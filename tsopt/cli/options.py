@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from inspect import Parameter, Signature, signature
@@ -270,6 +270,18 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 def _options_of(called: Any) -> list[Parameter]:
     hints = get_type_hints(called, include_extras=True)
     return [option.replace(annotation=hints[option.name]) for option in signature(called).parameters.values()]
+
+
+def check_needs(needed: str, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that was given although it says nothing without another one.
+
+    Args:
+        needed: the other one, which was not given.
+        options: values of options by name.
+    """
+    for option, value in options.items():
+        if value:
+            raise UsageError(f"{option} needs {needed}", fix=f"pass {needed} as well, or leave out {option}")
 
 
 def read_sizes(texts: Sequence[str]) -> dict[str, dict[int, str]]:
