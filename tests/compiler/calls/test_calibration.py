@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 
 import numpy as np
 import pytest
@@ -214,6 +215,27 @@ def test_what_cannot_be_used_is_refused(tmp_path, data, message):
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "data.npz").write_bytes(b"PK\x03\x04 not a zip")
     with pytest.raises(UsageError, match="calibration cannot be read"):
+        read(tmp_path / "data.npz")
+
+
+def test_a_damaged_header_is_refused(tmp_path):
+    np.save(tmp_path / "data.npy", rows(2).numpy())
+    raw = (tmp_path / "data.npy").read_bytes()
+    (tmp_path / "data.npy").write_bytes(raw.replace(b"}", b" "))  # numpy's parser wants the other bracket
+    with pytest.raises(UsageError, match=r"calibration cannot be read: .*data\.npy"):
+        read(tmp_path / "data.npy")
+
+
+def test_a_member_that_is_damaged_or_no_array_is_refused_by_its_name(tmp_path):
+    np.savez(tmp_path / "data.npz", x=rows(2).numpy())
+    with zipfile.ZipFile(tmp_path / "data.npz", "a") as archive:
+        archive.writestr("README.txt", "my data")
+    with pytest.raises(UsageError, match=r"data\.npz, member 'README\.txt'\n  why: it is not an array"):
+        read(tmp_path / "data.npz")
+    header = (np.lib.format.magic(1, 0), (9).to_bytes(2, "little"), b"{'descr':")
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive:
+        archive.writestr("x.npy", b"".join(header))
+    with pytest.raises(UsageError, match=r"data\.npz, member 'x'"):
         read(tmp_path / "data.npz")
 
 

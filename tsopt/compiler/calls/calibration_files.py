@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
 from tsopt.errors import UsageError
 
-# What numpy raises for a file that is damaged, encrypted, or says that it is larger than memory.
-UNREADABLE = (OSError, ValueError, EOFError, BadZipFile, zlib.error, RuntimeError, MemoryError)
 FORMS = (
     "pass a DataLoader, a Dataset, an iterable of inputs or of (input, target), the path of an .npz file or of a "
     "directory of .npy and .npz files, or a number of inputs to draw"
@@ -28,16 +24,29 @@ def from_files(path: Path) -> Iterator[Any]:
         what = "there is no .npy or .npz file in it" if path.exists() else "no such file or directory"
         raise UsageError(f"calibration cannot be read: {path}", why=what, fix=FORMS)
     for file in files:
-        try:
-            loaded = np.load(file, allow_pickle=False)
-            arrays = dict(loaded) if isinstance(loaded, Mapping) else {"arr_0": loaded}
-        except UNREADABLE as error:
-            raise UsageError(
-                f"calibration cannot be read: {file}",
-                why=str(error)[:200] or type(error).__name__,
-                fix="write it with numpy.savez or numpy.save",
-            ) from error
-        yield from _stacked(file, arrays)
+        yield from _stacked(file, _arrays_in(file))
+
+
+def _arrays_in(file: Path) -> dict[str, Any]:
+    """The arrays of a file by name."""
+    member = ""
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, Mapping):
+            return {"arr_0": loaded}
+        arrays: dict[str, Any] = {}
+        for member in loaded:
+            arrays[member] = loaded[member]
+            if not isinstance(arrays[member], np.ndarray):  # numpy gives the bytes of a member that is none
+                raise ValueError("it is not an array")
+    except Exception as error:  # damage to a header, to the archive and to each kind of compression differ
+        place = f", member {member[:80]!r}" if member else ""
+        raise UsageError(
+            f"calibration cannot be read: {file}{place}",
+            why=str(error)[:200] or type(error).__name__,
+            fix="write it with numpy.savez or numpy.save",
+        ) from error
+    return arrays
 
 
 def _stacked(file: Path, arrays: Mapping[str, Any]) -> Iterator[Any]:
