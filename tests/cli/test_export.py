@@ -235,6 +235,32 @@ def test_a_failed_write_leaves_nothing_and_keeps_what_was_there(tsopt, write, tm
     assert (tmp_path / "x.out").read_text() == "the last good one"
 
 
+def test_a_format_that_the_model_does_not_have_is_told_before_one_is_written(tsopt, write, tmp_path):
+    write("import torch\nexample_input = torch.ones(2, 4)\n\ndef model(x):\n    return torch.digamma(x)\n")
+    formats = ("--format", "torchscript", "--format", "onnx")
+    ran = tsopt("export", "m.py", *formats, "-o", "out/")
+    assert ran.code == 2
+    assert "digamma" in ran.err
+    assert "already written" not in ran.err
+    assert names(tmp_path) == ["m.py"]
+    ran = tsopt("export", "m.py", *formats, "-o", "out/", "--report", "new/r.json", "--html", "r.html")
+    assert ran.code == 2
+    assert ran.err.endswith("already written: new/r.json, r.html\n")
+    assert names(tmp_path) == ["m.py", "new", "r.html"]
+
+
+def test_a_write_that_fails_says_what_was_written_before(tsopt, write, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    write()
+    monkeypatch.setattr("onnx_ir.save", fail)
+    ran = tsopt("export", "m.py", "--format", "torchscript", "--format", "onnx", "--report", "r.md", "--json")
+    assert (ran.code, ran.err) == (2, "already written: r.md, m.ts\n")
+    assert "No space left" in ran.json["why"]
+    assert names(tmp_path) == ["m.py", "m.ts", "r.md"]
+
+
 def test_a_directory_of_the_user_beside_the_output_is_left_alone(tsopt, write, tmp_path):
     write()
     (tmp_path / "x.ts.parts").mkdir()

@@ -67,12 +67,17 @@ def run(
         replaced = [path for path in (*places.values(), *reports.values()) if path.exists()]
         beside = [_weights_beside(path) for kind, path in places.items() if kind == "onnx"]
         earlier = {path: path.stat().st_ino for path in beside if path.exists()}
+        for path in reports.values():  # first: what was measured is worth keeping, whatever becomes of the formats
+            save(fast.report, path, WRITERS)
+            process.State.written += (str(path),)
+        compiled = {}  # all of them before the first is written: one may be impossible
+        for kind in places:
+            if kind in BACKEND:
+                tell(f"compile for {kind}")
+                compiled[kind] = _compiled(fast, kind, opset)
         for kind, path in places.items():
             tell(f"write {path}")
-            remarks.append(write(fast, kind, path, opset))
-            process.State.written += (str(path),)
-        for path in reports.values():
-            save(fast.report, path, WRITERS)
+            remarks.append(_write(fast, compiled.get(kind), path))
             process.State.written += (str(path),)
         replaced += [path for path, number in earlier.items() if path.stat().st_ino != number]
     made = fast.report.with_files((kind, str(path)) for kind, path in (places | reports).items())
@@ -242,14 +247,18 @@ def _unwritable(path: Path, why: str) -> BundleError:
     return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another path with -o")
 
 
-def write(fast: Any, kind: str, path: Path, opset: int | None) -> str:
-    """Writes one format of an Optimized. Returns what a caller of the file has to know."""
-    if kind == "tsopt":
-        fast.save(path)
-        return ""
+def _compiled(fast: Any, kind: str, opset: int | None) -> Any:
+    """The program of an Optimized in a format other than its own, verified."""
     # The file may differ from what was raced: the .onnx has standard operators only, at the requested opset.
     options = {"fused": False, "opset": opset} if kind == "onnx" else {}
-    executable = fast.verified(BACKEND[kind], **options)
+    return fast.verified(BACKEND[kind], **options)
+
+
+def _write(fast: Any, executable: Any, path: Path) -> str:
+    """Writes one format of an Optimized: a bundle if there is no executable. Returns what a caller has to know."""
+    if executable is None:
+        fast.save(path)
+        return ""
     with staged(path, unpack=True) as directory:
         if executable.save is not None:
             executable.save(directory / path.name)

@@ -59,6 +59,8 @@ def _refused(error: TsoptError, arguments: list[str]) -> int:
         sys.stderr.write(f"error: {error}\n")
     except BrokenPipeError:
         return process.unread()
+    if process.State.written:
+        sys.stderr.write(f"{process.already_written()}\n")
     return error.exit_code
 
 

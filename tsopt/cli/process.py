@@ -92,9 +92,14 @@ def _end(number: int, _: FrameType | None) -> None:
 def interrupted() -> int:
     """Reports the interruption in one line and returns the exit code."""
     word = "interrupted" if State.signal == signal.SIGINT else f"terminated by {signal.Signals(State.signal).name}"
-    written = f"already written: {', '.join(State.written)}" if State.written else "nothing was written"
+    written = already_written() or "nothing was written"
     sys.stderr.write(f"{word}; {written}\n")
     return INTERRUPTED + State.signal
+
+
+def already_written() -> str:
+    """What a command that ends early has left; empty if it has written no file."""
+    return f"already written: {', '.join(State.written)}" if State.written else ""
 
 
 def finish(code: int) -> int:
