@@ -80,6 +80,17 @@ def test_a_file_that_imports_what_is_missing(tsopt, write):
     assert "a_package_that_nobody_has" in failed(tsopt("inspect", "m.py"), "raises ModuleNotFoundError")
 
 
+def test_a_syntax_error_is_shown_in_the_file_that_has_it(tsopt, write, tmp_path):
+    write("\n\nx = (\n", "layers.py")
+    write("import layers\n")
+    said = failed(tsopt("inspect", "m.py"), "m.py raises SyntaxError")
+    assert f"where: {tmp_path / 'layers.py'}:3\n" in said
+    write("\ncompile('x = (', '<text>', 'exec')\n")
+    assert "m.py:2: compile(" in failed(tsopt("inspect", "m.py"), "m.py raises SyntaxError")
+    write("# coding: nonsense\n")
+    assert "where: m.py" in failed(tsopt("inspect", "m.py"), "m.py raises SyntaxError")
+
+
 def test_a_syntax_error_is_shown_with_its_line(tsopt, write):
     write("import torch\nmodel = = 3\n")
     assert "m.py:2" in failed(tsopt("inspect", "m.py"), "m.py raises SyntaxError")

@@ -178,8 +178,10 @@ def _execute(path: Path, taken: set[str]) -> Any:
 
 
 def _where(error: BaseException, path: Path) -> str:
-    if isinstance(error, SyntaxError):
-        return f"{path}:{error.lineno}"
+    # In this file or in one that it imports; in neither if it is in a text, which the file has compiled in some line.
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        place = path if Path(error.filename).resolve() == path.resolve() else error.filename
+        return f"{place}:{error.lineno}" if error.lineno else str(place)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
     return f"{path}:{frames[-1].lineno}: {frames[-1].line}" if frames else str(path)
 
