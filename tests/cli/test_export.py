@@ -202,7 +202,7 @@ def test_a_directory_that_was_made_on_the_way_goes_with_the_failure(tsopt, write
         (lambda p: None, ["-o", "x.onnx", "--format", "onnx", "--format", "tsopt"], "names one file"),
         (lambda p: (p / "link").symlink_to("nowhere"), ["-o", "link"], "exists and is not a bundle"),
         (lambda p: None, ["-o", "n" * 300], "cannot be written"),
-        (lambda p: None, ["-o", "n" * 245], "cannot be written"),  # fits, but not while it is written
+        (lambda p: None, ["-o", "n" * 235], "cannot be written"),  # fits, but not while it is written
         (lambda p: None, ["-o", "new/" + "n" * 300], "cannot be written"),
     ],
     ids=range(23),
@@ -216,6 +216,28 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tsopt, writ
     assert text in ran.err, ran.err
     assert sorted(tmp_path.rglob("*")) == before
     assert all(path.read_text() == "mine" for path in tmp_path.rglob("f") if path.is_file())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("export", "m.py", "-o", "{}"), "-o"),
+        (("export", "m.py", "--report", "{}.md"), "--report"),
+        (("export", "m.py", "--html", "{}.html"), "--html"),
+        (("profile", "m.py", "-o", "{}.md"), "-o"),
+        (("bench", "m.py", "--html", "{}.html"), "--html"),
+        (("inspect", "m.py", "--graph", "{}.html"), "--graph"),
+        (("check", "m.py", "--update", "--baseline", "{}"), "--baseline"),
+    ],
+)
+@pytest.mark.parametrize("path", ["n" * 235, "m.py/n"])
+def test_a_path_that_cannot_be_written_is_refused_with_its_option(tsopt, write, tmp_path, arguments, option, path):
+    write("raise RuntimeError('the model file must not be read first')\n")
+    ran = tsopt(*(part.format(path) for part in arguments))
+    assert ran.code == 2
+    assert "the output cannot be written" in ran.err
+    assert ran.err.endswith(f"fix: choose another path with {option}\n")
+    assert names(tmp_path) == ["m.py"]
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torchscript"])

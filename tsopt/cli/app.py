@@ -340,7 +340,7 @@ def check(
 
     check_saved("-o", output, check.WRITERS)
     if update:
-        check_place("baseline", baseline)
+        check_place("--baseline", baseline)
     written = {"-o": output} | ({"--baseline": baseline} if update else {})
     check_outputs(subject, timing, saved=written, read={} if update else {"the baseline": baseline})
     given = {"update": update, "max_slowdown": max_slowdown, "compare_seconds": compare_seconds, "threads": threads}

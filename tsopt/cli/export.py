@@ -21,7 +21,7 @@ from tsopt.cli.options import Subject, Timing, race_options
 from tsopt.errors import BundleError, UsageError
 from tsopt.runtime.backends.table import BACKENDS
 from tsopt.runtime.bundles.members import MANIFEST
-from tsopt.runtime.bundles.staging import staged
+from tsopt.runtime.bundles.staging import longest_name, staged
 from tsopt.runtime.bundles.store import check_target
 from tsopt.runtime.onnx.onnx_model import BESIDE
 
@@ -138,9 +138,9 @@ def targets(model: str, formats: list[str], given: str | None) -> dict[str, Path
         is_new = given is not None and given.endswith(SEPARATORS) and Path(given).suffix != SUFFIX["tsopt"]
         places = _places(model, formats, output, is_new)
         for kind, path in places.items():
-            check_place(kind, path)
+            check_place("-o", path, kind)
     except OSError as error:  # a name or a path that is too long for the system
-        raise _unwritable(output or Path(), str(error.strerror)) from error
+        raise _unwritable("-o", output or Path(), str(error.strerror)) from error
     return places
 
 
@@ -203,9 +203,14 @@ def _check_name(path: Path, kind: str) -> None:
         )
 
 
-def check_place(kind: str, path: Path) -> None:
-    """Raises BundleError if a file, or for `tsopt` a bundle, cannot be written there."""
-    _check_parent(path)
+def check_place(option: str, path: Path, kind: str = "") -> None:
+    """Raises BundleError if a file, or for `tsopt` a bundle, cannot be written there.
+
+    Args:
+        option: which names the path.
+        kind: a format; empty for any other file.
+    """
+    _check_parent(option, path)
     inside = next((parent for parent in path.parents if _is_bundle(parent)), None)
     if inside is not None:
         raise BundleError(
@@ -234,17 +239,23 @@ def _weights_beside(path: Path) -> Path:
     return path.with_name(f"{path.name}{BESIDE}")
 
 
-def _check_parent(path: Path) -> None:
+def _check_parent(option: str, path: Path) -> None:
     parent = path.parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise _unwritable(path, f"{parent} is not a writable directory")
-    (parent / f".{path.name}.12345678.old").exists()  # the longest name in use while writing: OSError if too long
+    try:
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise _unwritable(option, path, f"{parent} is not a writable directory")
+        with contextlib.suppress(FileNotFoundError):
+            (parent / longest_name(path)).lstat()  # OSError for a name that would be too long while it is written
+    except OSError as error:
+        raise _unwritable(option, path, str(error.strerror)) from error
 
 
-def _unwritable(path: Path, why: str) -> BundleError:
-    return BundleError("the output cannot be written", where=str(path), why=why, fix="choose another path with -o")
+def _unwritable(option: str, path: Path, why: str) -> BundleError:
+    return BundleError(
+        "the output cannot be written", where=str(path), why=why, fix=f"choose another path with {option}"
+    )
 
 
 def _compiled(fast: Any, kind: str, opset: int | None) -> Any:

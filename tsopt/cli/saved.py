@@ -21,7 +21,7 @@ def check_saved(option: str, path: Path | None, writers: Writers) -> None:
         return
     if path.suffix not in writers:
         raise UsageError(f"{option} {path} has an unknown suffix", fix=f"use one of the suffixes {', '.join(writers)}")
-    check_place("result", path)
+    check_place(option, path)
 
 
 def save(result: Any, path: Path, writers: Writers) -> None:

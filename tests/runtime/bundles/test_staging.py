@@ -16,7 +16,7 @@ import pytest
 from tsopt.errors import BundleError
 from tsopt.runtime import locked_directory
 from tsopt.runtime.bundles import staging
-from tsopt.runtime.bundles.staging import ASIDE, PART, exchange, finished, replace, staged, sweep
+from tsopt.runtime.bundles.staging import ASIDE, PART, exchange, finished, longest_name, replace, staged, sweep
 
 OLD, NEW = {"a": "old", "b": "old"}, {"a": "new", "c": "new"}
 
@@ -222,6 +222,21 @@ def test_the_old_is_set_back_when_the_new_cannot_be_moved(tmp_path, monkeypatch)
         write(place, NEW)
     assert contents(place) == OLD
     assert os.listdir(tmp_path) == ["m.tsopt"]
+
+
+def test_the_longest_name_in_use_is_known_before_a_place_is_written(tmp_path, monkeypatch):
+    without_exchange(monkeypatch)
+    place, rename, used = tmp_path / "m.tsopt", Path.rename, []
+    write(place, OLD)
+
+    def noted(self: Path, target: Path) -> Path:
+        used.extend((self.name, target.name))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", noted)
+    write(place, NEW)
+    assert any(name.endswith(ASIDE) for name in used)
+    assert max(map(len, used)) == len(longest_name(place))
 
 
 def test_another_writer_that_was_there_first_is_replaced(tmp_path, monkeypatch):

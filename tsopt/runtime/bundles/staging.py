@@ -20,6 +20,7 @@ from tsopt.errors import BundleError
 from tsopt.runtime import locked_directory
 
 PART, ASIDE = ".tsopt-part", ".tsopt-aside"  # end the names of what is being written, and of what is being replaced
+RANDOM = 8  # characters that tempfile puts into a name
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 NOT_HERE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}  # a kernel, file system or sandbox without it
 
@@ -64,7 +65,7 @@ class staged:
             "the output cannot be written",
             where=str(self.target),
             why=str(error),
-            fix="choose a writable directory with enough free space (-o)",
+            fix="choose a writable directory with enough free space",
         )
 
     def _move(self) -> None:
@@ -90,6 +91,11 @@ class staged:
             if found is not None and stat.S_ISREG(found.st_mode):
                 return found.st_mode & 0o777
         return None
+
+
+def longest_name(target: Path) -> str:
+    """A name as long as the longest one that is in use beside a target while it is written."""
+    return f".{target.name}.{'x' * RANDOM}{ASIDE}"
 
 
 def replace(new: Path, target: Path) -> None:
