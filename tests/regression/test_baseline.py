@@ -80,7 +80,20 @@ def test_a_baseline_of_any_version_may_be_replaced(tmp_path):
     check_replaceable(tmp_path / "new.json")
 
 
-@pytest.mark.parametrize("text", ['{"name": "a package"}', "[1]", "import torch", "[" * 100_000, "\0"])
+def test_a_report_may_be_replaced_also_one_that_is_no_baseline(tmp_path):
+    place = tmp_path / "r.json"
+    for report in (FULL, replace(FULL, winner_key="torchscript")):
+        place.write_text(json.dumps(report.to_json()))
+        check_replaceable(place)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('{"name": "a package"}', "[1]", "import torch", "[" * 100_000, "\0"),
+        *('{"rows": [["mine"]]}', '{"rows": [{"name": "eager"}], "winner": "eager", "model": "net"}'),
+    ],
+)
 def test_nothing_else_is_replaced(tmp_path, text):
     (tmp_path / "other").write_text(text)
     with pytest.raises(UsageError, match="the file is not a baseline, and would be overwritten"):

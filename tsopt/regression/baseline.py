@@ -22,6 +22,7 @@ MOST_SESSIONS = 1000
 LONGEST = 400  # characters of a text
 LARGEST = 1e9  # a speed-up, milliseconds, or a score; the smallest speed-up or time is its inverse
 MOST_MACS = 10**18
+IN_REPORTS = frozenset({"model", "winner", "winner_key", "rows", "passes", "environment"})  # keys in the JSON of each
 CREATE = "create one: `tsopt check MODEL --baseline FILE --update`, or tsopt.check(model, x, FILE, update=True)"
 
 
@@ -82,7 +83,10 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Raises UsageError if the file exists and is not a baseline (of any version): it was probably named by mistake."""
+    """Raises UsageError if the file is there and is neither a baseline nor a report: it was probably named by mistake.
+
+    Those of any version may be replaced, also if they cannot be read.
+    """
     place = Path(path)
     if place.is_dir():
         raise UsageError("the baseline cannot be written: it is a directory", where=str(place), fix="name a file")
@@ -92,7 +96,7 @@ def check_replaceable(path: str | Path) -> None:
         return
     try:
         data = _data_in(place)
-        why = "" if {"tsopt_baseline", "rows"} & data.keys() else "it is JSON of something else"
+        why = "" if "tsopt_baseline" in data or data.keys() >= IN_REPORTS else "it is JSON of something else"
     except (ValueError, RecursionError) as error:
         why = str(error)[:300] or "it is nested too deeply"
     if why:
