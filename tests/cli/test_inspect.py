@@ -222,6 +222,22 @@ class TestWhy:
         assert "conv_batch_norm" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("option", "other"),
+    [
+        (("--diff",), ("--passes",)),
+        (("--diff",), ("--why", "conv_batch_norm")),
+        (("--diff",), ("--debug-passes",)),
+        (("--pass", "fold"), ("--why", "conv_batch_norm")),
+        (("--pass", "fold"), ("--debug-passes",)),
+    ],
+)
+def test_an_option_that_would_do_nothing_beside_another_is_refused(tsopt, option, other):
+    ran = tsopt("inspect", "m.py", *option, *other)
+    assert ran.code == 2
+    assert f"{option[0]} has no effect beside {other[0]}" in ran.err
+
+
 @pytest.mark.usefixtures("folds")
 def test_without_leaves_rules_and_passes_out(tsopt):
     found = tsopt("inspect", "m.py", "--json", "--without", "conv_batch_norm", "--without", "algebra").json

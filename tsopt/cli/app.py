@@ -24,6 +24,7 @@ from tsopt.cli.options import (
     Timing,
     Trust,
     UseCache,
+    check_beside,
     check_needs,
     grouped,
 )
@@ -116,6 +117,7 @@ def quantize(
     from tsopt.cli.saved import PAGE, check_saved
 
     export.check_frontend(subject)
+    quantize.check_precision(timing.precision)
     places = export.targets(subject.model, ["tsopt"], output)
     check_saved("--report", report, quantize.WRITERS)
     check_saved("--html", html, PAGE)
@@ -248,6 +250,10 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     out = process.output(json)
+    if diff:
+        check_beside("--diff", {"--passes": passes, "--why": why, "--debug-passes": debug})
+    if only and not passes:
+        check_beside("--pass", {"--why": why, "--debug-passes": debug})
     from tsopt.cli.export import directories
 
     if graph is not None:

@@ -284,6 +284,17 @@ def check_needs(needed: str, options: Mapping[str, Any]) -> None:
             raise UsageError(f"{option} needs {needed}", fix=f"pass {needed} as well, or leave out {option}")
 
 
+def check_beside(option: str, others: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that says nothing beside another one that was given.
+
+    Args:
+        others: values of options by name.
+    """
+    for other, value in others.items():
+        if value:
+            raise UsageError(f"{option} has no effect beside {other}", fix=f"leave out {option}, or {other}")
+
+
 def read_sizes(texts: Sequence[str]) -> dict[str, dict[int, str]]:
     """Parses `x:0=batch[1..32]`, one text per axis, into what `optimize` and `capture` accept.
 

@@ -1,10 +1,12 @@
-"""`tsopt quantize`: the table of layers, on the terminal and in a file."""
+"""`tsopt quantize`: its precision; the table of layers, on the terminal and in a file."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
+from tsopt.compiler.precision_names import INT8, PRECISIONS
+from tsopt.errors import UsageError
 from tsopt.runtime.layer_table import layer_table
 
 if TYPE_CHECKING:
@@ -16,6 +18,15 @@ WRITERS: Writers = {
     ".md": lambda report: report.markdown + "\n",
     ".html": lambda report: report.html,
 }
+
+
+def check_precision(name: str | None) -> None:
+    """Raises UsageError for a precision in which no layer would be in int8."""
+    if name in PRECISIONS and name != INT8:
+        raise UsageError(
+            f"--precision {name} has no int8 in it",
+            fix=f"leave it out, or use `tsopt export --precision {name}`",
+        )
 
 
 def show(out: Any, report: Report) -> None:
