@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
 from tsopt.errors import NoGain, UsageError
@@ -123,3 +124,41 @@ def test_a_pattern_that_matches_nothing_is_an_error():
         UsageError, match="keep_float 'body' matches no layer\n  why: the layers are: stem, inner, head"
     ):
         quantized(Residual().eval(), images(1)[0], calibration=images(2), keep_float=("body",))
+
+
+class Heard(nn.Module):
+    """Reads two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.seen, self.heard, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, image, audio):
+        return self.head(self.seen(image) + self.heard(audio))
+
+
+def test_layers_whose_range_the_data_does_not_show_stay_in_float32():
+    model = Heard().eval()
+    calls = [(x, torch.zeros(1, 16)) for x in rows(16, 16)]
+    found = quantized(model, calls[0], calibration=calls)
+    assert {layer.name: layer.kept for layer in records(found)} == {
+        "seen": "",
+        "heard": "its input was always zero in the calibration data",
+        "head": "it depends on audio, which was always zero in the calibration data",
+    }
+    heard = rows(2, 16)
+    with torch.no_grad():
+        (answer,), wanted = found.variants["int8-static"].module()(*heard), model(*heard)
+    assert float((answer - wanted).norm() / wanted.norm()) < 0.04
+    assert not any(layer.kept for layer in records(found, "int8")), "each call finds the ranges itself"
+
+
+def test_scores_whose_range_the_data_does_not_show_stay_in_float32():
+    def forward(self, x, y):
+        return self.layer(torch.nn.functional.scaled_dot_product_attention(x, x + y, x))
+
+    calls = [(torch.randn(1, 2, 8, 16, generator=seeded(i)), torch.zeros(1, 2, 8, 16)) for i in range(8)]
+    found = quantized(Net(forward, layer=nn.Linear(16, 16)), calls[0], calibration=calls, wanted=("int8-static",))
+    said = "it depends on arg1, which was always zero in the calibration data"
+    assert [layer.kept for layer in records(found)] == ["", said]

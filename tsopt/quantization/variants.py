@@ -30,6 +30,7 @@ from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
+from tsopt.passes.quantize.unseen import real_inputs, unseen_values
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.checking.criterion import Criterion, Judgement
@@ -79,6 +80,7 @@ class Quantizer:
         self._is_to_smooth = smooth
         self._losses: dict[str, Loss] = {}
         self._scores: dict[str, QParams] = {}  # of queries and keys
+        self._unseen: dict[str, str] = {}  # why the ranges of values are not known, by their names
         self._kept_before = 0
 
     def progress(self, text: str) -> None:
@@ -110,6 +112,9 @@ class Quantizer:
             known = self.layers if qparams is None else _with_input_in(self.layers, qparams)
             rounding = by_tensor if qparams is None else by_qparams(qparams)
             self._losses = self._measured(known, rounding, corrected=qparams is not None)
+        if qparams is None and (unseen := _with_input_in(self.layers, self._unseen)):
+            self._losses |= self._measured(unseen, by_tensor)  # each call finds these ranges itself
+            self._unseen = {}
 
         def pass_for(only: frozenset[str]) -> Pass:
             if qparams is None:
@@ -197,12 +202,13 @@ class Quantizer:
         reasons: dict[str, str] = {}
         for attention in attentions:
             operands = operands_of(attention)
+            names = [operand.name for operand in operands]
             if attention.name in patterns:
                 reasons[attention.name] = f"keep_float {patterns[attention.name]!r}"
             elif any(map(calibrated_input, operands)):
                 reasons[attention.name] = "its queries or keys are already rounded for a layer"
-            elif any(operand.name not in self._scores for operand in operands):
-                reasons[attention.name] = NOT_FINITE
+            elif any(name not in self._scores for name in names):
+                reasons[attention.name] = next(filter(None, map(self._unseen.get, names)), NOT_FINITE)
         chosen = frozenset(attention.name for attention in attentions) - reasons.keys()
         if chosen:
             self.progress(f"quantize: scores of {len(chosen)} calls of attention")
@@ -230,17 +236,23 @@ class Quantizer:
         self.kept = kept_in_float([*self.layers, *attentions_of(self.program)], self._keep_float)
 
     def _calibrated(self) -> dict[str, QParams]:
-        """Quantization parameters of all finite values that layers would read; those of attention go to `_scores`."""
+        """Quantization parameters of all values that layers would read and whose range the data shows.
+
+        Those of attention go to `_scores`.
+        """
         values = readers_of_integers(self.layers)
         attentions = [] if self.largest < LARGEST else attentions_of(self.program)  # sums of such products saturate
         operands = {operand for attention in attentions for operand in operands_of(attention)}
         ordered = [node for node in self.program.graph.nodes if node in values or node in operands]
         calls = [flat_inputs(self.program, call) for call in self.data.observed]
         with called_on_data(IndexError):
-            observed = observe(self.program, calls, ordered, self._telling("observe"))
-        finite = [node.name for node in operands if observed[node.name].is_finite]
+            watched = dict.fromkeys((*ordered, *real_inputs(self.program)))
+            observed = observe(self.program, calls, watched, self._telling("observe"))
+        self._unseen = unseen_values(self.program, ordered, observed)
+        known = [node for node in ordered if node.name not in self._unseen]
+        finite = [node.name for node in known if node in operands and observed[node.name].is_finite]
         self._scores = {name: observed[name].qparams(symmetric=True) for name in finite}
-        return qparams_of([node for node in ordered if node in values], observed)
+        return qparams_of([node for node in known if node in values], observed)
 
     def _measured(self, layers: Sequence[fx.Node], rounding: Rounding, *, corrected: bool = False) -> dict[str, Loss]:
         """The loss of each of these layers, except of those whose input is not finite.
@@ -269,7 +281,7 @@ class Quantizer:
             return f"keep_float {self.kept[layer]!r}"
         loss = losses.get(layer.name)
         if loss is None:
-            return NOT_FINITE
+            return self._unseen.get(ops.bind(layer)["input"].name, NOT_FINITE)
         return f"SQNR below {LOWEST_SQNR:.0f} dB" if loss.sqnr < LOWEST_SQNR else ""
 
     def _fewest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tsopt.compiler.graph.program import Program
 from tsopt.compiler.graph.quantized import QParams
 from tsopt.passes.quantize.layers import is_moved
 
+log = logging.getLogger("tsopt")
 BINS = 2048  # of a histogram
 SHRUNK = tuple(1 - step / 50 for step in range(48))  # of a range: from all of it to a twenty-fifth
 
@@ -55,6 +57,11 @@ class Observed:
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.low) and math.isfinite(self.high)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all of its elements were the same in all calls, which tells nothing of others."""
+        return self.low == self.high
 
     def widen(self, value: torch.Tensor) -> None:
         if not value.numel():
@@ -101,7 +108,8 @@ def observe(
 ) -> dict[str, Observed]:
     """Observes some values of a program on calibration data. Returns them by node name.
 
-    Each call runs twice: once for the range of each value, once for the histogram over that range.
+    Each call runs twice: once for the range of each value, once for the histogram over that range. If the model keeps a
+    state, each also runs with what the calls before it have left there: the first state says little of later ones.
     """
     found = {node.name: Observed() for node in nodes}
     calls = list(calls)
@@ -111,21 +119,47 @@ def observe(
         def watch(name: str, value: torch.Tensor, record: Callable[[Observed, torch.Tensor], None] = record) -> None:
             record(found[name], value.detach())
 
-        watched = Watched(program, watch, found)
+        watched, later = Watched(program, watch, found), _InSequence(program, watch, found)
         for position, call in enumerate(calls):
             progress(f"{number * len(calls) + position + 1} of {len(rounds) * len(calls)}")
             with torch.no_grad():
                 watched.run(*call)
+                later.run_next(call)
     return found
 
 
+class _InSequence(Watched):
+    """Runs calls of a program that keeps a state one after another, as the model is called."""
+
+    def __init__(self, program: Program, watch: Callable[[str, Any], None], names: Collection[str]) -> None:
+        super().__init__(program, watch, names)
+        inputs = [item.name for item in program.signature.inputs]
+        states = {item.name for item in program.signature.state_inputs}
+        outputs = program.signature.outputs
+        self._kept = {i: inputs.index(str(item.writes)) for i, item in enumerate(outputs) if item.writes in states}
+        self._left: dict[int, torch.Tensor] = {}  # by the calls so far; nothing before the first
+
+    def run_next(self, call: Call) -> None:
+        """Runs a call behind the others. Does nothing where there is no state."""
+        if not self._kept:
+            return
+        try:
+            outputs = self.run(*(self._left.get(place, value) for place, value in enumerate(call)))
+        except (RuntimeError, IndexError) as error:  # as where a cache is full: the next call begins with an empty one
+            log.debug("calls one after another end: %s", error)
+            self._left = {}
+            return
+        self._left = {place: outputs[i] for i, place in self._kept.items()}
+
+
 def qparams_of(nodes: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, QParams]:
-    """Quantization parameters of each finite value. A value that was only moved keeps those of its source."""
+    """Quantization parameters of each finite value that varied. One that was only moved keeps those of its source."""
     found: dict[str, QParams] = {}
     for node in nodes:  # in their order, so that a source comes first
-        if observed[node.name].is_finite:
+        seen = observed[node.name]
+        if seen.is_finite and not seen.is_constant:
             source = _source(node)
-            found[node.name] = found.get(source.name) or observed[node.name].qparams()
+            found[node.name] = found.get(source.name) or seen.qparams()
     return found
 
 

@@ -197,6 +197,8 @@ def _best(seen: _Seen, weights: Sequence[torch.Tensor], largest: int) -> torch.T
     if not seen.is_finite:
         return None
     size = torch.maximum(seen.low.abs(), seen.high.abs())
+    # A channel that was always zero may be as large as any other, and must then be within the range as well.
+    size = torch.where(size > 0, size, size.max())
     columns = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     plain = torch.ones_like(size)
     tried = [

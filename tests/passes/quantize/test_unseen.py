@@ -1,0 +1,97 @@
+"""What calibration data says nothing about has no range: what never varied, and what an input of zeros adds to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tsopt
+from tests.compiler.helpers import Net
+from tests.passes.quantize.models import seeded
+from tsopt.passes.quantize.layers import layers_of, readers_of_integers
+from tsopt.passes.quantize.observe import observe, qparams_of
+from tsopt.passes.quantize.unseen import real_inputs, unseen_values
+
+W = torch.randn(8, 8, generator=seeded(0))
+
+
+def varying(count=4, *shape):
+    return [torch.randn(*(shape or (2, 8)), generator=seeded(i)) for i in range(count)]
+
+
+def unseen(forward, calls):
+    """The reasons, in graph order of the values."""
+    program = tsopt.capture(Net(forward), calls[0])
+    values = readers_of_integers(layers_of(program))
+    ordered = [node for node in program.graph.nodes if node in values]
+    observed = observe(program, calls, [*ordered, *real_inputs(program)], lambda text: None)
+    return list(unseen_values(program, ordered, observed).values())
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.0, "zero"), (0.25, "0.25"), (-1e30, "-1e+30")])
+def test_what_was_always_the_same_has_no_range(value, said):
+    calls = [(x, torch.full((2, 8), value)) for x in varying()]
+    reasons = unseen(lambda self, x, y: F.linear(x, W) + F.linear(y, W), calls)
+    assert reasons == [f"its input was always {said} in the calibration data"]
+
+
+def test_what_varied_once_has_a_range():
+    calls = [(x, torch.zeros(2, 8)) for x in varying()] + [(torch.ones(2, 8), torch.randn(2, 8, generator=seeded(9)))]
+    assert unseen(lambda self, x, y: F.linear(F.linear(x, W) + F.linear(y, W), W), calls) == []
+
+
+ADDED = "it depends on arg1, which was always zero in the calibration data"
+
+
+@pytest.mark.parametrize(
+    ("between", "reasons"),
+    [
+        (lambda x, y: x + F.linear(y, W, W[0]), ["its input was always zero in the calibration data", ADDED]),
+        (lambda x, y: (x + y).relu() * 2, [ADDED]),
+        (lambda x, y: F.layer_norm(x + y, (8,)), []),
+        (lambda x, y: x * y.sigmoid(), []),
+        (lambda x, y: (x + y).clamp(-1, 1), []),
+        (lambda x, y: (x + y).clamp(max=1), [ADDED]),
+        (lambda x, y: torch.where(y > 0, x, -x), []),
+        (lambda x, y: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None], y[:, :2])[0, 0], []),
+        (lambda x, y: F.scaled_dot_product_attention(x[None], x[None], (x + y)[None])[0], [ADDED]),
+    ],
+    ids=["a layer", "a sum", "a norm", "a gate", "a range", "a bound", "a condition", "a mask", "attention"],
+)
+def test_what_an_input_of_zeros_adds_to_has_no_range(between, reasons):
+    calls = [(x, torch.zeros(2, 8)) for x in varying()]
+    assert unseen(lambda self, x, y: F.linear(between(x, y), W), calls) == reasons
+
+
+def test_integers_and_other_constants_are_part_of_the_ranges():
+    calls = [(x, torch.zeros(2, dtype=torch.int64), torch.full((2, 8), 0.5)) for x in varying()]
+    assert unseen(lambda self, x, kind, scale: F.linear((x + F.embedding(kind, W)) * scale, W), calls) == []
+
+
+def test_a_state_that_begins_with_zeros_is_seen_as_later_calls_leave_it():
+    def forward(self, x):
+        y = F.linear(x, W) + F.linear(self.kept, W)
+        self.kept.copy_(y.tanh())
+        return y
+
+    program = tsopt.capture(Net(forward, kept=torch.zeros(2, 8)), varying()[0])
+    values = list(readers_of_integers(layers_of(program)))
+    observed = observe(program, [(x, torch.zeros(2, 8)) for x in varying()], values, lambda text: None)
+    assert len(qparams_of(values, observed)) == 2
+    (kept,) = [observed[node.name] for node in values if node.name.endswith("kept")]
+    assert 0.5 < kept.high <= 1
+
+
+def test_calls_that_cannot_follow_each_other_begin_anew():
+    def forward(self, x):
+        at = self.at.clone()
+        self.at.add_(1)
+        return F.linear(x + self.table[at], W)
+
+    calls = [(x, torch.zeros(1, dtype=torch.int64)) for x in varying(8, 1, 8)]
+    table = torch.arange(1.0, 4.0)[:, None].expand(3, 8).clone()
+    program = tsopt.capture(Net(forward, at=torch.zeros(1, dtype=torch.int64), table=table), calls[0][0])
+    (value,) = readers_of_integers(layers_of(program))
+    found = observe(program, calls, [value], lambda text: None)[value.name]
+    assert found.high > float(torch.cat([x for x, _ in calls]).max()) + 1, "the second row was read as well"

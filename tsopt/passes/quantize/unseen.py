@@ -1,0 +1,72 @@
+"""Which values calibration says nothing about, because an input was always the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from tsopt.compiler.analysis.non_finite import ATTENTION, BOUNDED, has_both_ends
+from tsopt.compiler.analysis.ranged_call import base_name
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.program import Program
+from tsopt.passes.quantize.observe import Observed
+
+# Whatever they are given, their results are within a range that other inputs show as well.
+WITHIN = BOUNDED | {"softmax", "_softmax", "cos", "sin", "layer_norm", "rms_norm", "group_norm", "instance_norm"}
+
+
+def real_inputs(program: Program) -> list[fx.Node]:
+    """The inputs of a program that are not integers or booleans."""
+    return [node for node in program.graph.nodes if node.op == "placeholder" and _is_real(node)]
+
+
+def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, str]:
+    """Why the range of some of these values is not known, by their names.
+
+    A value that was always the same has left no range. Nor has what depends on an input of the model that was always
+    zero: what that one adds to it was never seen. Other inputs that never changed are part of the ranges.
+
+    Args:
+        observed: of these values, and of the inputs.
+    """
+    found = {}
+    added = _depending_on([node for node in real_inputs(program) if _is_zero(observed[node.name])], program)
+    for value in values:
+        seen = observed[value.name]
+        if not seen.is_finite:
+            continue
+        if seen.is_constant:
+            same = "zero" if _is_zero(seen) else f"{seen.low:.6g}"
+            found[value.name] = f"its input was always {same} in the calibration data"
+        elif value in added:
+            found[value.name] = f"it depends on {added[value]}, which was always zero in the calibration data"
+    return found
+
+
+def _is_zero(seen: Observed) -> bool:
+    return seen.low == seen.high == 0
+
+
+def _depending_on(inputs: Iterable[fx.Node], program: Program) -> dict[fx.Node, str]:
+    """The values whose range depends on one of these inputs, each with the name of that input."""
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    names = {node: item.name for node, item in zip(places, program.signature.inputs, strict=True)}
+    found = {node: names[node] for node in inputs}
+    for node in program.calls() if found else ():
+        on = next((found[operand] for operand in _ranging(node) if operand in found), None)
+        if on is not None:
+            found[node] = on
+    return found
+
+
+def _ranging(node: fx.Node) -> list[fx.Node]:
+    """The operands that the range of a result depends on."""
+    name = base_name(node)
+    if name in WITHIN or not _is_real(node) or (name == "clamp" and has_both_ends(node)):
+        return []
+    return [ops.bind(node)["value"]] if name == ATTENTION else list(node.all_input_nodes)
+
+
+def _is_real(node: fx.Node) -> bool:
+    return any(value.is_floating_point() or value.is_complex() for value in ops.tensors_of(node.meta.get("val")))
