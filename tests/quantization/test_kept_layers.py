@@ -9,6 +9,7 @@ from torch import nn
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
+from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import NoGain, UsageError
 
 
@@ -162,3 +163,31 @@ def test_scores_whose_range_the_data_does_not_show_stay_in_float32():
     found = quantized(Net(forward, layer=nn.Linear(16, 16)), calls[0], calibration=calls, wanted=("int8-static",))
     said = "it depends on arg1, which was always zero in the calibration data"
     assert [layer.kept for layer in records(found)] == ["", said]
+
+
+class Wide(nn.Module):
+    """Its first layer adds up more products than fit in 32 bits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.long, self.short = nn.Linear(70_000, 8), nn.Linear(8, 8)
+        nn.init.constant_(self.long.weight, 1e-5)
+
+    def forward(self, x):
+        return self.short(self.long(x))
+
+
+def test_layers_whose_sums_may_not_fit_in_32_bits_stay_in_float32():
+    calls = [torch.rand(1, 70_000, generator=seeded(i)) for i in range(8)]
+    found = quantized(Wide().eval(), calls[0], calibration=calls)
+    for variant in ("int8", "int8-static"):
+        assert [layer.kept for layer in records(found, variant)] == ["its sums might not fit in 32 bits", ""]
+        assert len(layers(found.variants[variant])) == 1
+
+
+@pytest.mark.skipif(largest_weight() < 127, reason="int8 weights are not tried on this processor")
+def test_int8_weights_take_layers_of_any_length():
+    calls = [torch.rand(1, 70_000, generator=seeded(i)) for i in range(2)]
+    found = quantized(Wide().eval(), calls[0], calibration=calls, wanted=("int8-weights",))
+    assert not records(found, "int8-weights")[0].kept, "engines add up 128 products at a time"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 from torch import fx
 
+from tsopt.compiler.analysis.integer_sums import scores_fit
 from tsopt.compiler.calls.calibration import Calibration, called_on_data
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.origin import module_of, origin_of
@@ -23,7 +24,14 @@ from tsopt.errors import NoGain
 from tsopt.passes.quantize.dynamic import DynamicInt8
 from tsopt.passes.quantize.effects import losses_with_effects
 from tsopt.passes.quantize.layer_names import kept_in_float
-from tsopt.passes.quantize.layers import NO_LAYER, layers_of, multiplications, quantized_already, readers_of_integers
+from tsopt.passes.quantize.layers import (
+    NO_LAYER,
+    fits_in_sums,
+    layers_of,
+    multiplications,
+    quantized_already,
+    readers_of_integers,
+)
 from tsopt.passes.quantize.observe import observe, qparams_of
 from tsopt.passes.quantize.scores import ScoresInInt8
 from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
@@ -42,6 +50,7 @@ LOWEST_SQNR = 20.0  # dB: a layer that loses more is kept in float32
 MEASURED = 8  # calls that the loss of each layer is measured on
 WORTH_FREEING = 1 << 24  # bytes of weights: a collection takes a tenth of a second
 NOT_FINITE = "its input is not finite"
+OVERFLOWS = "its sums might not fit in 32 bits"
 SAFE = 0.9  # of the limit: an engine rounds a little differently from the program as torch runs it
 
 
@@ -116,17 +125,20 @@ class Quantizer:
             self._losses |= self._measured(unseen, by_tensor)  # each call finds these ranges itself
             self._unseen = {}
 
+        reasons = self._reasons(self.layers, self._losses)
+        too_long = [layer.name for layer in self.layers if not fits_in_sums(self.program, layer, self.largest)]
+        reasons = dict.fromkeys(too_long, OVERFLOWS) | reasons
+
         def pass_for(only: frozenset[str]) -> Pass:
             if qparams is None:
                 return DynamicInt8(self.largest, only)
             shifts = {key: loss.shift for key, loss in self._losses.items()}
             # A layer that stays only because too many are rounded together reads what is rounded for its neighbours:
             # ONNX Runtime would run the convolution in front in float32 too.
-            in_float = frozenset(layer.name for layer in self.layers if self._reason(layer, self._losses))
-            return StaticInt8(qparams, shifts, only, in_float, self.largest)
+            return StaticInt8(qparams, shifts, only, frozenset(reasons), self.largest)
 
         # The second variant starts from the choice of the first, which saves most of its trials.
-        made, records = self._chosen(self.layers, self._losses, pass_for, self._kept_before)
+        made, records = self._chosen(self.layers, self._losses, reasons, pass_for, self._kept_before)
         of_layers = zip(self.layers, records, strict=True)
         kept = sum(bool(record.kept) for layer, record in of_layers if layer.name in self._losses)
         self._kept_before = 0 if isinstance(made, NoGain) else kept
@@ -140,12 +152,15 @@ class Quantizer:
         if share < WORTHWHILE:
             return NoGain(f"linear layers account for only {share:.1%} of the work and weights"), ()
         layers = linear_layers(self.layers)
-        return self._chosen(layers, self._measured(layers, by_group), Int8Weights, 0)
+        losses = self._measured(layers, by_group)
+        # Engines add up the products of a group of neighbours: their sums fit.
+        return self._chosen(layers, losses, self._reasons(layers, losses), Int8Weights, 0)
 
     def _chosen(
         self,
         layers: Sequence[fx.Node],
         losses: Mapping[str, Loss],
+        reasons: Mapping[str, str],
         pass_for: Callable[[frozenset[str]], Pass],
         at_least: int,
     ) -> Made:
@@ -155,11 +170,10 @@ class Quantizer:
         outputs are not known, these are the ones that lose most themselves.
 
         Args:
+            reasons: why some of them stay in float32 in any case, by their names.
             pass_for: the pass that quantizes the layers with these names.
             at_least: how many to keep in float32 in any case.
         """
-        reasons = {layer.name: reason for layer in layers if (reason := self._reason(layer, losses))}
-
         effects = {name: loss.effect for name, loss in losses.items() if loss.effect is not None}
 
         def rank(layer: fx.Node) -> float:
@@ -178,14 +192,14 @@ class Quantizer:
         at_least = max(at_least, sum(layer.name in reasons for layer in order))
         kept, said = self._fewest(pass_with, at_least, [losses[layer.name].effect for layer in order])
         together = "the quantized layers together exceed the accuracy limit"
-        reasons = dict.fromkeys((layer.name for layer in order[:kept]), together) | reasons
-        reasons |= {
-            layer.name: "the fastest candidate quantizes only linear layers"
-            for layer in self.layers
-            if layer not in layers
+        others = [layer.name for layer in self.layers if layer not in layers]
+        said_of = {
+            **dict.fromkeys((layer.name for layer in order[:kept]), together),
+            **reasons,
+            **dict.fromkeys(others, "the fastest candidate quantizes only linear layers"),
         }
         records = tuple(
-            self._record(layer, losses.get(layer.name), reasons.get(layer.name, "")) for layer in self.layers
+            self._record(layer, losses.get(layer.name), said_of.get(layer.name, "")) for layer in self.layers
         )
         if kept == len(order):
             return NoGain(f"no layer can run in int8: {said or 'each of them is kept in float32'}"), records
@@ -207,6 +221,8 @@ class Quantizer:
                 reasons[attention.name] = f"keep_float {patterns[attention.name]!r}"
             elif any(map(calibrated_input, operands)):
                 reasons[attention.name] = "its queries or keys are already rounded for a layer"
+            elif not scores_fit(int(operands[0].meta["val"].shape[-1])):
+                reasons[attention.name] = OVERFLOWS
             elif any(name not in self._scores for name in names):
                 reasons[attention.name] = next(filter(None, map(self._unseen.get, names)), NOT_FINITE)
         chosen = frozenset(attention.name for attention in attentions) - reasons.keys()
@@ -274,6 +290,10 @@ class Quantizer:
 
     def _telling(self, what: str) -> Callable[[str], None]:
         return lambda text: self.progress(f"quantize: {what} {text}")
+
+    def _reasons(self, layers: Sequence[fx.Node], losses: Mapping[str, Loss]) -> dict[str, str]:
+        """Why some layers must stay in float32 regardless of the other layers, by their names."""
+        return {layer.name: reason for layer in layers if (reason := self._reason(layer, losses))}
 
     def _reason(self, layer: fx.Node, losses: Mapping[str, Loss]) -> str:
         """Why a layer must stay in float32 regardless of the other layers; empty if it need not."""

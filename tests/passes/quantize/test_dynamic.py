@@ -197,3 +197,9 @@ def test_the_standard_passes_leave_a_quantized_program_as_it_is():
     assert len(layers(after)) == len(layers(made)) == 2
     assert set(after.used_weights()) == set(made.used_weights())
     assert torch.equal(after.module()(X)[0], made.module()(X)[0])
+
+
+def test_a_layer_whose_sums_do_not_fit_in_32_bits_stays_as_it_is():
+    long = torch.ones(2, 70_000)
+    program = in_int8(lambda self, x, y: F.linear(x, W).sum() + F.linear(y, long), X, torch.rand(1, 70_000))
+    assert [program.weights[layer.weight].shape for layer in layers(program)] == [(8, 8)]

@@ -256,3 +256,20 @@ def test_rounding_is_to_the_nearest_even_and_the_ends_hold():
     for program in (made, simulated(made)):
         with torch.no_grad():
             assert torch.equal(program.module()(x)[0].round(), wanted)
+
+
+def test_a_layer_whose_sums_do_not_fit_in_32_bits_stays_as_it_is():
+    short, long = torch.ones(2, 64), torch.ones(2, 70_000)
+    made, _ = calibrated(lambda self, x: F.linear(x[:, :64], short) + F.linear(x, long), torch.rand(1, 70_000))
+    (only,) = layers(made)
+    assert made.weights[only.weight].shape == (2, 64)
+
+
+def test_a_bias_beside_hardly_any_weight_fits_in_steps_of_both_scales():
+    kernel = torch.randn(4, 3, 3, 3, generator=seeded(0))
+    kernel[0], kernel[1] = 0.0, kernel[1] * 1e-12
+    bias = torch.tensor([1.0, -2.0, 1.0, 0.0])
+    made, _ = calibrated(lambda self, x: F.conv2d(x, kernel, bias), images(1)[0])
+    (layer,) = layers(made)
+    assert float((bias / (made.weights[layer.scales] * layer.by.scale)).abs().max()) <= 2**24 + 1
+    assert relative_error(made, lambda x: F.conv2d(x, kernel, bias), images(1)[0]) < 0.02

@@ -37,6 +37,8 @@ DEQUANTIZING = (
     *(quantized.dequantize_per_channel.default, quantized.dequantize_per_tensor.default),
     quantized.dequantize_per_tensor.tensor,
 )
+Known = MutableMapping[str, fx.Node]
+Least = torch.Tensor | None  # scales
 LARGEST = 127  # of a weight
 # Without VNNI instructions, two products of an unsigned and a signed byte are added in 16 bits, which saturate
 # silently: 2 * 255 * 64 is below 2^15.
@@ -133,16 +135,17 @@ def quantize_value(program: Program, value: fx.Node, by: QParams) -> fx.Node:
     return new_call(program, before, value, quantized.dequantize_per_tensor.default, (integers, *kind), {})
 
 
-def quantize_weight(program: Program, layer: fx.Node, largest: int, known: MutableMapping[str, fx.Node]) -> fx.Node:
+def quantize_weight(program: Program, layer: fx.Node, largest: int, known: Known, least: Least = None) -> fx.Node:
     """A call before a layer that dequantizes its weight: int8 up to a magnitude, with a scale for each output.
 
     Args:
         known: such calls by the name of the weight, for layers that share one; a new call is added.
+        least: the smallest scales of the outputs.
     """
     weight: Any = ops.bind(layer)["weight"]
     if str(weight.target) in known:
         return known[str(weight.target)]
-    integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest)
+    integers, scales = quantized_weight(program.weights[str(weight.target)].detach(), largest, least)
     parts = {"int8": integers, "scales": scales, "zeros": torch.zeros(len(scales), dtype=torch.int64, device="cpu")}
     held = [
         new_weight(program, weight.next, fresh_name(f"{weight.target}.{name}", program.weights), value)
@@ -153,12 +156,13 @@ def quantize_weight(program: Program, layer: fx.Node, largest: int, known: Mutab
     return made
 
 
-def quantized_weight(weight: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The int8 values, contiguous, and the scale of each output, [out]: SMALLEST where all of its weights are 0.
+def quantized_weight(weight: torch.Tensor, largest: int, least: Least = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The int8 values, contiguous, and the scale of each output, [out]: SMALLEST, or `least`, where its weights are 0.
 
     NOTE: contiguous whatever the strides of the weight, because ONNX stores integers without a Transpose (`OnnxModel`).
     """
     scales = (torch.linalg.vector_norm(weight.flatten(1), math.inf, 1) / largest).clamp(min=SMALLEST)
+    scales = scales if least is None else torch.maximum(scales, least)
     integers = (weight / _by_output(scales, weight)).round_().clamp_(-largest, largest).to(torch.int8)
     return integers.contiguous(), scales
 

@@ -13,7 +13,7 @@ from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import LARGEST, erase_dead, quantize_input, quantize_weight, rewire
 from tsopt.compiler.precision_names import INT8
 from tsopt.compiler.rewriting.pass_base import Changes, Done, Limits, Pass
-from tsopt.passes.quantize.layers import layers_of
+from tsopt.passes.quantize.layers import fits_in_sums, layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class DynamicInt8(Pass):
     """Linear layers and convolutions of float32 with constant weights, on 8-bit integers. LOSSY.
 
     Weights are symmetric and have a scale for each output; activations are unsigned, with one scale and one zero point
-    for the whole tensor.
+    for the whole tensor. A layer whose sums might not fit in 32 bits stays as it is.
 
     Attributes:
         only: the names of the layers to quantize; None for all.
@@ -38,7 +38,8 @@ class DynamicInt8(Pass):
         weights: dict[str, fx.Node] = {}
         done = []
         for node in layers_of(program):
-            if (self.only is not None and node.name not in self.only) or not limits.take():
+            is_chosen = self.only is None or node.name in self.only
+            if not is_chosen or not fits_in_sums(program, node, self.largest) or not limits.take():
                 continue
             done.append(Done("quantize_layer", origin_of(node)))
             x = ops.bind(node)["input"]

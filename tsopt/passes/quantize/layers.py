@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from tsopt.compiler.analysis.integer_sums import sums_fit
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.ops import aten
 from tsopt.compiler.graph.origin import origin_of
@@ -64,6 +65,15 @@ def is_layer(program: Program, node: fx.Node) -> bool:
     if not (batched and weight.dim() == dimensions and filled and _takes_bias(weight, call["bias"])):
         return False
     return bool(weight.isfinite().all())
+
+
+def fits_in_sums(program: Program, layer: fx.Node, largest: int) -> bool:
+    """Whether an engine that adds up the integers of a layer in 32 bits can hold all of its results.
+
+    Args:
+        largest: the largest magnitude of a weight.
+    """
+    return sums_fit(program.weights[str(ops.bind(layer)["weight"].target)].detach(), largest)
 
 
 def _takes_bias(weight: torch.Tensor, bias: fx.Node | None) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from tsopt.compiler.analysis.integer_sums import scores_fit
 from tsopt.compiler.graph.origin import origin_of
 from tsopt.compiler.graph.program import Numerics, Program
 from tsopt.compiler.graph.quantized import QParams, quantize_value
@@ -38,6 +39,7 @@ class ScoresInInt8(Pass):
         for node in attentions_of(program):
             operands = operands_of(node)
             known = all(operand.name in self.qparams for operand in operands)
+            known = known and scores_fit(int(operands[0].meta["val"].shape[-1]))
             if node.name not in self.only or not known or not limits.take():
                 continue
             for operand in operands:

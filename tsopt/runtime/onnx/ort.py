@@ -167,6 +167,7 @@ class OnnxRuntimeBackend:
 
 def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) -> list[Unsupported]:
     """What a runtime of ONNX models on these kinds of devices cannot take as it is."""
+    from tsopt.compiler.analysis.integer_sums import length_of_unsafe_sum
     from tsopt.compiler.analysis.ranged_call import base_name
     from tsopt.compiler.graph import ops
     from tsopt.compiler.graph.control import all_calls
@@ -184,6 +185,9 @@ def refusals(program: Program, runtime: str, devices: Sequence[str] = ("cpu",)) 
             places = " or ".join(where[device] for device in devices)
             found.append(Unsupported(name, f"the model is on {kind.device}, but this backend runs on {places}"))
     for node in all_calls(program):
+        if length := length_of_unsafe_sum(program, node):
+            why = f"{runtime} adds up {length:,} products of 8-bit integers in 32 bits, which might not hold the sum"
+            found.append(Unsupported(origin_of(node), why))
         if base_name(node) in UNSTABLE:
             why = f"the ONNX translation of {ops.name_of(node)} overflows or loses digits where PyTorch does not"
             found.append(Unsupported(origin_of(node), why))
