@@ -120,7 +120,8 @@ def optimize(
             for which it is NaN is refused.
         max_drop: how far the metric may be below that of the model, 0.01 by default. Without `metric` it applies to
             `"top1"` if the first output is rows of scores, and to `"cosine"` otherwise.
-        keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`.
+        keep_float: layers and attention that stay in float32, by module path, such as `"encoder.layer.3.*"`. Engines
+            that lower the precision of all layers together do not race then.
         frontend: how the model is captured.
 
             - `"auto"`: by torch.export; by TorchScript where control flow is data-dependent; else partitioned; else
@@ -273,9 +274,11 @@ def who_races(
     level: int,
     *,
     calibrated: bool = False,
+    keep_float: bool = False,
 ) -> tuple[Candidate, ...]:
     """The candidates that the options of `optimize` select. Raises UsageError."""
-    return _candidates(backends, precision, level, on_gpu=is_on_gpu(example), calibrated=calibrated)
+    on_gpu = is_on_gpu(example)
+    return _candidates(backends, precision, level, on_gpu=on_gpu, calibrated=calibrated, keep_float=keep_float)
 
 
 def _candidates(
@@ -285,9 +288,10 @@ def _candidates(
     *,
     on_gpu: bool,
     calibrated: bool,
+    keep_float: bool,
 ) -> tuple[Candidate, ...]:
     asked = precision or (AUTO if LEVELS.get(level) == Numerics.LOSSY else FP32)
-    return candidates_for(backends, asked, on_gpu=on_gpu, calibrated=calibrated)
+    return candidates_for(backends, asked, on_gpu=on_gpu, calibrated=calibrated, keep_float=keep_float)
 
 
 def compile(
@@ -340,8 +344,12 @@ def _checked(options: Mapping[str, Any], *, on_gpu: bool) -> tuple[tuple[Candida
     given = {name: options[name] for name in ("calibration", "metric", "max_drop")}
     int8 = Int8Options(**given, keep_float=patterns_in(options["keep_float"]))
     int8.check()
-    calibrated = int8.calibration is not None
-    candidates = _candidates(backends, options["precision"], options["level"], on_gpu=on_gpu, calibrated=calibrated)
+    candidates = _candidates(
+        *(backends, options["precision"], options["level"]),
+        on_gpu=on_gpu,
+        calibrated=int8.calibration is not None,
+        keep_float=bool(int8.keep_float),
+    )
     if int8.are_given and all(candidate.precision == FP32 for candidate in candidates):
         raise UsageError(
             "calibration, metric, max_drop and keep_float have no effect without a lower precision",

@@ -75,3 +75,38 @@ def test_patterns_without_a_lower_precision_are_an_error():
 def test_a_drop_is_a_number(max_drop):
     with pytest.raises(UsageError, match="max_drop must be 0 or more"):
         tsopt.optimize(mlp(4, 4), torch.randn(1, 4), precision="int8", max_drop=max_drop)
+
+
+@pytest.mark.parametrize(
+    ("precision", "calibrated"), [("auto", True), ("int8", True), ("bf16", False), ("fp16", False)]
+)
+def test_engines_that_lower_all_layers_together_do_not_race_with_layers_in_float32(monkeypatch, precision, calibrated):
+    monkeypatch.setattr("tsopt.runtime.backends.candidate.computes_in_bfloat16", lambda: True)
+
+    def keys(keep_float):
+        found = candidates_for(
+            *(("eager", "onednn", "openvino", "cudagraph"), precision), calibrated=calibrated, keep_float=keep_float
+        )
+        return {candidate.key for candidate in found if candidate.precision != "fp32"}
+
+    left_out = keys(False) - keys(True)
+    assert left_out
+    assert all("other_ops=bf16" in key or "openvino?precision=" in key or key.endswith("tf32") for key in left_out)
+    assert not any("other_ops" in key or key == "openvino?precision=bf16" for key in keys(True))
+    assert keys(True), "those that run what a pass has lowered"
+
+
+@pytest.mark.parametrize("key", ["openvino?precision=bf16", "openvino?other_ops=bf16&precision=int8-static"])
+def test_an_engine_that_is_asked_for_and_cannot_keep_layers_is_refused(key):
+    with pytest.raises(UsageError, match=r"openvino\?.*bf16.* cannot keep layers in float32") as caught:
+        tsopt.optimize(mlp(4, 4), rows(1, 4)[0], backends=(key,), calibration=rows(2, 4), keep_float=("0",))
+    assert caught.value.fix == "leave out this candidate, or keep_float"
+
+
+@pytest.mark.parametrize(("precision", "fix"), [("bf16", "add one of: .*onednn.*"), ("tf32", "leave out keep_float")])
+def test_a_precision_in_which_nobody_keeps_layers_is_refused(precision, fix):
+    backend = {"bf16": "openvino", "tf32": "cudagraph"}[precision]
+    with pytest.raises(
+        UsageError, match=f"no selected backend supports {precision} with some layers in float32\n.*{fix}"
+    ):
+        candidates_for((backend,), precision, keep_float=True)

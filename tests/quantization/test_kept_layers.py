@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
 from tsopt.compiler.graph.quantized import largest_weight
 from tsopt.errors import NoGain, UsageError
+from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.layer_table import lines
 
 
 def test_the_layer_that_loses_most_stays_in_float32():
@@ -191,3 +195,12 @@ def test_int8_weights_take_layers_of_any_length():
     calls = [torch.rand(1, 70_000, generator=seeded(i)) for i in range(2)]
     found = quantized(Wide().eval(), calls[0], calibration=calls, wanted=("int8-weights",))
     assert not records(found, "int8-weights")[0].kept, "engines add up 128 products at a time"
+
+
+def test_what_is_not_in_int8_has_the_precision_of_the_engines_other_ops():
+    found = quantized(hard(), rows(1)[0], calibration=rows(16))
+    engine = Candidate("openvino", variant="int8-static")
+    in_bfloat16 = replace(engine, options=(("other_ops", "bf16"),))
+    assert [layer.cells()[-2] for layer in found.layers_for(engine)] == ["int8", "int8", "fp32", "int8"]
+    assert [layer.cells()[-2] for layer in found.layers_for(in_bfloat16)] == ["int8", "int8", "bf16", "int8"]
+    assert "kept in bf16 (SQNR below 20 dB): 4" in lines(found.layers_for(in_bfloat16), "")

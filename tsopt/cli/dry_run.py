@@ -76,7 +76,9 @@ def _look(out: Output, subject: Subject, timing: Timing, tell: Callable[[str], N
     options = race_options(subject, timing)
     first, *_ = as_examples(loaded.example_input)
     racing = who_races(
-        first, options.get("backends"), options["precision"], subject.level, calibrated=bool(timing.calibration)
+        *(first, options.get("backends"), options["precision"], subject.level),
+        calibrated=bool(timing.calibration),
+        keep_float=bool(timing.keep_float),
     )
     tell("capture")
     try:

@@ -116,7 +116,8 @@ class Quantization:
         """What became of each layer as a candidate runs it; None: nothing runs in int8."""
         if candidate is None:
             return self.layers_in(FP32)
-        records = self.layers_in(candidate.variant)
+        others = str(dict(candidate.options).get("other_ops", FP32))
+        records = tuple(replace(item, kept_in=others) for item in self.layers_in(candidate.variant))
         if candidate.variant != INT8_STATIC or candidate.info.int8_scores:
             return records
         kept = f"{candidate.info.title} computes attention in float32"

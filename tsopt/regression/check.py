@@ -250,7 +250,8 @@ def _check_options(
 def _may_lose(example: Example, options: dict[str, Any]) -> bool:
     """Whether candidates in lower precisions race, which `optimize` judges by a metric."""
     asked = {"backends": None, "precision": None, "level": 2} | options
-    racing = who_races(example, asked["backends"], asked["precision"], asked["level"])
+    kept = bool(asked.get("keep_float"))
+    racing = who_races(example, asked["backends"], asked["precision"], asked["level"], keep_float=kept)
     return any(candidate.precision != FP32 for candidate in racing)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tsopt.compiler.precision_names import FP32, INT8
+
 SHOWN = 3  # names of layers in a line
 COLUMNS = ("layer", "op", "SQNR dB", "output dB", "KB fp32", "KB int8", "ms fp32", "ms int8", "precision", "because")
 TIMES = ("ms fp32", "ms int8")
@@ -23,11 +25,12 @@ class LayerRecord:
         op: `linear`, `conv2d`, or ATTENTION.
         sqnr: signal to quantization noise of its own result, in dB; None where it was not measured.
         bytes_float, bytes_int8: of its weight.
-        kept: why it stays in float32; empty where it is quantized.
+        kept: why it stays out of int8; empty where it is quantized.
         output_sqnr: that of the outputs of the model if only this layer is quantized, by gradients, in dB; None
             where that is not known.
         ms_float, ms_int8: of a call, in the winner's engine, in float32 and as it runs; None where that has not been
             profiled, or the engine has fused the layer into another one.
+        kept_in: the precision that it has otherwise: that of the engine's other ops.
     """
 
     name: str
@@ -40,13 +43,14 @@ class LayerRecord:
     output_sqnr: float | None = None
     ms_float: float | None = None
     ms_int8: float | None = None
+    kept_in: str = FP32
 
     def cells(self) -> tuple[str, ...]:
         """The record under COLUMNS."""
         losses = ("-" if loss is None else f"{loss:.1f}" for loss in (self.sqnr, self.output_sqnr))
         sizes = (f"{self.bytes_float / 1e3:.1f}", f"{self.bytes_int8 / 1e3:.1f}")
         times = map(_milliseconds, (self.ms_float, self.ms_int8))
-        return (self.name, self.op, *losses, *sizes, *times, "fp32" if self.kept else "int8", self.kept)
+        return (self.name, self.op, *losses, *sizes, *times, self.kept_in if self.kept else INT8, self.kept)
 
     def record(self) -> dict[str, Any]:
         """The record for machines."""
@@ -90,13 +94,14 @@ def lines(records: Sequence[LayerRecord], calibration: str, *, chosen: bool = Tr
     said = [f"{'int8' if chosen else 'int8, which was not chosen'}: {summary(records)}"]
     if calibration:
         said.append(f"calibration: {calibration}")
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for item in records:
         if item.kept:
-            reasons.setdefault(item.kept, []).append(item.name)
-    for reason, names in reasons.items():
+            reasons.setdefault((item.kept_in, item.kept), []).append(item.name)
+    for (precision, reason), names in reasons.items():
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        said.append(f"kept in float32 ({reason}): {', '.join(names[:SHOWN])}{more}")
+        kept = f"kept in {'float32' if precision == FP32 else precision}"
+        said.append(f"{kept} ({reason}): {', '.join(names[:SHOWN])}{more}")
     return said
 
 

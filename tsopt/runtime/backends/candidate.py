@@ -13,6 +13,7 @@ from tsopt.runtime.racing.environment import computes_in_bfloat16
 
 AUTO = "auto"  # every floating-point precision
 ONE_THREAD: Options = (("threads", 1),)
+BY_ENGINE = ("precision", "other_ops")  # options by which an engine lowers the precision of what it is given
 CONSTANTS = {"true": True, "false": False, "none": None}
 
 
@@ -81,13 +82,19 @@ class Candidate:
         return str(dict(self.options).get("precision", self.variant))
 
     @property
+    def keeps_float32(self) -> bool:
+        """Whether what its program has in float32 is computed so: an engine's own options apply to all layers."""
+        options = dict(self.options)
+        return all(options.get(name, FP32) == FP32 for name in BY_ENGINE)
+
+    @property
     def is_on_one_thread(self) -> bool:
         """Whether one thread is all that is asked of it: such a one is not always tried."""
         return self == Candidate(self.backend, ONE_THREAD)
 
     def in_full_precision(self) -> Candidate:
         """The same for the program as it is."""
-        options = tuple(option for option in self.options if option[0] not in ("precision", "other_ops"))
+        options = tuple(option for option in self.options if option[0] not in BY_ENGINE)
         return replace(self, options=options, variant=FP32)
 
     def in_precision(self, precision: str) -> Candidate | None:
@@ -118,6 +125,7 @@ def candidates_for(
     *,
     on_gpu: bool = False,
     calibrated: bool = False,
+    keep_float: bool = False,
 ) -> tuple[Candidate, ...]:
     """The candidates of a race.
 
@@ -128,6 +136,7 @@ def candidates_for(
             with calibration data.
         on_gpu: whether the model is on a GPU.
         calibrated: whether there is calibration data.
+        keep_float: whether some layers must stay in float32, which not every engine can do.
 
     Raises:
         UsageError: an unknown precision or backend, or a precision that no selected backend supports.
@@ -136,7 +145,14 @@ def candidates_for(
         racing = tuple(_from_table(on_gpu, everybody=wanted == "all"))
     else:
         racing = tuple(map(Candidate.parse, wanted))
-    return tuple(dict.fromkeys((*racing, *_in_precision(racing, precision, calibrated))))
+    unable = next((candidate for candidate in racing if keep_float and not candidate.keeps_float32), None)
+    if unable is not None:
+        raise UsageError(
+            f"{unable.key} cannot keep layers in float32",
+            why="the engine chooses the precision of all of them together",
+            fix="leave out this candidate, or keep_float",
+        )
+    return tuple(dict.fromkeys((*racing, *_in_precision(racing, precision, calibrated, keep_float))))
 
 
 def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
@@ -150,7 +166,9 @@ def _from_table(on_gpu: bool, *, everybody: bool) -> Iterator[Candidate]:
             yield from (Candidate(info.name, options) for options in info.also_on_gpu)
 
 
-def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool) -> tuple[Candidate, ...]:
+def _in_precision(
+    racing: Sequence[Candidate], precision: str, calibrated: bool, keep_float: bool
+) -> tuple[Candidate, ...]:
     """The backends that have lower precisions, once more in each that is asked for."""
     if precision not in (*PRECISIONS, AUTO):
         raise UsageError(f"unknown precision {precision!r}", fix=f"use one of: {', '.join((*PRECISIONS, AUTO))}")
@@ -162,10 +180,20 @@ def _in_precision(racing: Sequence[Candidate], precision: str, calibrated: bool)
     if computes_in_bfloat16():
         low = [candidate for candidate in found if candidate.variant in INT8_VARIANTS]
         found += [replace(candidate, options=options) for candidate in low for options in candidate.info.also_in_int8]
+    found = [candidate for candidate in found if candidate.keeps_float32 or not keep_float]
     if asked and not found and not any(candidate.precision in asked for candidate in racing):
-        able = sorted(name for name in BACKENDS if any(Candidate(name).in_precision(item) for item in asked))
-        raise UsageError(f"no selected backend supports {precision}", fix=f"add one of: {', '.join(able)}")
+        able = sorted(name for name in BACKENDS if any(_takes(name, item, keep_float) for item in asked))
+        beside = " with some layers in float32" if keep_float else ""
+        raise UsageError(
+            f"no selected backend supports {precision}{beside}",
+            fix=f"add one of: {', '.join(able)}" if able else "leave out keep_float",
+        )
     return tuple(found)
+
+
+def _takes(name: str, precision: str, keep_float: bool) -> bool:
+    made = Candidate(name).in_precision(precision)
+    return made is not None and (made.keeps_float32 or not keep_float)
 
 
 def precision_in(key: str) -> str:
