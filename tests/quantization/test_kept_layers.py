@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import tsopt
 from tests.compiler.helpers import Net
 from tests.passes.quantize.models import Residual, images, mlp, seeded
 from tests.quantization.helpers import hard, layers, quantized, records, rows
@@ -204,3 +205,36 @@ def test_what_is_not_in_int8_has_the_precision_of_the_engines_other_ops():
     assert [layer.cells()[-2] for layer in found.layers_for(engine)] == ["int8", "int8", "fp32", "int8"]
     assert [layer.cells()[-2] for layer in found.layers_for(in_bfloat16)] == ["int8", "int8", "bf16", "int8"]
     assert "kept in bf16 (SQNR below 20 dB): 4" in lines(found.layers_for(in_bfloat16), "")
+
+
+def decoder():
+    """A convolution, and what only a precision other than int8 lowers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ConvTranspose2d(8, 3, 3)).eval()
+
+
+JUDGING = [{"max_drop": 0.01}, {"metric": "cosine"}, {"calibration": images(2)}]
+
+
+@pytest.mark.parametrize("options", JUDGING, ids=lambda options: next(iter(options)))
+def test_a_pattern_may_name_what_is_never_in_int8(options):
+    found = quantized(decoder(), images(1)[0], wanted=("bf16",), keep_float=("1",), **options)
+    assert (found.variants, found.layers) == ({}, {})
+    both = quantized(decoder(), images(1)[0], wanted=("bf16", "int8"), keep_float=("1",), **options)
+    assert [layer.kept for layer in records(both, "int8")] == [""]
+
+
+def test_a_pattern_must_match_what_some_candidate_would_lower():
+    with pytest.raises(UsageError, match="keep_float '1' matches no layer\n  why: the layers are: 0"):
+        quantized(decoder(), images(1)[0], wanted=("int8",), keep_float=("1",), max_drop=0.01)
+    with pytest.raises(UsageError, match="keep_float '2' matches no layer\n  why: the layers are: 0, 1"):
+        quantized(decoder(), images(1)[0], wanted=("bf16", "int8"), keep_float=("2",), max_drop=0.01)
+
+
+def test_what_is_judged_keeps_layers_in_float32_in_bfloat16():
+    options = {"seconds": 0.1, "isolate": False, "cache": False}
+    fast = tsopt.optimize(
+        *(decoder(), images(1)[0]),
+        **{"precision": "bf16", "max_drop": 0.01, "keep_float": ("1",), "backends": ("eager",), **options},
+    )
+    assert "eager?precision=bf16" in [row.key for row in fast.report.rows]

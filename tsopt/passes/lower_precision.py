@@ -83,7 +83,7 @@ class LowerPrecision(Pass):
         return self.precision
 
     def run(self, program: Program, limits: Limits) -> Changes:
-        kept = kept_in_float(_products(program), self.keep_float)
+        kept = kept_in_float(products_of(program), self.keep_float)
         lowering = _Lowering(program, DTYPES[self.precision], limits, kept)
         lowering.run()
         done = tuple(Done("lower_product", place) for place in lowering.products)
@@ -117,8 +117,8 @@ def in_precision(program: Program, precision: str, keep_float: Sequence[str] = (
     return made
 
 
-def _products(program: Program) -> list[fx.Node]:
-    """The products of float32 values."""
+def products_of(program: Program) -> list[fx.Node]:
+    """The products of float32 values, in graph order."""
     calls = (node for node in program.calls() if _name(node) in PRODUCTS)
     return [node for node in calls if any(_dtype(value) == torch.float32 for value in node.all_input_nodes)]
 

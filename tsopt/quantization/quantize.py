@@ -14,10 +14,10 @@ import torch
 from tsopt.compiler.calls.calibration import MOST, Calibration, counted, read_calibration
 from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.precision_names import FP32, INT8, INT8_STATIC, INT8_WEIGHTS
+from tsopt.compiler.precision_names import FP32, HALVES, INT8, INT8_STATIC, INT8_WEIGHTS
 from tsopt.compiler.protect import protected
 from tsopt.errors import NoGain, UsageError
-from tsopt.passes.lower_precision import in_precision
+from tsopt.passes.lower_precision import in_precision, products_of
 from tsopt.quantization.variants import OutOfTime, Quantizer
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
@@ -161,43 +161,58 @@ def quantize(
     Raises:
         UsageError: the calibration data or the metric cannot be used, or a pattern of `keep_float` matches no layer.
     """
+    # What the patterns of `keep_float` may match besides: other candidates keep it in float32.
+    others = products_of(program) if not set(HALVES).isdisjoint(wanted) else []
     # The first does without factors for channels, which would make the weights harder to quantize.
     wanted = [name for name in (INT8_WEIGHTS, INT8_STATIC, INT8) if name in wanted]
     end = time.monotonic() + seconds
     if not wanted and not options.judges:
         return Quantization()
     data = _data(program, example, options, seed, progress)
+    made = Quantization(calibration="" if options.calibration is None else data.text)
     with protected(model, written=program.state.values()), torch.no_grad():
         state = tuple(program.state.values())
         judging = data.held_out[:JUDGED]
         criterion = criterion_of(model, judging, options.metric, options.max_drop, program.signature, state)
-        made = Quantizer(
+        if options.judges:
+            made = replace(made, criterion=criterion)
+        if not wanted:
+            return made
+        quantizer = Quantizer(
             *(program, data, criterion.on_first(TRIED), options.keep_float, progress, end),
+            others=others,
             smooth=options.calibration is not None,
         )
-        variants: dict[str, Program | NoGain] = {}
-        layers: dict[str, tuple[LayerRecord, ...]] = {}
-        for name in wanted:
-            try:
-                variant, found = made.variant(name)
-                variants[name] = variant
-                if found:
-                    layers[name] = found
-                if name == INT8_STATIC and isinstance(variant, Program):
-                    variants[name], layers[name] = made.with_scores(variant, found)
-            except UsageError:
+        out_of_time = f"quantization did not finish within {seconds:.3g} s, its share of the budget"
+        variants, layers = _variants(quantizer, wanted, out_of_time)
+    return replace(made, variants=variants, layers=layers)
+
+
+def _variants(
+    quantizer: Quantizer, wanted: Sequence[str], out_of_time: str
+) -> tuple[dict[str, Program | NoGain], dict[str, tuple[LayerRecord, ...]]]:
+    """The variants, and what became of each layer in them. What was made before an error stays."""
+    variants: dict[str, Program | NoGain] = {}
+    layers: dict[str, tuple[LayerRecord, ...]] = {}
+    for name in wanted:
+        try:
+            variant, found = quantizer.variant(name)
+            variants[name] = variant
+            if found:
+                layers[name] = found
+            if name == INT8_STATIC and isinstance(variant, Program):
+                variants[name], layers[name] = quantizer.with_scores(variant, found)
+        except UsageError:
+            raise
+        except OutOfTime:
+            variants.setdefault(name, NoGain(out_of_time))
+        except Exception as error:  # a bug in quantization must not cost the float32 candidates
+            if error is quantizer.progress_error:
                 raise
-            except OutOfTime:  # what was made before stays
-                why = f"quantization did not finish within {seconds:.3g} s, its share of the budget"
-                variants.setdefault(name, NoGain(why))
-            except Exception as error:  # a bug in quantization must not cost the float32 candidates
-                if error is made.progress_error:
-                    raise
-                log.warning("internal error in tsopt while quantizing %s", program.name, exc_info=error)
-                why = f"internal error in tsopt while quantizing: {type(error).__name__}: {error}"
-                variants.setdefault(name, NoGain(why))
-    said = "" if options.calibration is None else data.text
-    return Quantization(variants, criterion if options.judges else None, layers, said)
+            log.warning("internal error in tsopt while quantizing %s", quantizer.program.name, exc_info=error)
+            why = f"internal error in tsopt while quantizing: {type(error).__name__}: {error}"
+            variants.setdefault(name, NoGain(why))
+    return variants, layers
 
 
 def _data(

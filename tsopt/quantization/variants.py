@@ -64,6 +64,7 @@ class Quantizer:
     Args:
         criterion: decides how many layers stay in float32.
         keep_float: patterns of layers that stay in float32 in any case.
+        others: what these patterns may match as well.
         smooth: whether to move outlier channels into the weights.
     """
 
@@ -76,6 +77,7 @@ class Quantizer:
         progress: Callable[[str], None],
         end: float,
         *,
+        others: Sequence[fx.Node] = (),
         smooth: bool,
     ) -> None:
         self._end = end
@@ -83,7 +85,7 @@ class Quantizer:
         self.progress_error: Exception | None = None  # what `progress` raised: the caller's
         self._tell = progress
         self.layers = layers_of(program)
-        self._keep_float = keep_float
+        self._keep_float, self._others = keep_float, others
         self._match_patterns()
         self.largest = largest_weight()
         self._is_to_smooth = smooth
@@ -249,7 +251,7 @@ class Quantizer:
 
     def _match_patterns(self) -> None:
         """Finds what `keep_float` keeps: layers, and calls of attention by their names."""
-        self.kept = kept_in_float([*self.layers, *attentions_of(self.program)], self._keep_float)
+        self.kept = kept_in_float([*self.layers, *attentions_of(self.program)], self._keep_float, self._others)
 
     def _calibrated(self) -> dict[str, QParams]:
         """Quantization parameters of all values that layers would read and whose range the data shows.

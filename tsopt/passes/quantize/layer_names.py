@@ -12,13 +12,22 @@ from tsopt.errors import UsageError
 from tsopt.passes.quantize.layers import NO_LAYER
 
 
-def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx.Node, str]:
-    """The layers that `keep_float` matches, each with its pattern. A pattern may match any parent module."""
+def kept_in_float(
+    layers: Sequence[fx.Node], patterns: Iterable[str], others: Sequence[fx.Node] = ()
+) -> dict[fx.Node, str]:
+    """The layers that `keep_float` matches, each with its pattern. A pattern may match any parent module.
+
+    Args:
+        others: what a pattern may match as well, for other candidates lower its precision.
+
+    Raises:
+        UsageError: a pattern matches nothing at all.
+    """
     found: dict[fx.Node, str] = {}
     for pattern in patterns:
-        matching = [layer for layer in layers if any(_matches(path, pattern) for path in paths_of(layer))]
-        if not matching:
-            names = list(dict.fromkeys(map(module_of, layers)))
+        matching = [layer for layer in layers if _is_named(layer, pattern)]
+        if not matching and not any(_is_named(layer, pattern) for layer in others):
+            names = list(dict.fromkeys(map(module_of, (*layers, *others))))
             raise UsageError(
                 f"keep_float {pattern!r} matches no layer",
                 why=f"the layers are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else NO_LAYER,
@@ -26,6 +35,10 @@ def kept_in_float(layers: Sequence[fx.Node], patterns: Iterable[str]) -> dict[fx
             )
         found |= {layer: pattern for layer in matching if layer not in found}
     return found
+
+
+def _is_named(layer: fx.Node, pattern: str) -> bool:
+    return any(_matches(path, pattern) for path in paths_of(layer))
 
 
 def _matches(path: str, pattern: str) -> bool:
