@@ -132,7 +132,7 @@ class Request:
             start = time.perf_counter()
             quantized = self._quantized(rehearsal, made.optimized, example)
             left = self._budget_after(time.perf_counter() - start)
-            outcome = (partial(cached_race, kind=kind) if self.cache else race)(
+            outcome = (partial(cached_race, kind=kind, data=quantized.data) if self.cache else race)(
                 rehearsal.model,
                 made.captured,
                 quantized.with_others(made.optimized, self.race.candidates, self.int8.keep_float),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -50,6 +51,11 @@ class Int8Options:
             )
 
     @property
+    def has_data(self) -> bool:
+        """Whether there is data of the user's, and not only a number of inputs to draw."""
+        return self.calibration is not None and not isinstance(self.calibration, int)
+
+    @property
     def are_given(self) -> bool:
         """Whether any of them differs from its default."""
         return self.judges or bool(self.keep_float)
@@ -81,12 +87,14 @@ class Quantization:
         criterion: of candidates in lower precisions; None: the limits of their precision.
         layers: what became of each layer, by variant.
         calibration: what was made of the user's data; empty without any.
+        data: digest of that data; empty where inputs were drawn.
     """
 
     variants: dict[str, Program | NoGain] = field(default_factory=dict)
     criterion: Criterion | None = None
     layers: Mapping[str, tuple[LayerRecord, ...]] = field(default_factory=dict)
     calibration: str = ""
+    data: str = ""
 
     def with_others(
         self, program: Program, candidates: Iterable[Candidate], keep_float: Sequence[str] = ()
@@ -169,7 +177,8 @@ def quantize(
     if not wanted and not options.judges:
         return Quantization()
     data = _data(program, example, options, seed, progress)
-    made = Quantization(calibration="" if options.calibration is None else data.text)
+    said = "" if options.calibration is None else data.text
+    made = Quantization(calibration=said, data=_digest(program, data) if options.has_data else "")
     with protected(model, written=program.state.values()), torch.no_grad():
         state = tuple(program.state.values())
         judging = data.held_out[:JUDGED]
@@ -219,7 +228,7 @@ def _data(
     program: Program, example: Example, options: Int8Options, seed: int, progress: Callable[[str], None]
 ) -> Calibration:
     """The calibration data; without any, the example and values made up like it."""
-    if options.calibration is not None and not isinstance(options.calibration, int):
+    if options.has_data:
         return read_calibration(
             *(options.calibration, program.signature, example), lambda text: progress(f"quantize: read {text}")
         )
@@ -233,6 +242,16 @@ def _data(
         made += _drawn(program, example, seed, anywhere)
     calls = tuple(made[:count])
     return Calibration(calls, f"{counted(count, 'input')} drawn like the example, which says little about real data")
+
+
+def _digest(program: Program, data: Calibration) -> str:
+    digest = hashlib.sha256()
+    for call in data.calls:
+        for leaf in program.signature.bind(call.args, call.kwargs):
+            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _drawn(program: Program, example: Example, seed: int, anywhere: bool) -> list[Example]:

@@ -38,6 +38,7 @@ def cached_race(
     settings: RaceSettings,
     *,
     kind: str = "",
+    data: str = "",
     sandbox: Sandbox | None = None,
     progress: Progress | None = None,
 ) -> Race:
@@ -45,12 +46,13 @@ def cached_race(
 
     Args:
         kind: see `cache.kind_of`.
+        data: digest of the user's data that layers were quantized by, and candidates are judged by.
     """
     switches = ("check_indices", "strict_specials", "time_all")
     key = cache.key_of(
         *(captured, cast(Program, programs[FP32]), settings.candidates, settings.threads),
         *(name for name in switches if getattr(settings, name)),
-        *_of_accuracy(programs, settings),
+        *_of_accuracy(programs, settings, data),
     )
     if settings.criterion is not None and not settings.criterion.key:
         key = None  # the user's metric may change between runs
@@ -85,12 +87,11 @@ def cached_race(
     return found
 
 
-def _of_accuracy(programs: Variants, settings: RaceSettings) -> list[str]:
-    """The parts of the cache key that depend on the calibration data: the criterion and the variants."""
-    if settings.criterion is None:
-        return []
-    made = [item.fingerprint() if isinstance(item, Program) else item.what for _, item in sorted(programs.items())]
-    return [settings.criterion.key, *made]
+def _of_accuracy(programs: Variants, settings: RaceSettings, data: str) -> list[str]:
+    """The parts of the cache key that decide how accurate candidates are: the criterion, its data, the variants."""
+    variants = sorted((name, item) for name, item in programs.items() if name != FP32)
+    made = [f"{name} {item.fingerprint() if isinstance(item, Program) else item.what}" for name, item in variants]
+    return [*made, *([] if settings.criterion is None else [settings.criterion.key, data])]
 
 
 def _values(rows: Sequence[Row], program: Program) -> str:
