@@ -160,7 +160,7 @@ class Request:
             or (ON_A_GPU if self.isolate and is_on_gpu(example) else ""),
             cached=outcome.cached,
             sizes="; ".join(filter(None, (made.ranges.checked, *made.ranges.notes))),
-            quantization=quantized.layers_for(outcome.candidate),
+            quantization=quantized.layers_for(outcome.candidate, outcome.executable),
             calibration=quantized.calibration,
             graphs=(made.drawing, drawing_of(quantized.program_of(outcome.candidate) or made.optimized)),
         )

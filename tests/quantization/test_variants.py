@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from tests.compiler.helpers import Net
-from tests.passes.quantize.models import Attention, Convolved, seeded, sequences
+from tests.passes.quantize.models import Attention, Convolved, mlp, seeded, sequences
 from tests.quantization.test_quantize import layers, quantized, records
 from tsopt.compiler.graph.quantized import calibrated_input
 from tsopt.compiler.graph.quantized_attention import attentions_of, operands_of
 from tsopt.compiler.precision_names import INT8_STATIC
 from tsopt.quantization import quantize, variants
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.layer_table import ATTENTION
 
 
@@ -136,3 +137,17 @@ def test_the_report_says_what_the_engine_does():
     }
     assert kept == {"openvino": [""], "onnxruntime": ["ONNX Runtime computes attention in float32"]}
     assert found.layers_for(None) == found.layers_in("fp32")
+
+
+def test_the_report_counts_only_layers_that_the_engine_runs_on_integers():
+    calls = [torch.randn(2, 16, generator=seeded(i)) for i in range(8)]
+    found = quantized(mlp(16, 16, 16, 16), calls[0], calibration=calls, keep_float=("2",), wanted=("int8",))
+    engine, compiled = Candidate("onednn", variant="int8"), Executable("onednn", found.variants["int8"].signature, list)
+
+    def kept(runs):
+        compiled.int8 = runs
+        return [bool(item.kept) for item in found.layers_for(engine, compiled)]
+
+    assert kept(()) == [False, True, False], "an engine that does not choose"
+    assert kept((True, False)) == [False, True, True]
+    assert kept((False, True)) == [True, True, False]

@@ -22,6 +22,7 @@ from tsopt.passes.lower_precision import in_precision, products_of
 from tsopt.quantization.variants import OutOfTime, Quantizer
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.backends.candidate import Candidate
+from tsopt.runtime.calling.executable import Executable
 from tsopt.runtime.checking.criterion import Criterion, check_metric, criterion_of
 from tsopt.runtime.checking.inputs import OF_THE_SAME_SIZE, by_column
 from tsopt.runtime.checking.made_up import made_up
@@ -120,12 +121,20 @@ class Quantization:
         found = None if candidate is None else self.variants.get(candidate.variant)
         return found if isinstance(found, Program) else None
 
-    def layers_for(self, candidate: Candidate | None) -> tuple[LayerRecord, ...]:
-        """What became of each layer as a candidate runs it; None: nothing runs in int8."""
+    def layers_for(self, candidate: Candidate | None, executable: Executable | None = None) -> tuple[LayerRecord, ...]:
+        """What became of each layer as a candidate runs it; None: nothing runs in int8.
+
+        Args:
+            executable: the candidate, compiled: its engine may have put layers back in float32.
+        """
         if candidate is None:
             return self.layers_in(FP32)
         others = str(dict(candidate.options).get("other_ops", FP32))
         records = tuple(replace(item, kept_in=others) for item in self.layers_in(candidate.variant))
+        if candidate.variant == INT8 and executable is not None:
+            runs = iter(executable.int8)  # in the order of the records, for passes leave layers where they are
+            kept = f"{candidate.info.title} is not faster with its integers"
+            return tuple(item if item.kept or next(runs, True) else replace(item, kept=kept) for item in records)
         if candidate.variant != INT8_STATIC or candidate.info.int8_scores:
             return records
         kept = f"{candidate.info.title} computes attention in float32"

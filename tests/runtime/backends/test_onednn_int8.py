@@ -11,6 +11,7 @@ from torch import nn
 
 import tsopt
 from tests.passes.quantize.models import OwnWeight
+from tests.runtime.racing.helpers import fast_timings
 from tsopt.compiler.graph.quantized import quantized_layer
 from tsopt.errors import NoGain
 from tsopt.passes.lower_precision import in_precision
@@ -263,7 +264,7 @@ def test_an_outlier_does_not_cost_the_other_values_their_digits(model):
 def test_layers_that_would_not_be_faster_get_their_weights_back(program, monkeypatch):
     monkeypatch.setattr(onednn_int8, "_best", _floats_win)
     made = program.copy()
-    assert onednn_int8.lower_int8(made, {}) == (0, 2)
+    assert onednn_int8.lower_int8(made, {}) == [False, False]
     assert not any(quantized_layer(made, node) or "quantized" in str(node.target) for node in made.calls())
     with pytest.raises(NoGain, match="no layer is faster in int8 on this machine"):
         OneDnnBackend().compile(program)
@@ -283,7 +284,7 @@ def test_what_was_measured_is_not_measured_again(program, monkeypatch):
 def test_a_kernel_that_adds_up_something_else_is_out(program, monkeypatch):
     real = onednn_int8.run_layer
     monkeypatch.setattr(onednn_int8, "run_layer", lambda *args: real(*args) * 1.01)
-    assert onednn_int8.lower_int8(program.copy(), {})[0] == 0
+    assert not any(onednn_int8.lower_int8(program.copy(), {}))
 
 
 @pytest.mark.usefixtures("integers_win")
@@ -291,7 +292,7 @@ def test_weights_that_this_processor_could_not_add_up_run_in_float(program, monk
     """A program that was quantized on a machine with VNNI."""
     monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
     assert any(int(w.abs().max()) > 64 for w in program.weights.values() if w.dtype == torch.int8)
-    assert onednn_int8.lower_int8(program.copy(), {})[0] == 0
+    assert not any(onednn_int8.lower_int8(program.copy(), {}))
 
 
 @pytest.mark.usefixtures("integers_win")
@@ -303,6 +304,19 @@ def test_optimize_races_it(model):
     assert row.status == "ok"
     assert row.accuracy.ok
     assert "2 of 2 layers run in int8, the others in float32" in row.notes
+
+
+def test_the_report_says_which_layers_run_on_integers(model, monkeypatch):
+    monkeypatch.setattr(onednn_int8, "_is_faster", lambda site, shape, *_: shape[-1] == 96)
+    fast_timings(monkeypatch, "torch + oneDNN, precision int8")
+    given = {"precision": "int8", "backends": ("onednn",), "isolate": False, "seconds": 0.05}
+    for _ in range(2):  # raced, and from the cache
+        fast = tsopt.optimize(model, X, **given)
+        assert fast.report.winner_key == "onednn?precision=int8"
+        assert "1 of 2 layers run in int8, the others in float32" in fast.report.winning.notes
+        kept = {layer.name: layer.kept for layer in fast.report.quantization}
+        assert kept == {"0": "torch + oneDNN is not faster with its integers", "2": ""}
+        assert "int8: 1 of 2 layers in int8" in str(fast.report)
 
 
 @pytest.fixture

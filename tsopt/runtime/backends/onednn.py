@@ -91,7 +91,7 @@ class OneDnnBackend:
         def hand_over(directory: Path) -> None:
             (directory / MEASURED).write_text(json.dumps(lowered.faster))
 
-        return Executable(
+        made = Executable(
             self.name,
             program.signature,
             torch_runner(lowered.program.module().forward, program.signature, self.threads),
@@ -101,6 +101,8 @@ class OneDnnBackend:
             options={"threads": self.threads},
             notes=lowered.said,
         )
+        made.int8 = tuple(lowered.int8)
+        return made
 
 
 @dataclass
@@ -110,17 +112,26 @@ class Lowered:
     Attributes:
         weights: names of packed weights, by layer.
         faster: whether oneDNN's kernel is the faster one, by kind of layer.
-        quantized: layers that the program computes on 8-bit integers; of these, `on_integers` run so.
+        int8: of the layers that the program computes on 8-bit integers, in graph order: whether each runs so.
     """
 
     program: Program
     layers: int = 0
     packed: int = 0
-    quantized: int = 0
-    on_integers: int = 0
+    int8: list[bool] = field(default_factory=list)
     weights: dict[tuple[Any, ...], str] = field(default_factory=dict)
     faster: dict[str, bool] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def quantized(self) -> int:
+        """How many layers the program computes on 8-bit integers."""
+        return len(self.int8)
+
+    @property
+    def on_integers(self) -> int:
+        """How many of these run so."""
+        return sum(self.int8)
 
     @property
     def said(self) -> list[str]:
@@ -139,7 +150,7 @@ def lower(program: Program, faster: Mapping[str, bool] | None = None) -> Lowered
         faster: what has been measured before.
     """
     made = Lowered(program.copy(), faster=dict(faster or {}))
-    made.on_integers, made.quantized = lower_int8(made.program, made.faster)
+    made.int8 = lower_int8(made.program, made.faster)
     if made.quantized and not made.on_integers:
         raise NoGain("no layer is faster in int8 on this machine")
     graph = made.program.graph

@@ -77,17 +77,17 @@ def _site(layer: QuantizedLayer) -> Int8Site:
     return Int8Site(layer, site.end, geometry, site.activation)
 
 
-def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> tuple[int, int]:
+def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> list[bool]:
     """Puts oneDNN's integer kernel for each quantized layer where it is right and faster on this machine.
 
     Args:
         faster: what has been measured before, by kind of layer; what is measured is added.
 
     Returns:
-        How many layers run on integers, and how many were quantized.
+        Whether each layer that the program computes on integers runs so, in graph order.
     """
     values: dict[fx.Node, list[fx.Node]] = {}
-    count = found = 0
+    found = []
     for node in list(program.calls()):
         layer = quantized_layer(program, node)
         if layer is None or layer.by is not None:
@@ -95,16 +95,15 @@ def lower_int8(program: Program, faster: MutableMapping[str, bool]) -> tuple[int
         if layer.has_float_input:  # the program rounds nothing there, and the kernel has to
             restore(program, layer)
             continue
-        found += 1
         site = _site(layer)
         packed = _packed(program, site, faster)
         if packed is None:
             restore(program, layer)
         else:
             _replace(program, site, packed, values)
-            count += 1
+        found.append(packed is not None)
     erase_dead(program)
-    return count, found
+    return found
 
 
 def _packed(program: Program, site: Int8Site, faster: MutableMapping[str, bool]) -> torch.Tensor | None:

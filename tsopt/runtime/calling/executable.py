@@ -81,6 +81,9 @@ class Executable:
         self.reference = reference
         self.limits: tuple[Dim, ...] = ()  # how far the ranges of its dynamic sizes can be widened
         self.passed_over: tuple[str, ...] = ()  # candidates that were tried before it, and why they were not chosen
+        # Of the quantized layers of its program, in graph order: whether each runs on integers; empty where that is not
+        # for the engine to choose.
+        self.int8: tuple[bool, ...] = ()
         self._bare = run
         self._leaves: Leaves = self._leaves_at_first
         self._outputs = [_expectation(o.type)[1:3] for o in signature.outputs]
