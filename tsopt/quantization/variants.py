@@ -38,7 +38,7 @@ from tsopt.passes.quantize.selection import ExpectedError, fewest_kept
 from tsopt.passes.quantize.sensitivity import Loss, Rounding, by_group, by_qparams, by_tensor
 from tsopt.passes.quantize.smooth import Smooth, factors_for
 from tsopt.passes.quantize.static import StaticInt8
-from tsopt.passes.quantize.unseen import real_inputs, unseen_values
+from tsopt.passes.quantize.unseen import float_inputs, unseen_values
 from tsopt.passes.quantize.weights import WORTHWHILE, Int8Weights, linear_layers, share_of_linear
 from tsopt.runtime.backends.backend import compile
 from tsopt.runtime.checking.criterion import Criterion, Judgement
@@ -264,7 +264,7 @@ class Quantizer:
         ordered = [node for node in self.program.graph.nodes if node in values or node in operands]
         calls = [flat_inputs(self.program, call) for call in self.data.observed]
         with called_on_data(IndexError):
-            watched = dict.fromkeys((*ordered, *real_inputs(self.program)))
+            watched = dict.fromkeys((*ordered, *float_inputs(self.program)))
             observed = observe(self.program, calls, watched, self._telling("observe"))
         self._unseen = unseen_values(self.program, ordered, observed)
         known = [node for node in ordered if node.name not in self._unseen]

@@ -11,7 +11,7 @@ from tests.compiler.helpers import Net
 from tests.passes.quantize.models import seeded
 from tsopt.passes.quantize.layers import layers_of, readers_of_integers
 from tsopt.passes.quantize.observe import observe, qparams_of
-from tsopt.passes.quantize.unseen import real_inputs, unseen_values
+from tsopt.passes.quantize.unseen import float_inputs, unseen_values
 
 W = torch.randn(8, 8, generator=seeded(0))
 
@@ -25,7 +25,7 @@ def unseen(forward, calls):
     program = tsopt.capture(Net(forward), calls[0])
     values = readers_of_integers(layers_of(program))
     ordered = [node for node in program.graph.nodes if node in values]
-    observed = observe(program, calls, [*ordered, *real_inputs(program)], lambda text: None)
+    observed = observe(program, calls, [*ordered, *float_inputs(program)], lambda text: None)
     return list(unseen_values(program, ordered, observed).values())
 
 
@@ -67,6 +67,11 @@ def test_what_an_input_of_zeros_adds_to_has_no_range(between, reasons):
 def test_integers_and_other_constants_are_part_of_the_ranges():
     calls = [(x, torch.zeros(2, dtype=torch.int64), torch.full((2, 8), 0.5)) for x in varying()]
     assert unseen(lambda self, x, kind, scale: F.linear((x + F.embedding(kind, W)) * scale, W), calls) == []
+
+
+def test_inputs_that_are_complex_or_of_one_byte_are_no_hindrance():
+    calls = [(x, torch.zeros(2, 8, dtype=torch.complex64), torch.zeros(2, 8).to(torch.float8_e5m2)) for x in varying()]
+    assert unseen(lambda self, x, y, z: (F.linear(x, W) + y, z.float() + x), calls) == []
 
 
 def test_a_state_that_begins_with_zeros_is_seen_as_later_calls_leave_it():

@@ -16,9 +16,11 @@ from tsopt.passes.quantize.observe import Observed
 WITHIN = BOUNDED | {"softmax", "_softmax", "cos", "sin", "layer_norm", "rms_norm", "group_norm", "instance_norm"}
 
 
-def real_inputs(program: Program) -> list[fx.Node]:
-    """The inputs of a program that are not integers or booleans."""
-    return [node for node in program.graph.nodes if node.op == "placeholder" and _is_real(node)]
+def float_inputs(program: Program) -> list[fx.Node]:
+    """The inputs of a program that are floats of more than a byte: torch finds no range of others."""
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    dtypes = {node: node.meta["val"].dtype for node in inputs}
+    return [node for node, dtype in dtypes.items() if dtype.is_floating_point and dtype.itemsize > 1]
 
 
 def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping[str, Observed]) -> dict[str, str]:
@@ -31,7 +33,7 @@ def unseen_values(program: Program, values: Iterable[fx.Node], observed: Mapping
         observed: of these values, and of the inputs.
     """
     found = {}
-    added = _depending_on([node for node in real_inputs(program) if _is_zero(observed[node.name])], program)
+    added = _depending_on([node for node in float_inputs(program) if _is_zero(observed[node.name])], program)
     for value in values:
         seen = observed[value.name]
         if not seen.is_finite:
