@@ -188,15 +188,49 @@ def test_an_epsilon_that_is_lost_is_seen_on_zeros():
     assert caught.value.why == "0 on the zeros input: NaN at different positions than in eager"
 
 
-def test_another_decision_on_zeros_is_a_note_and_wrong_where_bits_count():
-    def above(x):
-        return (x >= 0) * 2.0
+def other_on_zeros(model, other):
+    return verify(model, lambda x: model(x) if x.any() else other(x), ROW)
 
-    verdict = verify(above, lambda x: above(x) if x.any() else x * 0, ROW)
-    assert verdict.ok
+
+@pytest.mark.parametrize(
+    ("model", "other"),
+    [
+        (lambda x: (x >= 0) * 2.0, lambda x: (x > 0) * 2.0),
+        (lambda x: (x @ WEIGHT >= 0) * 2.0, lambda x: (x @ WEIGHT > 0) * 2.0),
+        (lambda x: x.sign() + 1, lambda x: x.sign() + 2),
+        (lambda x: x.sigmoid(), lambda x: x.sigmoid() + 1),
+        (lambda x: (x.sigmoid(), x.argsort(-1)), lambda x: (x.sigmoid() + 1, x.argsort(-1))),
+        (lambda x: x.amax(-1) >= 0, lambda x: x.amax(-1) > 0),
+    ],
+    ids=["comparison", "of a product", "sign", "values", "beside an order", "maximum"],
+)
+def test_another_value_on_zeros_is_wrong(model, other):
+    with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
+        other_on_zeros(model, other)
+
+
+BIAS = torch.full((8,), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "other"),
+    [
+        (lambda x: x.argmax(-1) * 2.0, lambda x: x.argmax(-1) * 2.0 + 14),
+        (lambda x: x.max(-1).indices, lambda x: x.max(-1).indices + 7),
+        (lambda x: x.topk(2).indices, lambda x: x.topk(2).indices + 5),
+        (lambda x: x.argsort(-1), lambda x: x.argsort(-1).flip(-1)),
+        (
+            lambda x: (x + BIAS >= (x + BIAS).cumsum(-1)[:, -1:] / 8) * 2.0,
+            lambda x: (x + BIAS < (x + BIAS).cumsum(-1)[:, -1:] / 8) * 2.0,
+        ),
+    ],
+    ids=["argmax", "max", "topk", "argsort", "a comparison that rounding decides"],
+)
+def test_an_order_of_equal_values_on_zeros_is_a_note_and_wrong_where_bits_count(model, other):
+    verdict = other_on_zeros(model, other)
     assert verdict.notes[0].startswith("differs from eager if all inputs are zero: output on the zeros input: ")
     with pytest.raises(tsopt.AccuracyError, match="on the zeros input"):
-        verify(above, lambda x: above(x) if x.any() else x * 0, ROW, exact=True)
+        verify(model, lambda x: model(x) if x.any() else other(x), ROW, exact=True)
 
 
 def test_exact_asks_for_bits():

@@ -40,7 +40,8 @@ class Case:
     Attributes:
         node: whose value it is, in the program before the rewrite; `position` says which of its results.
         exact: whether every bit must be kept.
-        wide: gives the float64 values of the program before the rewrite.
+        values: those of the program before the rewrite.
+        wide: gives them in float64.
     """
 
     node: fx.Node
@@ -48,6 +49,7 @@ class Case:
     old: torch.Tensor
     new: torch.Tensor
     exact: bool
+    values: Values
     wide: Callable[[], Values]
 
     def truth(self) -> torch.Tensor | None:
@@ -143,7 +145,7 @@ class Debugger:
             if trial.exact_only and not exact:
                 continue
             wide = functools.cache(functools.partial(values.in_float64, _nodes_in(proposal.holes)))
-            wrong = self._difference(root, values[root], values[proposal.result], exact, wide)
+            wrong = self._difference(root, values, values[proposal.result], exact, wide)
             if wrong:
                 self.findings.append(self._at_site(proposal, trial, wrong))
                 break
@@ -192,7 +194,7 @@ class Debugger:
         wide = functools.cache(functools.partial(old.in_float64, ()))
         exact = changes.numerics == Numerics.EXACT
         for position, (node, result) in enumerate(zip(before.outputs, after.outputs, strict=True)):
-            wrong = self._difference(node, old[node], new[result], exact, wide)
+            wrong = self._difference(node, old, new[result], exact, wide)
             if wrong:
                 return position, wrong
         return None
@@ -213,8 +215,9 @@ class Debugger:
             right, wrong = (right, middle) if is_wrong(middle) else (middle, wrong)
         return changes.done[wrong - 1]
 
-    def _difference(self, node: fx.Node, old: Any, new: Any, exact: bool, wide: Callable[[], Values]) -> str:
+    def _difference(self, node: fx.Node, values: Values, new: Any, exact: bool, wide: Callable[[], Values]) -> str:
         """What is wrong with the new value of a node."""
+        old = values[node]
         unknown = next((value for value in (old, new) if isinstance(value, Unknown)), None)
         if unknown is new and unknown.fails:
             return f"the new value cannot be computed: {unknown.reason}"
@@ -222,7 +225,7 @@ class Debugger:
             self.not_compared[unknown.reason] += 1
             return ""
         pairs = enumerate(zip(ops.tensors_of(old), ops.tensors_of(new), strict=True))
-        cases = (Case(node, i, a, b, exact, wide) for i, (a, b) in pairs)
+        cases = (Case(node, i, a, b, exact, values, wide) for i, (a, b) in pairs)
         return next((wrong for wrong in map(self.judge, cases) if wrong), "")
 
 

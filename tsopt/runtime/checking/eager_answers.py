@@ -26,6 +26,7 @@ from tsopt.compiler.protect import protected
 from tsopt.compiler.random_state import seed_torch
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import compare
+from tsopt.runtime.checking.decisions import decided_within_rounding, may_be_decided_by_rounding, sources_of
 from tsopt.runtime.checking.expected import Expected, answers
 from tsopt.runtime.checking.inputs import (
     EXTREME,
@@ -40,7 +41,7 @@ from tsopt.runtime.checking.inputs import (
 from tsopt.runtime.checking.made_up import why_near, why_near_in_call
 from tsopt.runtime.checking.masks import FALSE_ROWS, TRUE_ROWS
 from tsopt.runtime.checking.neighbours import neighbours
-from tsopt.runtime.checking.reference64 import Reference64, called_in_float64, decided_within_rounding
+from tsopt.runtime.checking.reference64 import Reference64, called_in_float64
 from tsopt.runtime.checking.time_limits import at_most
 
 log = logging.getLogger("tsopt")
@@ -242,11 +243,33 @@ class EagerAnswers:
     def decided_by_rounding(
         self, expected: Expected, position: int, value: torch.Tensor, reference: torch.Tensor
     ) -> bool:
-        """Whether an output differs from eager only in decisions that rounding may have made: see `reference64`."""
+        """Whether an output differs from eager only in decisions that rounding may have made: see `decisions`."""
         wide = self._wide_values(expected)
-        if wide is None or self.program is None:
+        if wide is None:
             return False
-        return decided_within_rounding(self.program, self._outputs()[position], wide, value, reference)
+        output = self._outputs()[position]
+        sources = sources_of(output)
+        with self.frozen(None, self.state, expected.inputs.kind):
+            own = dict(zip(sources, self._own_values(expected).compute(sources), strict=True))
+        return decided_within_rounding(output, wide, own, value, reference)
+
+    def is_open(self, expected: Expected, position: int) -> bool:
+        """Whether rounding, or the order of equal values, may decide what an output is; also if that is not known."""
+        wide = self._wide_values(expected)
+        if wide is None:
+            return True
+        output, reference = self._outputs()[position], expected.leaves[position]
+        if not compare(reference, wide[output].to(reference.dtype)).ok:
+            return True
+        with self.frozen(None, self.state, expected.inputs.kind):
+            own = self._own_values(expected)
+            return may_be_decided_by_rounding(output, own.in_float64(()), own)
+
+    def _own_values(self, expected: Expected) -> Values:
+        """Those of the captured program, to be asked for while the random state is frozen."""
+        assert self.program is not None
+        leaves, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
+        return Values.on(self.program, laid_out(self.program, [leaf.clone() for leaf in leaves]))
 
     def _outputs(self) -> list[fx.Node]:
         program = self.program
@@ -280,8 +303,7 @@ class EagerAnswers:
         if kind not in self._wide:
             leaves, _ = flatten((expected.inputs.example.args, expected.inputs.example.kwargs))
             with self.frozen(None, self.state, kind):
-                mine = Values.on(self.program, laid_out(self.program, [leaf.clone() for leaf in leaves]))
-                found = mine.compute(self._outputs())
+                found = self._own_values(expected).compute(self._outputs())
             with self.frozen(None, self.state, kind), at_most(self._patience):
                 wide = Reference64(self.program).run(leaves)
             # Float64 of a program that does not compute what the model does decides nothing.

@@ -1,10 +1,10 @@
-"""The captured program and the model in float64: values without rounding, and the decisions that depend on it."""
+"""The captured program and the model in float64: values without rounding."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from tsopt.compiler.calls.example import Example
 from tsopt.compiler.graph import ops
 from tsopt.compiler.graph.program import Program
 from tsopt.compiler.watching_mode import WatchingMode
-from tsopt.runtime.checking.compare import TOLERANCES
+from tsopt.runtime.checking.decisions import sources_of
 
 log = logging.getLogger("tsopt")
 
@@ -32,7 +32,7 @@ class Reference64:
         signature = self.program.signature
         inputs = iter([*leaves, *[self.program.state[i.name] for i in signature.state_inputs]])
         keep = set(self.program.output_node.all_input_nodes)
-        keep |= {source for node in list(keep) for source in _decision_sources(node)}
+        keep |= {source for node in list(keep) for source in sources_of(node)}
         values: dict[fx.Node, Any] = {}
         uses = {node: len(node.users) for node in self.program.graph.nodes}
         try:
@@ -129,48 +129,3 @@ def _widen_dtype(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else torch.complex128 if value.is_complex else value
     return value
-
-
-CHOICES = ("aten.argmax.default", "aten.argmin.default")
-COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
-
-
-def _decision_sources(node: fx.Node) -> list[fx.Node]:
-    return [arg for arg in node.args if isinstance(arg, fx.Node)]
-
-
-def decided_within_rounding(
-    program: Program, output: fx.Node, values: Mapping[fx.Node, Any], result: torch.Tensor, reference: torch.Tensor
-) -> bool:
-    """Whether a discrete output differs only where the float64 margin of the decision is within rounding."""
-    margin = _margin(output, values, result, reference)
-    if margin is None or margin[0].shape != result.shape:
-        return False
-    gap, size = margin
-    rtol, atol, _ = TOLERANCES[torch.float32]
-    return bool((gap[result != reference] <= (atol + rtol * size)[result != reference]).all())
-
-
-def _margin(
-    output: fx.Node, values: Mapping[fx.Node, Any], result: torch.Tensor, reference: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """How far apart the two decisions are in float64, and the size of what was compared."""
-    name = str(output.target)
-    if name in CHOICES:
-        bound = ops.bind(output)
-        value, dim = values[bound["self"]], bound["dim"]
-        if dim is None:
-            value, dim = value.reshape(-1), 0
-        mine, eager = (
-            i if bound["keepdim"] and bound["dim"] is not None else i.unsqueeze(dim) for i in (result, reference)
-        )
-        a, b = value.gather(dim, mine), value.gather(dim, eager)
-        return (a - b).abs().reshape(result.shape), b.abs().reshape(result.shape)
-    if name.split(".")[1:2] and name.split(".")[1] in COMPARISONS and len(output.args) == 2:
-        a, b = (
-            values[arg] if isinstance(arg, fx.Node) else torch.as_tensor(arg, device=result.device)
-            for arg in output.args
-        )
-        a, b = torch.broadcast_tensors(a.double(), b.double())
-        return (a - b).abs(), torch.maximum(a.abs(), b.abs())
-    return None

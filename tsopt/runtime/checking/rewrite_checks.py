@@ -8,16 +8,16 @@ from typing import Any
 
 from tsopt.compiler.calls.example import as_example
 from tsopt.compiler.graph.program import Program
-from tsopt.compiler.graph.values import Unknown, laid_out, with_seeds, without_seeds
+from tsopt.compiler.graph.values import laid_out, with_seeds, without_seeds
 from tsopt.compiler.protect import protected
 from tsopt.compiler.rewriting.faulty_rewrite import Case, Debugger, Finding, Trial
 from tsopt.compiler.rewriting.pass_base import Limits, Pass, Repeat
 from tsopt.compiler.rewriting.pipeline import PassRecord, run
 from tsopt.errors import AccuracyError
 from tsopt.runtime.checking.compare import TOLERANCES, compare
+from tsopt.runtime.checking.decisions import decided_within_rounding
 from tsopt.runtime.checking.inputs import SPECIAL
 from tsopt.runtime.checking.made_up import made_up
-from tsopt.runtime.checking.reference64 import decided_within_rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,4 @@ def judge(case: Case) -> str:
 
 def _is_a_tie(case: Case) -> bool:
     """Whether integers or booleans differ only where rounding decides."""
-    wide = case.wide()
-    values = {node: wide[node] for node in case.node.all_input_nodes}
-    if any(isinstance(value, Unknown) for value in values.values()):
-        return False
-    return decided_within_rounding(wide.program, case.node, values, case.new, case.old)
+    return decided_within_rounding(case.node, case.wide(), case.values, case.new, case.old)

@@ -1,0 +1,260 @@
+"""Decisions that rounding may have made: a comparison, an argmax, a floor of values that are within its reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tsopt.compiler.analysis.non_finite import PASSING
+from tsopt.compiler.analysis.range_rules import PLACES
+from tsopt.compiler.analysis.ranged_call import base_name
+from tsopt.compiler.graph import ops
+from tsopt.compiler.graph.values import Unknown, Values
+from tsopt.runtime.checking.compare import TOLERANCES
+
+CHOICES = ("argmax", "argmin")
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+# Where the result of a call jumps: how far a number is from there.
+JUMPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(("floor", "ceil", "trunc", "frac"), lambda x: (x - x.round()).abs()),
+    "round": lambda x: (x - x.floor() - 0.5).abs(),
+    **dict.fromkeys(("sign", "sgn", "heaviside", "signbit"), torch.abs),
+}
+CASTS = frozenset({"to", "to_copy", "type_as"})
+# The same for what has more than one such place, or whose place another operand says.
+OTHER_JUMPS = frozenset({"bucketize", "searchsorted", "remainder", "fmod", "floor_divide", "histc", "isclose"}) | {
+    f"{kind}quantize_per_{part}" for kind in ("", "fake_") for part in ("tensor", "channel")
+}
+# Equal values may be taken in any order. `max` and `min` do so where they return places as well.
+ORDERING = PLACES | {"argsort", "cummax", "cummin", "multinomial"} | set(CHOICES)
+ORDERING_POOLS = frozenset(f"{kind}max_pool{n}d" for kind in ("", "adaptive_", "fractional_") for n in (1, 2, 3))
+# Values of the operands, or what every engine makes of them to the last bit.
+UNROUNDED = (
+    PASSING
+    | PLACES
+    | {"type_as", "pad", "neg", "abs", "relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
+    | {"maximum", "minimum", "fmax", "fmin", "sign", "floor", "ceil", "trunc", "round", "embedding", "msort"}
+    | {"full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones"}
+    | {"scalar_tensor", "index_put", "index_copy", "index_fill", "scatter", "masked_scatter", "slice_scatter"}
+    | {"select_scatter", "copy", "fill", "tril", "triu", "nan_to_num", "max_pool3d"}
+) - {"dropout"}
+Known = Mapping[fx.Node, Any] | Values
+PEERS = 100.0  # times a number: others as large as this say how it is rounded; a mask of -1e9 among them does not
+DRAWS = 10  # times the largest error of eager's own: another order of the same operations may be off by as much
+
+
+def sources_of(node: fx.Node) -> list[fx.Node]:
+    """The values that a decision depends on."""
+    return [arg for arg in node.args if isinstance(arg, fx.Node)]
+
+
+def decided_within_rounding(
+    node: fx.Node,
+    wide: Known,
+    own: Known,
+    result: torch.Tensor,
+    reference: torch.Tensor,
+) -> bool:
+    """Whether what a call returns differs only where the margin of the decision is within rounding.
+
+    Args:
+        wide: the values that the decision depends on, in float64.
+        own: the same values in the dtypes of the program.
+    """
+    if _is_unknown(node, wide, own):
+        return False
+    margin = _margin_of_places(node, wide, own, result, reference)
+    if margin is None:
+        margin = _margin(node, wide, own)
+    if margin is None or margin.shape != result.shape:
+        return False
+    return bool(margin.is_within[result != reference].all())
+
+
+def may_be_decided_by_rounding(output: fx.Node, wide: Known, own: Known) -> bool:
+    """Whether an output depends on a decision within rounding: an order of equal values, or a small margin.
+
+    Where all that is compared is zero, such as products of zeros, no order of operations makes anything else of it.
+    """
+    for node in _upstream(output):
+        if breaks_ties(node):
+            return True
+        if not _is_decision(node) or not _roundings(sources_of(node)):
+            continue
+        if _is_unknown(node, wide, own):
+            return True
+        margin = _margin(node, wide, own)
+        if margin is None or bool(margin.is_within.any()):
+            return True
+    return False
+
+
+def _is_unknown(node: fx.Node, *known: Known) -> bool:
+    """Whether a value that a decision depends on cannot be had: random numbers are others in float64."""
+    return any(isinstance(values[source], Unknown) for source in sources_of(node) for values in known)
+
+
+def _is_decision(node: fx.Node) -> bool:
+    name = base_name(node)
+    return name in COMPARISONS or name in OTHER_JUMPS or _jump(node) is not None
+
+
+def _jump(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How far a number is from where the result of a call jumps; None where it does not."""
+    name, value = base_name(node), node.meta.get("val")
+    if name in CASTS and isinstance(value, torch.Tensor) and not _is_float(value):
+        return torch.abs if value.dtype == torch.bool else JUMPS["trunc"]
+    return JUMPS.get(name)
+
+
+def breaks_ties(node: fx.Node) -> bool:
+    """Whether a call may take equal values in another order; of calls that are not known it is not known."""
+    if not ops.is_call(node) or ops.is_number(node):
+        return False
+    name = base_name(node)
+    if not name:
+        return True
+    if name in ("max", "min", "median") or name.removesuffix("_with_indices") in ORDERING_POOLS:
+        return len(ops.tensors_of(node.meta.get("val"))) > 1
+    return name in ORDERING
+
+
+@dataclass(frozen=True, slots=True)
+class _Margin:
+    """How far each decision is from another one, and how far rounding reaches; equal values are a tie in an order."""
+
+    gap: torch.Tensor
+    reach: torch.Tensor
+    in_order: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.gap.shape
+
+    @property
+    def is_within(self) -> torch.Tensor:
+        return (self.gap < self.reach) | ((self.gap == 0) & self.in_order)
+
+
+def _margin_of_places(
+    node: fx.Node,
+    wide: Known,
+    own: Known,
+    result: torch.Tensor,
+    reference: torch.Tensor,
+) -> _Margin | None:
+    """Of two places that an argmax may return; None for anything else, or a place that does not exist."""
+    if base_name(node) not in CHOICES:
+        return None
+    bound = ops.bind(node)
+    source: fx.Node = bound["self"]
+    value, mine, dim = wide[source], own[source], bound["dim"]
+    if dim is None:
+        value, mine, dim = value.reshape(-1), mine.reshape(-1), 0
+    elif not bound["keepdim"]:
+        result, reference = result.unsqueeze(dim), reference.unsqueeze(dim)
+    places = [place.reshape(1) if not place.dim() else place for place in (result, reference)]
+    if bool(((places[0] < 0) | (places[0] >= value.shape[dim])).any()):
+        return None
+    (a, own_a), (b, own_b) = ([given.gather(dim, place) for given in (value, mine)] for place in places)
+    shape = reference.shape if bound["dim"] is None or bound["keepdim"] else reference.squeeze(dim).shape
+    found = _between([(source, wide[source], own[source])], a, b, own_a, own_b)
+    return _Margin(found.gap.reshape(shape), found.reach.reshape(shape), in_order=True)
+
+
+def _margin(node: fx.Node, wide: Known, own: Known) -> _Margin | None:
+    """Of a comparison, or of a call whose result jumps at some numbers."""
+    name = base_name(node)
+    if name in COMPARISONS and len(node.args) == 2:
+        place = wide[sources_of(node)[0]].device
+
+        def values(known: Known) -> Iterator[torch.Tensor]:
+            return (torch.as_tensor(known[arg] if isinstance(arg, fx.Node) else arg, device=place) for arg in node.args)
+
+        (a, b), (own_a, own_b) = values(wide), values(own)
+        return _between([(item, wide[item], own[item]) for item in sources_of(node)], a, b, own_a, own_b)
+    jump, sources = _jump(node), sources_of(node)
+    if jump is None or not sources or not wide[sources[0]].is_floating_point():
+        return None
+    source = sources[0]
+    gap = jump(wide[source].double())
+    found = _between([(source, wide[source], own[source])], wide[source], wide[source], own[source], own[source])
+    return _Margin(gap, found.reach)
+
+
+def _between(
+    operands: list[tuple[fx.Node, Any, Any]],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    own_a: torch.Tensor,
+    own_b: torch.Tensor,
+) -> _Margin:
+    """How far two values are apart, and how far rounding moves what the operands are."""
+    if not _is_float(a) and not _is_float(b):
+        gap = (a != b).double()  # any difference of whole numbers is one
+        return _Margin(gap, torch.zeros_like(gap))
+    a, b, own_a, own_b = torch.broadcast_tensors(*(_widest(value, a, b) for value in (a, b, own_a, own_b)))
+    gap = (a - b).abs()
+    reach = torch.zeros_like(gap)
+    size = torch.maximum(a.abs(), b.abs())
+    about = torch.maximum(size, torch.maximum(own_a.abs(), own_b.abs()))
+    for source, wide, own in operands:
+        dtype = _roundings([source])
+        if dtype is None:
+            continue
+        rtol, atol, _ = TOLERANCES[dtype]
+        scale, error = _of_peers(wide, own, about)
+        reach = torch.maximum(reach, rtol * size + atol * scale + DRAWS * error)
+    return _Margin(gap, reach)
+
+
+def _of_peers(wide: torch.Tensor, own: torch.Tensor, about: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The root mean square of the values that are no larger than others by far, and eager's largest error in them."""
+    value, mine = (tensor.reshape(-1) for tensor in (wide, own.to(wide.dtype)))
+    finite = value.isfinite() & mine.isfinite()
+    sizes, order = value[finite].abs().sort()
+    if not len(sizes):
+        return torch.zeros_like(about), torch.zeros_like(about)
+    errors = (value[finite] - mine[finite]).abs()[order].cummax(0).values
+    means = sizes.square().cumsum(0) / torch.arange(1, len(sizes) + 1, dtype=sizes.dtype, device=sizes.device)
+    count = torch.searchsorted(sizes, (PEERS * about).contiguous(), right=True)
+    last, none = (count - 1).clamp(min=0), count == 0
+    return means.sqrt()[last].masked_fill(none, 0.0), errors[last].masked_fill(none, 0.0)
+
+
+def _widest(value: torch.Tensor, *like: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.complex128 if any(item.is_complex() for item in like) else torch.float64)
+
+
+def _is_float(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _roundings(sources: list[fx.Node]) -> torch.dtype | None:
+    """The coarsest dtype in which values were computed; None where nothing on their way has rounded them."""
+    found: set[torch.dtype] = set()
+    rounds = False
+    for node in _upstream(*sources, floats_only=True):
+        rounds = rounds or base_name(node) not in UNROUNDED
+        found |= {tensor.dtype for tensor in ops.tensors_of(node.meta.get("val")) if _is_float(tensor)}
+    known = found & TOLERANCES.keys() or {torch.bfloat16}
+    return max(known, key=lambda dtype: TOLERANCES[dtype][0]) if rounds else None
+
+
+def _upstream(*nodes: fx.Node, floats_only: bool = False) -> Iterator[fx.Node]:
+    """The calls that values depend on; only as far as there are floating-point numbers, if asked for."""
+    seen: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node in seen or not ops.is_call(node):
+            continue
+        seen.add(node)
+        if floats_only and not any(map(_is_float, ops.tensors_of(node.meta.get("val")))):
+            continue
+        yield node
+        pending += node.all_input_nodes
